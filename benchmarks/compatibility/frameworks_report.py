@@ -11,7 +11,7 @@ from compatibility.framework_table import PACKAGES
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
-    """Of each framework and mesh the last line, in the order of the first. Raises ValueError where there is none."""
+    """Returns the last line of each framework and mesh, in the order of the first. Raises ValueError without lines."""
     rows = own_pages.last_lines(path, lambda line: (line["framework"], _mesh(line)))
     if not rows:
         raise ValueError(f"expected results in {path}, found none")

@@ -41,9 +41,9 @@ _H100_96 = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run that somebody published. `measured`: in `unit`, None where only memory is known; `gib`: reserved memory.
+    """A published run. `measured`: in `unit`, None if only memory is known; `gib`: reserved memory.
 
-    `ran`: whether it worked; else it ran out of memory.
+    `ran`: whether it worked; otherwise it ran out of memory.
     """
 
     name: str

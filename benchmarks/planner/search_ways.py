@@ -46,7 +46,7 @@ EPISODES, LEARNING_RATE, SPREAD = 4000, 0.3, 6  # numbers of layers that the pol
 
 
 class Problem:
-    """What a pipeline costs, and how often that was asked."""
+    """The cost of a pipeline, with a count of its evaluations."""
 
     def __init__(self, costs: StageCosts, micro_batches: int, limit: float) -> None:
         self.costs, self.micro_batches, self.limit, self.evaluations = costs, micro_batches, limit, 0

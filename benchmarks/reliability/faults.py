@@ -47,8 +47,8 @@ from reliability.fault_names import wrong_names
 from reliability.fault_ranks import FAULT_STEP, VICTIM, Cell, entry, reference
 
 LOST = ("kill", "stop", "stop for good", "exception", "wrong shape", "out of memory", "lost socket", "lost host")
-NAMED = (*LOST, "full shared memory")  # the rank that had it is to be named
-HARMFUL = (*NAMED, "skipped layer")  # nobody can go on
+NAMED = (*LOST, "full shared memory")  # errors must name the rank that had the fault
+HARMFUL = (*NAMED, "skipped layer")  # no rank can continue
 FAULTS = (*HARMFUL, "exception on all", "NaN", "late rank")
 PLACES = ("forward", "backward", "prefetch", "between steps", "optimizer", "outer reduction", "save")
 TRANSPORTS = ("shm", "c10d", "tcp", "two-level")
@@ -169,7 +169,7 @@ def _here(cell: Cell, folder: Path) -> dict[str, Any]:
             process.join(max(0.0, deadline - time.monotonic()))
         hanging = [rank for rank, each in enumerate(processes) if each in others and each.is_alive()]
     for rank in hanging:
-        os.kill(pids[rank], signal.SIGUSR2)  # tells where it stands
+        os.kill(pids[rank], signal.SIGUSR2)  # writes its stack
     time.sleep(0.5 if hanging else 0.0)
     for process in processes:
         if process.is_alive():
@@ -194,7 +194,7 @@ def _members(groups: list[int]) -> list[int]:
 
 
 def _on_hosts(cell: Cell, folder: Path) -> dict[str, Any]:
-    """On two hosts, or three for three ranks, of which that of the victim is lost."""
+    """Runs a cell on two hosts, or three for three ranks, and ends the victim's host."""
     per_host = 2 if cell.ranks == 4 else 1
     (folder / "cell").write_text(json.dumps(dataclasses.asdict(cell)))
     place = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])}
@@ -224,7 +224,7 @@ def _on_hosts(cell: Cell, folder: Path) -> dict[str, Any]:
 def judge(
     cell: Cell, told: dict[int, dict[str, Any]], fault: float | None, ended: dict[str, Any]
 ) -> tuple[list[str], float | None, str]:
-    """What is wrong, the seconds from the fault to the last rank's error, and what a rank says."""
+    """Returns what is wrong, the seconds from the fault to the last rank's error, and the message of one rank."""
     problems = [f"rank {rank} hung" for rank in ended["hanging"]] + [f"left: {each}" for each in ended["left"]]
     if fault is None:
         return [*problems, NOT_REACHED], None, ""
@@ -290,7 +290,7 @@ def _judge_numbers(cell: Cell, told: dict[int, dict[str, Any]]) -> tuple[list[st
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Of the last line of each cell: how many of those that ran did what they should, and the slowest rank's time."""
+    """Counts the cells that passed among those that ran, by their last lines, with the time of the slowest rank."""
     last = {(row["fault"], row["place"], row["transport"], row["ranks"]): row for row in rows}
     lines = ["| fault | " + " | ".join(PLACES) + " |", "|---" * (len(PLACES) + 1) + "|"]
     for fault in FAULTS:

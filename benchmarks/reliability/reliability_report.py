@@ -19,7 +19,7 @@ def page(text: str, results: Path) -> str:
 
 
 def _sanitizers(path: Path) -> str:
-    """Of each build the last runs: those of tests that no later one has run again."""
+    """Returns the last runs of each build: those with tests that no later run repeated."""
     rows: list[Row] = []
     for row in own_pages.last_lines(path, lambda row: (row["sanitizers"], row["date"])):
         rows = [other for other in rows if not _replaces(row, other)] + [row]
@@ -49,7 +49,7 @@ def _tests(row: Row) -> set[str]:
 
 
 def _soaks(path: Path) -> str:
-    """Of each command the last run."""
+    """Returns the last run of each command."""
     rows = own_pages.last_lines(path, lambda row: today(row["command"]))
     head = [
         "programs",

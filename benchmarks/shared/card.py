@@ -1,4 +1,4 @@
-"""What a result was measured on, and the one shape of line that every benchmark appends to its file."""
+"""The environment of a measurement, and the format of the lines that all benchmarks append to their files."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from shared.hosts import card as made_hosts
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-WITHOUT_RESULTS = (":/", ":(top,exclude)benchmarks/results")  # all files that git knows but these
+WITHOUT_RESULTS = (":/", ":(top,exclude)benchmarks/results")  # all files that git tracks except these
 # fmt: off
 KEYS = (
     "benchmark", "case", "shape", "n", "k", "tokens", "ranks", "direction", "transport", "link", "dtype",
@@ -122,7 +122,7 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
 
 
 def gpu_state() -> dict[str, float | None]:
-    """Clocks, power and temperature of the first GPU at this moment; None where nvidia-smi does not tell."""
+    """Returns the current clocks, power and temperature of the first GPU; None for values that nvidia-smi lacks."""
     keys = {
         "sm_clock_mhz": "clocks.sm",
         "memory_clock_mhz": "clocks.mem",

@@ -162,7 +162,7 @@ def _thread_count(text: str) -> int:
 
 
 def repetition(options: Mapping[str, Sequence[Any] | None]) -> str | None:
-    """What is wrong where a list, by the name of its option, names something twice; None where no list does."""
+    """Returns an error text if a list, given by the name of its option, has duplicates; otherwise None."""
     for option, values in options.items():
         if values is not None and len(set(values)) < len(values):
             return f"{option}: expected each once, got {values}"
@@ -170,7 +170,7 @@ def repetition(options: Mapping[str, Sequence[Any] | None]) -> str | None:
 
 
 def together(place: Place) -> Together:
-    """The ranks of a benchmark, as `rtp_ext.measure.timing` knows them; one rank needs no process group."""
+    """Returns the ranks of a benchmark as a `Place` of `rtp_ext.measure.timing`; one rank needs no process group."""
     barrier = dist.barrier if place.ranks > 1 else lambda: None
     return Together(place.device, barrier, lambda values: everyones(values, place))
 

@@ -41,8 +41,8 @@ def asked_links(args: argparse.Namespace, error: Callable[[str], Any]) -> list[L
 
 
 def complete_hosts(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
-    """For benchmarks that `launch` starts: sets `networks`, and `network` to the first of them or None. What cannot be
-    done is an error."""
+    """Sets `networks`, and `network` to the first of them or None, for benchmarks that `launch` starts. Calls `error`
+    for impossible options."""
     args.networks = asked_links(args, error)
     args.network = args.networks[0] if args.networks else None
     if args.network is None:

@@ -1,4 +1,4 @@
-"""What is said of counted calls of the driver."""
+"""The tables of counted driver calls."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the results of policies between replicas look like as a table."""
+"""The table of the results of policies between replicas."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is said of results by what weights and gradients travelled in."""
+"""The tables of results by the formats of weights and gradients on the ring."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ TRAVEL: dict[str, Callable[[Row], str | None]] = {
 
 
 def ways_of(row: Row) -> str | None:
-    """What travelled otherwise than it is computed with, in words; None for nothing."""
+    """Describes the values that travelled in another format than that of the computation; None if there are none."""
     told = []
     if row.get("travel"):
         told.append(f"weights {row['travel']}")
