@@ -321,9 +321,9 @@ def print_row(row: dict[str, Any]) -> None:
     lost = {name: row[f"loss_{name}_us"] for name in ("split", "interference", "exposed")}
     losses = ", ".join(f"{name} {value:.0f}" for name, value in lost.items() if value is not None)
     unsteady = f"  UNSTEADY: p80 is {row['spread']:.1f} times p20" if row["spread"] > STEADY else ""
-    lanes = " two lanes" if row["two_lanes"] else ""
+    streams = " two streams" if row["two_lanes"] else ""
     print(
-        f"{row['case']} {link}{ctas}{' graph' if row['graph'] else ''}{lanes}\n"
+        f"{row['case']} {link}{ctas}{' graph' if row['graph'] else ''}{streams}\n"
         f"    us: {'  '.join(spread(name) for name in QUANTITIES)}\n"
         f"    {ratio('e_hide')}  {ratio('roofline')}  {ratio('e_ect')}  {row['ceiling_percent']:.0f} % of ceiling  "
         f"loss us: {losses}  {row['tflops']:.3g} TFLOP/s in g1{unsteady}",

@@ -139,8 +139,8 @@ def train(place: Place, args: argparse.Namespace) -> list[Row]:
     for seed, name in product(range(args.seed, args.seed + args.seeds), args.runs):
         row = _train_one(name, seed, place, args, text[:edge], text[edge:])
         if place.rank == 0:
-            told = f"loss {row['losses'][0]:.3f} -> {row['losses'][-1]:.3f}, held out {row['eval_loss']:.4f}"
-            print(f"{name:<26} seed {seed}: {told}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
+            summary = f"loss {row['losses'][0]:.3f} -> {row['losses'][-1]:.3f}, held out {row['eval_loss']:.4f}"
+            print(f"{name:<26} seed {seed}: {summary}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
         common = {key: getattr(args, key) for key in ("steps", "lr", "lr_warmup")} | {"seed": seed}
         rows.append(
             result_line(
@@ -231,15 +231,15 @@ def surprises(rows: list[Row]) -> list[str]:
 
     `rows`: the results of `over_seeds`.
     """
-    told = [
+    texts = [
         f"{row['strategy']} is {apart(row)} off, at most {CLOSE:.0%} are expected"
         for row in rows
         if not row["control"] and not abs(row["off"]) <= CLOSE  # NaN is not
     ]
     controls = [row["off"] for row in rows if row["control"]]
     if controls and not max(controls) > CLOSE:
-        told.append(f"the worst control is only {max(controls):+.2%} off: nothing is proved")
-    return told
+        texts.append(f"the worst control is only {max(controls):+.2%} off: nothing is proved")
+    return texts
 
 
 def main() -> None:
@@ -259,8 +259,8 @@ def main() -> None:
         append_line(output, row)
     keys = ("eval_loss", "off", "off_error", "ring_bytes", "seconds")
     print(json.dumps({row["strategy"]: {key: row[key] for key in keys} for row in merged}), flush=True)
-    if not args.quick and (told := surprises(merged)):
-        sys.exit("; ".join(told))
+    if not args.quick and (texts := surprises(merged)):
+        sys.exit("; ".join(texts))
 
 
 if __name__ == "__main__":

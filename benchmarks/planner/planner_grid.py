@@ -102,8 +102,8 @@ def main() -> None:
     wanted = {ranks: missing(cases(ranks), args.output) if args.missing else cases(ranks) for ranks in args.ranks}
     if args.list:
         for case in itertools.chain.from_iterable(wanted.values()):
-            told = ", ".join(f"{what} {size / 2**20:.1f} MiB" for what, size in case.predicted().items())
-            print(f"{case.family:<6}{case.layers} x {case.hidden} {case.strategy:<14} R={case.ranks} {told}")
+            predicted = ", ".join(f"{what} {size / 2**20:.1f} MiB" for what, size in case.predicted().items())
+            print(f"{case.family:<6}{case.layers} x {case.hidden} {case.strategy:<14} R={case.ranks} {predicted}")
         return
     ratios = []
     for ranks, args.cases in wanted.items():

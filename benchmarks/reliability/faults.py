@@ -118,7 +118,7 @@ def run(cell: Cell) -> dict[str, Any]:
         folder = Path(name)
         started = time.monotonic()
         ended = _on_hosts(cell, folder) if cell.fault == "lost host" else _here(cell, folder)
-        told = {
+        reports = {
             rank: json.loads(file.read_text())
             for rank in range(cell.processes)
             if (file := folder / f"rank{rank}.json").exists()
@@ -126,7 +126,7 @@ def run(cell: Cell) -> dict[str, Any]:
         times = [float(file.read_text()) for file in folder.glob("fault*") if file.read_text()]
         notes = {rank: (folder / f"stderr{rank}").read_text()[-1500:] for rank in range(cell.processes)
                  if (folder / f"stderr{rank}").exists()}  # fmt: skip
-    problems, seconds, text = judge(cell, told, min(times, default=None), ended)
+    problems, seconds, text = judge(cell, reports, min(times, default=None), ended)
     row = {"benchmark": "faults", **dataclasses.asdict(cell), "verdict": "fail" if problems else "pass"}
     row |= {
         "seconds": seconds,
@@ -136,7 +136,7 @@ def run(cell: Cell) -> dict[str, Any]:
         "took": time.monotonic() - started,
     }
     if problems:
-        notes |= {f"trace{rank}": each.get("trace", "")[-600:] for rank, each in told.items()}
+        notes |= {f"trace{rank}": each.get("trace", "")[-600:] for rank, each in reports.items()}
         row["notes"] = {key: _without_folders(note) for key, note in notes.items()}
     return row
 
@@ -222,7 +222,7 @@ def _on_hosts(cell: Cell, folder: Path) -> dict[str, Any]:
 
 
 def judge(
-    cell: Cell, told: dict[int, dict[str, Any]], fault: float | None, ended: dict[str, Any]
+    cell: Cell, reports: dict[int, dict[str, Any]], fault: float | None, ended: dict[str, Any]
 ) -> tuple[list[str], float | None, str]:
     """Returns what is wrong, the seconds from the fault to the last rank's error, and the message of one rank."""
     problems = [f"rank {rank} hung" for rank in ended["hanging"]] + [f"left: {each}" for each in ended["left"]]
@@ -230,21 +230,21 @@ def judge(
         return [*problems, NOT_REACHED], None, ""
     others = ended.get("survivors", [rank for rank in range(cell.processes) if rank != VICTIM])
     if cell.fault in HARMFUL:
-        more, seconds, text = _judge_errors(cell, told, fault, others)
+        more, seconds, text = _judge_errors(cell, reports, fault, others)
     else:
-        more, seconds, text = _judge_numbers(cell, told)
+        more, seconds, text = _judge_numbers(cell, reports)
     for rank in others:
-        if told.get(rank, {}).get("descriptors", 0) > 0:
-            more.append(f"rank {rank} has {told[rank]['descriptors']} descriptors more")
+        if reports.get(rank, {}).get("descriptors", 0) > 0:
+            more.append(f"rank {rank} has {reports[rank]['descriptors']} descriptors more")
     return problems + more, seconds, text
 
 
 def _judge_errors(
-    cell: Cell, told: dict[int, dict[str, Any]], fault: float, others: list[int]
+    cell: Cell, reports: dict[int, dict[str, Any]], fault: float, others: list[int]
 ) -> tuple[list[str], float | None, str]:
     problems, latest, text, lost = [], 0.0, "", {*range(cell.processes)} - {*others}
     for rank in others:
-        each = told.get(rank, {})
+        each = reports.get(rank, {})
         if each.get("ended") != "error":
             problems.append(f"rank {rank}: expected an error, got {each.get('ended', 'nothing')}")
             continue
@@ -262,17 +262,17 @@ def _judge_errors(
         if cell.place != "save" and each["kind"] not in ("RingTimeout", "RotationError"):
             problems.append(f"rank {rank}: {each['kind']}: {each['text'][:200]!r}")
     if cell.fault == "stop":  # it comes back, and hears of it
-        back = told.get(VICTIM, {})
+        back = reports.get(VICTIM, {})
         if back.get("ended") != "error" or back["at"] - fault > cell.pause + cell.timeout + SLACK:
             problems.append(f"rank {VICTIM} came back: expected an error, got {back.get('ended', 'nothing')}")
     return problems, round(latest, 3), re.sub(r"; what (it|this rank) did last[^;]*", "", text)[:600]
 
 
-def _judge_numbers(cell: Cell, told: dict[int, dict[str, Any]]) -> tuple[list[str], float | None, str]:
+def _judge_numbers(cell: Cell, reports: dict[int, dict[str, Any]]) -> tuple[list[str], float | None, str]:
     left_out = FAULT_STEP if cell.fault != "late rank" else None
     expected = reference(cell.processes, left_out)
     problems = []
-    found = [told.get(rank, {}) for rank in range(cell.processes)]
+    found = [reports.get(rank, {}) for rank in range(cell.processes)]
     for rank, each in enumerate(found):
         if each.get("ended") != "done":
             problems.append(f"rank {rank}: expected to go on, got {each.get('kind')}: {each.get('text', '')[:200]}")

@@ -123,18 +123,18 @@ def run(kind: str, package: Path, tests: list[str]) -> dict[str, Any]:
             made = f"import sys; sys.path.append(sys.argv[1]); import {simulator}; print({simulator}.build())"
             folder = str(ROOT / "python_tests" / "simulators")
             subprocess.run([sys.executable, "-c", made, folder], check=True, env=environment)
-    told = place / "tests.xml"
-    told.unlink(missing_ok=True)
+    results = place / "tests.xml"
+    results.unlink(missing_ok=True)
     # Not run from the root, where Python would import the package of the work tree. setarch -R disables address
     # randomization, which the runtime of `thread` requires.
-    command = ["setarch", "-R", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={told}"]
+    command = ["setarch", "-R", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}"]
     command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *(str(ROOT / test) for test in tests)]
     command += [f"--deselect={test}" for test in LEFT_OUT[kind]]
     preloaded = {"LD_PRELOAD": " ".join(runtime(name) for name in KINDS[kind])}
     began = time.monotonic()
     status = subprocess.run(command, cwd=package, env=environment | preloaded).returncode
     row: dict[str, Any] = {"benchmark": "sanitize", "sanitizers": kind, "seconds": round(time.monotonic() - began, 1)}
-    counts = next(iter(ElementTree.parse(told).getroot())).attrib if told.exists() else {}
+    counts = next(iter(ElementTree.parse(results).getroot())).attrib if results.exists() else {}
     row |= {"tests": int(counts.get("tests", 0)), "skipped": int(counts.get("skipped", 0))}
     row["failed"] = int(counts.get("failures", 0)) + int(counts.get("errors", 0))
     reports = [file.read_text(errors="replace") for file in sorted(place.glob("report.*"))]
