@@ -7,7 +7,7 @@ import torch
 from harness import Cases, run_ranks
 from models import LanguageModel, batch_loss, make_batch, make_model, mean_loss
 from reference import assert_same, differs, full, random, whole_gradients, whole_parameters
-from test_parts import assert_trained
+from test_converted_parts import assert_trained
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import Cases, run_ranks
-from narrowed import arrived, most_in_block, rebuilt, reckoned
 from operation_checks import (
     EXACT,
     Operation,
@@ -18,6 +17,7 @@ from operation_checks import (
 from operations.bundles import BOTH, make_experts, make_head, make_mlp
 from operations.layers import make_convolution, make_embedding, make_linear, make_linears
 from reference import assert_same, chunk, differs, random
+from rounded_travel import arrived, most_in_block, rebuilt, reckoned
 from torch import nn
 from torch.nn import functional as F
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from harness import Cases, run_ranks
 from models import batch_loss, make_model, mean_loss
-from narrowed import computing_with, cuts_of
-from pretended import pretend_hosts
+from pretended_hosts import pretend_hosts
 from reference import adamw, assert_same, differs, full
+from rounded_travel import computing_with, cuts_of
 from test_travel import TRAVELS, _check, _operations
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy

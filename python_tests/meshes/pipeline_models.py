@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from harness import Cases
 from models import Block
-from narrowed import Cuts, computing_with, cuts_of
 from reference import assert_same, differs, random, whole_parameters
+from rounded_travel import Cuts, computing_with, cuts_of
 from shards import AdamW, scale_shards
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -4,9 +4,9 @@ be off by."""
 
 import torch
 from harness import Cases, run_ranks
-from narrowed import Contributions
 from pipeline_models import MICRO, ROWS, TOLERANCE, Pipeline, batch, loss_of, make_parts, trains_like_one_process
 from reference import assert_same, full, local, own_part
+from rounded_travel import Contributions
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble

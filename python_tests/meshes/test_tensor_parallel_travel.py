@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from grids import few
 from harness import Cases, run_ranks
-from narrowed import Contributions, computing_with, cuts_of
 from reference import assert_same, differs, full, local, own_part
+from rounded_travel import Contributions, computing_with, cuts_of
 from tensor_models import (
     Tiny,
     adamw,

@@ -7,10 +7,10 @@ import itertools
 
 import torch
 from harness import Cases, run_ranks
-from narrowed import rebuilt
 from offload_cases import made_up
 from reference import assert_same, differs, full, random, whole_gradients, whole_parameters
 from replica_models import Tiny, adamw, all_losses, batch_loss, replicated
+from rounded_travel import rebuilt
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy

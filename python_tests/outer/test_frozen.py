@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from apart_cases import SHAPE, everyone, other_values
 from freezing_cases import freeze
 from frozen_training import Outer
 from grids import few
 from harness import Cases, run_ranks
+from local_training_cases import SHAPE, gather_all, other_values
 from reference import assert_same, differs, full, local
 from workers import EXACT, Replica, Workers, adamw, assert_trained_alike, momentum
 
@@ -27,7 +27,7 @@ def streaming(period=4, delay=1):
 
 def mixed(replica):
     """The frozen parameters, of all ranks."""
-    return everyone(torch.cat([full(p.detach()).reshape(-1) for p in replica.model.mix.parameters()]))
+    return gather_all(torch.cat([full(p.detach()).reshape(-1) for p in replica.model.mix.parameters()]))
 
 
 POLICIES = {

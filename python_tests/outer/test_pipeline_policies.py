@@ -9,7 +9,7 @@ from grids import few
 from harness import Cases, run_ranks
 from pipeline_models import LARGEST_NORM, Pipeline, adamw, batch, loss_of, make_parts
 from reference import assert_same, differs, full
-from test_apart import diloco, gossip_beside, local_sgd
+from test_local_training import diloco, gossip_beside, local_sgd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble

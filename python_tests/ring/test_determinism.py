@@ -5,7 +5,7 @@ import torch
 from harness import Cases, run_ranks
 from models import batch_loss, make_model, train
 from operation_checks import rotated_result
-from pretended import pretend_hosts
+from pretended_hosts import pretend_hosts
 from reference import random
 from test_two_level import _operations
 

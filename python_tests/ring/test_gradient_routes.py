@@ -11,7 +11,7 @@ from harness import Cases, run_ranks
 from models import batch_loss, make_model, mean_loss
 from models import train as train_model
 from operation_checks import check_pass, plain_results, scale_of
-from pretended import pretend_hosts
+from pretended_hosts import pretend_hosts
 from reference import assert_same, chunk, differs, full, random
 from test_two_level import PATIENT, _Convolved, _operations
 from torch import nn

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pretended import graphs_of
+from pretended_hosts import graphs_of
 from reference import random
 from replayed import replayed
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy

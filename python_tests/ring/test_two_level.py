@@ -16,7 +16,7 @@ from models import train as train_model
 from operation_checks import EXACT, Operation, check_controls, check_frozen, check_pass, train
 from operations.bundles import make_experts, make_head, make_mlp
 from operations.layers import make_embedding, make_linear, make_linears
-from pretended import pretend_hosts
+from pretended_hosts import pretend_hosts
 from reference import assert_same, full, random
 from test_failures import PROMPT, TIMEOUT, _steps_until_error
 from torch import nn

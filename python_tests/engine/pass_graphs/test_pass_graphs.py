@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 from grids import few
-from pretended import graphs_of
+from pretended_hosts import graphs_of
 from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 from test_transport_ce import DTYPE, Rank, connected_news
 

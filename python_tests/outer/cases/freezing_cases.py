@@ -41,7 +41,7 @@ def together_cases(rank, ranks, cases):
         assert_trained_alike(replica, workers, "gossip")
 
 
-def apart_cases(rank, ranks, cases):
+def local_training_cases(rank, ranks, cases):
     for shape, topology, overlap, frozen in (
         ((2, 2), "one-peer", False, False),
         ((2, 2), "ring", True, True),
@@ -90,5 +90,5 @@ def unseen_cases(rank, ranks, cases):
 
 def freezing_cases(rank, ranks, cases):
     together_cases(rank, ranks, cases)
-    apart_cases(rank, ranks, cases)
+    local_training_cases(rank, ranks, cases)
     unseen_cases(rank, ranks, cases)

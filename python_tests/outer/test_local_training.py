@@ -6,18 +6,18 @@ import time
 
 import pytest
 import torch
-from apart_cases import (
+from freezing_cases import freezing_cases
+from grids import few
+from harness import Cases, run_ranks
+from local_training_cases import (
     apart_refusals,
     checkpoint_cases,
     counting_cases,
-    everyone,
+    gather_all,
     frozen_cases,
     property_cases,
     training_cases,
 )
-from freezing_cases import freezing_cases
-from grids import few
-from harness import Cases, run_ranks
 from programs.workers import diloco, gossip, gossip_beside, local_sgd, nothing
 from reference import assert_same, differs
 from workers import EXACT, STEPS, Replica, Workers, adamw, momentum
@@ -84,7 +84,7 @@ def _four(rank, ranks):
         with cases.case(f"{name} on {shape}"):
             replica = Replica(rank, shape, policy(), make)
             replica.train(STEPS)
-            rows = everyone(replica.weights)
+            rows = gather_all(replica.weights)
             if rank != number % ranks:  # one of them computes what all have to have
                 continue
             workers = Workers(shape, act, make)

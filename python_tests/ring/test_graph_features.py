@@ -5,14 +5,14 @@ import contextlib
 
 import pytest
 import torch
-from apart_cases import everyone
 from autograd_subjects import SUBJECTS
 from grids import few
 from harness import Cases, run_ranks
+from local_training_cases import gather_all
 from reference import assert_same, differs
 from replayed import replayed
 from replica_models import EXACT as SUMMED
-from test_apart import diloco, gossip, local_sgd
+from test_local_training import diloco, gossip, local_sgd
 from test_split_backward import _adapted, _checkpointed, _subject
 from workers import EXACT, Replica, Workers, adamw, momentum
 
@@ -72,9 +72,9 @@ def _policies(rank, ranks):
             replayed_by = [0]
             while replica.step < MOST_STEPS and not min(replayed_by):
                 replica.train(STEPS)
-                replayed_by = everyone(torch.tensor(sum(each.replayed for each in rings))).tolist()
+                replayed_by = gather_all(torch.tensor(sum(each.replayed for each in rings))).tolist()
             assert max(replayed_by) > 0, rings
-            rows = everyone(replica.weights)
+            rows = gather_all(replica.weights)
             rtp_ext.ring_of(replica.model).close()
             if rank != number % ranks:  # one of them computes what all have to have
                 continue

@@ -20,7 +20,7 @@ from rtp_ext.outer import AllReduce, DiLoCo, Gossip, LocalSGD, mixing_matrix
 SHAPE = (2, 2)
 
 
-def everyone(weights):
+def gather_all(weights):
     """[ranks, elements]"""
     rows = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, weights.contiguous())
@@ -66,7 +66,7 @@ def property_cases(rank, ranks, cases):
         replica.optimizer.register_step_post_hook(lambda *_: before.append(replica.weights))
         replica.policy.attach(replica.optimizer)
         replica.train(1)
-        rows = everyone(before[0])
+        rows = gather_all(before[0])
         assert not torch.equal(rows[0], rows[2]), "control"
         assert torch.equal(replica.weights, rows[0] * 0.5 + rows[2] * 0.5)
 
@@ -135,7 +135,7 @@ def training_cases(rank, ranks, cases):
         replica.optimizer.register_step_post_hook(lambda *_: before.append(replica.weights.float()))
         replica.policy.attach(replica.optimizer)
         replica.train(1)
-        rows = everyone(before[0])
+        rows = gather_all(before[0])
         assert torch.equal(replica.weights, ((rows[0] + rows[2]) / 2).bfloat16())
     with cases.case("a copy has a policy of its own"):
         replica = Replica(rank, SHAPE, LocalSGD(5))
@@ -189,7 +189,7 @@ def checkpoint_cases(rank, ranks, cases, folder):
             first.train(begun)
             where, schedule = f"{folder}/{name}{begun}", first.schedule.state_dict()
             dcp.save({"policy": first.policy}, checkpoint_id=where)
-            saved = everyone(first.weights)
+            saved = gather_all(first.weights)
             assert torch.equal(saved[0], saved[2]) == (begun == 0), "replicas differ when they are saved"
             first.train(4)
             again = Replica(rank, shape, make(), model=other_values())
@@ -212,9 +212,9 @@ def checkpoint_cases(rank, ranks, cases, folder):
             with pytest.raises(ValueError, match=r"mixture of them: expected outer_of\(model\).average\(\)"):
                 what()
     with cases.case("average"):
-        rows = everyone(replica.weights)
+        rows = gather_all(replica.weights)
         moments = full(replica.optimizer.state[replica.model.mix.weight]["exp_avg"])
-        both = everyone(moments)
+        both = gather_all(moments)
         replica.policy.average()
         assert_same(replica.weights, (rows[0] + rows[2]) / 2, EXACT, "weights")
         moments = full(replica.optimizer.state[replica.model.mix.weight]["exp_avg"])
