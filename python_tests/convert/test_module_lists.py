@@ -119,7 +119,7 @@ def _policies(rank, ranks):
                 member.register_forward_hook(lambda _, given, y, dtypes=dtypes: dtypes.append(y.dtype))
             ids, x = make_batch(rank, 0)[0], random(4, 10, dtype=torch.bfloat16, seed=rank)
             with torch.no_grad():
-                model(ids)  # fully_shard wants the root first
+                model(ids)  # fully_shard needs the root first
                 outputs[kind] = [model.embed(ids), model.norm(x), model.head(x)]
             dtypes += [each.dtype for each in outputs[kind]]
         assert seen["ours"] == seen["theirs"], (casts, seen)

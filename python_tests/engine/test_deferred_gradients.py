@@ -16,7 +16,7 @@ import rtp_ext
 
 TOLERANCE = 1e-9
 STEPS = 3
-DELAY = {"delay_us": 3000}  # of every hop, at most: what is not waited for is read too early
+DELAY = {"delay_us": 3000}  # of every hop, at most: unawaited data is read too early
 
 
 class Uses(nn.Module):
@@ -108,7 +108,7 @@ def _uses(rank, ranks):
                     assert_same(full(gradient), expected[name], TOLERANCE, name)
         assert ring.landed_late() > 0
 
-        # a backward that fails after some layers: what is under way belongs to nobody, and the next one is right
+        # a backward that fails after some layers: its hops under way are dropped, and the next backward is right
         x = torch.ones(2, 7, dtype=torch.float64, requires_grad=True)
         x.register_hook(_fail)
         with pytest.raises(ZeroDivisionError):
@@ -118,7 +118,7 @@ def _uses(rank, ranks):
             for name, gradient in _gradients(model, rank, "backward").items():
                 assert_same(full(gradient), expected[name], TOLERANCE, name)
 
-        # control: gradients that nobody waits for are wrong
+        # control: gradients without a wait are wrong
         ring.land = lambda gradient: None
         found = _gradients(model, rank, "autograd.grad")
         wrong = [name for name, gradient in found.items() if differs(full(gradient), expected[name], TOLERANCE)]

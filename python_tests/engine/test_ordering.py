@@ -1,6 +1,7 @@
-"""Every two conflicting uses of a piece of memory are ordered by what the executor waits for: see recording_transport.
+"""The executor's waits order every two conflicting uses of a piece of memory: see recording_transport.
 
-A CPU computes in order, so that its results cannot tell; a recording can. Each control takes one kind of wait away.
+A CPU computes in order, so its results cannot show a missing wait; a recording can. Each control removes one kind of
+wait.
 """
 
 import re
@@ -274,7 +275,7 @@ CASES = {
 
 
 def run(case, size=RANKS, recorded=True):
-    """What the program yields; the records, if it is recorded; the ring."""
+    """Returns the results of the program; the records, if it is recorded; the ring."""
     ring = rtp_ext.Ring.emulated(size, rank=size // 2, **{"route": "ring", **case.ring})
     if not recorded:
         return list(case.program(ring, **case.options)), [], ring
@@ -313,7 +314,7 @@ def test_what_is_recorded_is_what_is_run(recordings):
         seen = [record for record in records if record.kind == "hop"]
         for lane, channel in ((2, "weight"), (3, "gradient")):
             assert ring.hops(channel) == sum(record.lane == lane for record in seen)
-        if "pieces" not in name and "layers" not in name:  # which send hops ahead, or not, alike
+        if "pieces" not in name and "layers" not in name:  # which all send hops ahead, or none does
             assert ring.hops("gradient") == plain.hops("gradient")
         computes = {record.lane for record in records if record.kind == "memory"}
         beside = case.transport.get("multiprocessors") and case.program in (
@@ -357,7 +358,8 @@ def test_a_kind_of_wait_less_is_a_conflict(recordings):
 
 @pytest.mark.parametrize("name", ["linear, lanes, halves", "three", "mlp, slots", "linear, cast, gather"])
 def test_what_waits_for_a_hop_is_needed(recordings, name):
-    """Control, one by one: of every hop somebody must wait for what arrives, and for what leaves a slot or home."""
+    """Control, one by one: for every hop, some step must wait for its arrival, and for its departure from a slot or a
+    local shard."""
     _, records, _ = recordings[name]
     hops = [record for record in records if record.kind == "hop" and record.writes]
     for hop in hops:
@@ -374,7 +376,7 @@ def test_the_waits_of_streams_are_enough(recordings):
 
 
 def test_parameters_written_between_a_hop_sent_ahead_and_its_pass(recordings):
-    """The one conflict that is there: such a hop carries anything, and nobody uses it."""
+    """The only conflict: such a hop carries arbitrary data, and no rank uses it."""
     _, records, ring = run(Case(restless))
     sent, used = ring.prefetched()
     found = conflicts(records)

@@ -143,7 +143,7 @@ def test_every_layer_but_the_first_of_a_phase():
 
 
 def _channels_last(rank, ranks):
-    """Convolutions in another memory format, one rank of which has no shard."""
+    """Convolutions in another memory format; one rank has no shard."""
     torch.manual_seed(0)
     convolutions = (nn.Conv2d(features, 2 * (ranks - 1), 3, padding=1) for features in (3, *[2 * (ranks - 1)] * 2))
     plain = nn.Sequential(*convolutions).double()

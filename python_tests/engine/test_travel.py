@@ -102,7 +102,7 @@ def _same_as_one_process(rank, ranks):
 
 
 class _Rounded(Operation):
-    """What runs on the ring starts from exact weights, what it is compared with from rounded ones."""
+    """The model on the ring starts from exact weights, its reference from rounded ones."""
 
     def __init__(self, operation, ranks, travel):
         rounded = _rounded(operation, ranks, travel)
@@ -222,7 +222,7 @@ def test_bytes_on_the_wire(ranks):
 
 
 def _rest(rank, ranks):
-    """Pieces, precisions, a generic wrapper, and what is refused."""
+    """Chunks, precisions, a generic wrapper, and refused options."""
     cases = Cases()
     row = 8 * (INPUTS + 1)  # bytes of a row and its bias in float64
     for travel in TRAVELS:

@@ -1,5 +1,5 @@
-"""Models whose weights travel in 8 or 16 bits learn what a single process learns that rounds them before every forward,
-and keeps what its optimizer writes exact. And what the ring holds for that."""
+"""Models whose weights travel in 8 or 16 bits train like a single process that rounds them before every forward and
+whose optimizer updates exact weights. Also checks the memory of the ring."""
 
 import copy
 
@@ -81,7 +81,7 @@ def test_three_steps(ranks):
 
 
 def _policy(rank, ranks):
-    """What a policy computes in, and what weights travel in, are two things."""
+    """The dtype of a policy's computation and the format of travelling weights are independent."""
     cases = Cases()
     for dtype, tolerance in ((torch.bfloat16, 0.1), (None, 1e-4)):
         losses = {}

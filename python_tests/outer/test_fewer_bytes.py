@@ -1,5 +1,5 @@
-"""Weights in 8 bits and gradients that go straight home, on rings that are part of something else: replicas, shards
-that stay on the host, backwards in two parts, models that were saved."""
+"""Weights in 8 bits and gradients on the direct route, combined with replicas, shards that stay on the host, backwards
+in two parts, and saved models."""
 
 import contextlib
 import copy
@@ -48,7 +48,7 @@ def _rounded(plain, cuts, ranks):
 
 
 def _train(cases, what, model, rank, ranks, cuts, sign=1.0):
-    """Two steps like those of one process. `sign`: of numbers on the host."""
+    """Runs two steps like those of one process. `sign`: the sign of numbers on the host."""
     plain, unrounded = Tiny(), Tiny()
     optimizers = adamw(model), adamw(plain), adamw(unrounded)
     for step in range(2):

@@ -165,7 +165,7 @@ def resume_cases(rank, cases, folder):
                 again.train(4)
                 assert torch.equal(again.weights, still), "bit for bit, frozen"
                 assert differs(still, saved, 1e-3), "control"
-                # what is saved of it can be loaded in both orders, too
+                # its saved state can be loaded in both orders, too
                 dcp.save({"policy": again.policy}, checkpoint_id=f"{where}{frozen_first}")
                 last = Replica(rank, SHAPE, policies[name](), adamw, model=other_values())
                 freeze(last.model, frozen_first)
@@ -185,7 +185,7 @@ def stateless(model):
 
 
 def thawed_cases(rank, cases, folder):
-    """An optimizer without state: what is frozen before it is loaded may be thawed."""
+    """An optimizer without state: parameters that are frozen before loading may be thawed."""
     for name, policy in (("plain", lambda: DiLoCo(3)), ("streaming", lambda: streaming(4, 1))):
         first = Replica(rank, SHAPE, policy(), stateless)
         first.train(5)

@@ -17,7 +17,7 @@ ROUTES = {"shm": ("ring", "direct", "gather"), "tcp": ("ring",), "c10d": ("direc
 
 
 def everything(ring) -> list[torch.Tensor]:
-    """What all operations compute: outputs, gradients of inputs and of parameters."""
+    """Returns the results of all operations: outputs, gradients of inputs and of parameters."""
     told = []
     for operation in _operations().values():
         shards = operation.shards(ring.rank, ring.size)

@@ -1,4 +1,4 @@
-"""Rings that nobody closes give back what they hold, whenever each rank comes to collect them."""
+"""Rings that are dropped without close() release their resources, at any time of the ranks' garbage collections."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ def _held():
 
 
 def _use(rank, transport, whole):
-    """A ring that was used, or a model on one; nobody else holds it."""
+    """Returns a used ring, or a model on one, without other references."""
     if not whole:
         ring = rtp_ext.Ring(transport=transport, timeout=TIMEOUT)
         assert len(list(ring.rotate(torch.ones(3)))) == ring.size
@@ -37,7 +37,7 @@ def _drop(rank, ranks, transport):
     cases, unraisable = Cases(), []
     sys.unraisablehook = lambda caught: unraisable.append(str(caught.exc_value))
     for whole in (False, True):
-        _use(rank, transport, whole)  # what is made once for all rings
+        _use(rank, transport, whole)  # creates the state that all rings share
         dist.barrier()
         before = _held()
         for _ in range(5):

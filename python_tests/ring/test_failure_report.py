@@ -1,4 +1,4 @@
-"""Whose fault it was that a collective failed: the roll that is called then."""
+"""Failure reports: they name the rank that caused the failure of a collective."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ def _lose_sockets():
 
 
 def _error_of(ring, cases, name, who, operation="all_reduce", collective=None):
-    """A collective of the ring fails, and says where, after which hop and because of whom."""
+    """A collective of the ring fails, and its error names the place, the last hop and the failed rank."""
     start = time.monotonic()
     with pytest.raises(RingTimeout) as caught:
         collective() if collective else ring.all_reduce(torch.ones(5))
@@ -146,7 +146,7 @@ def test_every_survivor_names_who_failed():
 
 
 def _keepers(rank, ranks):
-    """Of the store of a rendezvous it is rank 0 that keeps it; who keeps one that the caller brings, nobody knows."""
+    """Rank 0 hosts the store of a rendezvous; the host of a store that the caller passes is unknown."""
     dist.destroy_process_group()
     brought = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(brought.port)}
@@ -168,7 +168,7 @@ def test_who_keeps_the_store():
 
 
 def _told(**broken):
-    """Of ranks in the order in which they gave up."""
+    """Reports of ranks in the order in which they gave up."""
     return {
         int(rank[1:]): {"text": rank, "own": False, "broken": others, "seen": time_, "ended": time_}
         for time_, (rank, others) in enumerate(broken.items())
@@ -180,7 +180,7 @@ def test_connections_that_broke():
     for order in (dict(r0=[1], r2=[0, 1], r1=[0, 2]), dict(r1=[0, 2], r0=[1], r2=[0, 1]),
                   dict(r2=[1], r1=[0, 2], r0=[1, 2])):  # fmt: skip
         assert "global rank 1 (its connections" in _links(_told(**order)), order
-    # what broke because its other end had given up before is nobody's fault
+    # a connection that broke because its other end had given up before blames no rank
     assert "ranks 0, 1 (the connection" in _links(_told(r0=[1], r3=[0], r1=[0, 3], r2=[0, 1, 3]))
     assert "the first error was that of global rank 2: r2" in _links(_told(r2=[], r0=[2]))
 
@@ -227,7 +227,7 @@ def test_a_store_that_is_slow_is_not_taken_for_one_that_does_not_answer(monkeypa
         if thread.name == "rtp roll call":
             thread.join()
     assert said == "; nobody could be asked who failed: the store of the process group answers too slowly"
-    # suspects that answer just before they are given up: then there is some time for what they find
+    # suspects that answer just before their deadline: then some time remains for their findings
     monkeypatch.setattr("rtp_ext.ring.links.failure_report.PATIENCE", 1.5)
     monkeypatch.setattr("rtp_ext.ring.links.failure_report.GRACE", 1.5)
     store = dist.HashStore()
@@ -247,7 +247,7 @@ def test_who_fails_for_a_reason_of_its_own_names_nobody():
 def test_a_rank_of_another_ring_that_is_busy_is_not_missed():
     absent = "; who failed: global rank{} (no answer to the roll call within 0.6 s)"
     told = []
-    for answered in ((), (3,)):  # rings 0, 1 and 2, 3 of a mesh, on hosts of which nothing can be seen
+    for answered in ((), (3,)):  # rings 0, 1 and 2, 3 of a mesh, on hosts that cannot be observed
         store = dist.HashStore()
         for rank in answered:
             store.set(str(rank), _answer())

@@ -20,9 +20,9 @@ import rtp_ext
 from rtp_ext.functional import rotated_embedding, rotated_linear
 from rtp_ext.nn import RotatedEmbedding, RotatedLinear
 
-TIMEOUT = 2.0  # of rings whose ranks die
-PROMPT = TIMEOUT + 6.0  # the others must know within it, and some more for the scheduler
-PATIENT = 30.0  # of rings whose ranks live
+TIMEOUT = 2.0  # for rings whose ranks die
+PROMPT = TIMEOUT + 6.0  # the others must raise within it, and some more for the scheduler
+PATIENT = 30.0  # for rings whose ranks live
 TRANSPORTS = ["shm", "tcp", "c10d"]
 
 
@@ -138,7 +138,7 @@ def test_shards_that_do_not_belong_together():
 
 
 def _short_lived_rings(rank, ranks):
-    """What ranks have agreed on about a weight does not outlive the ring it was agreed on over."""
+    """The agreement of ranks about a weight ends with the ring that they agreed over."""
     weight = torch.nn.Parameter(torch.ones(2, 6))
     kept = []
     for number in range(6):
@@ -220,7 +220,7 @@ def _different_models(rank, ranks):
 
 
 def _changed_on_one_rank(rank, ranks):
-    """A rank that alone freezes a parameter between steps: the others are past the comparison, but nobody hangs."""
+    """A single rank freezes a parameter between steps: the others are past the comparison, but no rank hangs."""
     model = rtp_ext.fully_rotate(make_model(), timeout=TIMEOUT)
     batch_loss(model, rank, 0).backward()
     model.head.weight.requires_grad_(rank != 1)
@@ -314,7 +314,7 @@ def test_lost_rank_of_a_model(transport):
 
 
 def _late(rank, ranks, transport):
-    """A rank that is late, but not by more than the timeout, disturbs nobody."""
+    """A rank that is late by less than the timeout causes no failure."""
     with rtp_ext.Ring(transport=transport, timeout=2 * TIMEOUT) as ring:
         layer = RotatedLinear(64, 64, ring=ring)
         for step in range(ranks):

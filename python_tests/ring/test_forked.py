@@ -1,4 +1,4 @@
-"""A process forked from a rank is no rank: it is told so, and its end leaves the rank's ring as it is."""
+"""A process forked from a rank is no rank: its calls raise an error, and its end does not affect the rank's ring."""
 
 import gc
 import multiprocessing
@@ -33,7 +33,7 @@ class Embedded(Dataset):
 
 
 def _told(model, ring, rank):
-    """What a forked process is told by whatever it tries."""
+    """Returns the errors of all calls in a forked process."""
     told = []
     attempts = (
         lambda: model(make_batch(rank, 0)[0]),

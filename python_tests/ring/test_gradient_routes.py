@@ -1,5 +1,5 @@
-"""Gradients that go straight home: the results are those of one process, each contribution is rounded once, and fewer
-bytes travel."""
+"""Gradients on the direct route to their owners: the results are those of one process, each contribution is rounded
+once, and fewer bytes travel."""
 
 import copy
 import os
@@ -73,7 +73,7 @@ def _layer(ring, outputs, features, reduce_dtype, tokens=6):
 
 
 def _blockmax(part):
-    """Of the block of every number, along the flat shard."""
+    """Returns the largest magnitude of each number's block, along the flat shard."""
     flat = part.abs().reshape(-1)
     return (
         torch.cat([block.max().expand_as(block) for block in flat.split(BLOCK)]).view(part.shape) if len(flat) else part
@@ -225,7 +225,7 @@ def test_models(ranks):
 
 
 def _mlp_gradients(ring, dtype):
-    """Of an MLP and a vocabulary head: a bundle, and one whose wgrad adds several times."""
+    """Tests an MLP and a vocabulary head: a bundle, and a bundle whose wgrad adds several times."""
     up = random(9, 16, dtype=dtype, seed=1).requires_grad_()
     down = random(16, 9, dtype=dtype, seed=2).requires_grad_()
     head = random(11, 16, dtype=dtype, seed=3).requires_grad_()
@@ -247,12 +247,12 @@ def _twice(rank, ranks):
 
 
 def test_two_runs_are_bitwise_equal():
-    """Whichever contribution is late: hops of the second run are held up by random times."""
+    """For any late contribution: random times delay the hops of the second run."""
     assert run_ranks(_twice, 4) == [(True, 5)] * 4
 
 
 def _late(rank, ranks):
-    """What lands late, in 16 and in 8 bits, is bitwise what lands within its pass."""
+    """Deferred gradients, in 16 and in 8 bits, are bitwise equal to gradients that arrive within their pass."""
     cases = Cases()
     for travel, gradients in ((None, None), ("int8", "int8")):
         found = []
@@ -307,7 +307,8 @@ def test_bytes_on_the_wire():
 
 
 def _relative_error(ranks, **options):
-    """Of one rank's gradient in an emulated ring, whose neighbours are itself: the sum of what it computes for all."""
+    """Checks one rank's gradient in an emulated ring, whose neighbours are the rank itself: it is the sum of the rank's
+    contributions to all owners."""
     ring = rtp_ext.Ring.emulated(ranks, rank=ranks // 2, **options)
     rows, features, tokens = 16, 96, 96
     weight = random(rows, features, dtype=torch.float32, seed=1).requires_grad_()
@@ -325,14 +326,14 @@ def test_the_error_does_not_grow_with_the_ring():
     chain = [_relative_error(ranks, gradient_route="chain") for ranks in sizes]
     int8 = [_relative_error(ranks, gradient_route="direct", gradient_travel="int8") for ranks in sizes]
     for errors in (direct, int8):
-        # of R ranks R - 1 contributions are rounded: sqrt((R - 1) / R) of what it would be if all were
+        # R - 1 contributions of R ranks are rounded: sqrt((R - 1) / R) of the error if all were
         scaled = [error / (1 - 1 / ranks) ** 0.5 for error, ranks in zip(errors, sizes, strict=True)]
         assert max(scaled) < 1.1 * min(scaled), scaled
     assert chain[-1] > 2 * direct[-1] and chain[-1] > 1.5 * chain[1], f"control: {chain}, {direct}"
     assert 1e-4 < direct[-1] < ROUNDING and direct[-1] < int8[-1] < 0.01
 
 
-# -- what is chosen, and what is refused -----------------------------------------------------------------------------
+# -- choices and refusals --------------------------------------------------------------------------------------------
 
 
 def test_what_no_ring_takes():

@@ -1,5 +1,5 @@
-"""Passes as graphs together with split backwards and checkpoints, and with policies between replicas. Replays are made
-as replayed.py says."""
+"""Passes as graphs together with split backwards and checkpoints, and with policies between replicas. replayed.py makes
+the replays."""
 
 import contextlib
 
@@ -64,7 +64,7 @@ POLICIES = {  # what acts, the same on whole models, the optimizer
 
 
 def _policies(rank, ranks):
-    """What policies write to parameters and take of gradients, where graphs know both."""
+    """Policies write to parameters and read gradients whose addresses are in graphs."""
     cases = Cases()
     for number, (name, (policy, act, make)) in enumerate(POLICIES.items()):
         with cases.case(name), replayed() as rings:
@@ -101,7 +101,7 @@ def _without_addresses(argument, tensors, _look=graphs._look):
 
 
 def _mixed_up(rank, ranks):
-    """Graphs that do not tell addresses apart give an earlier call's numbers, which the tests above would see."""
+    """Graphs that do not distinguish addresses give the numbers of an earlier call, which the tests above detect."""
     for mistaken in (False, True):
         with replayed(), rtp_ext.Ring(timeout=30.0) as ring, pytest.MonkeyPatch.context() as patch:
             if mistaken:

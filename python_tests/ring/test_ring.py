@@ -70,7 +70,7 @@ def test_rotate(ranks, transport):
 
 
 def _bad_lists(rank, ranks):
-    """Told on every rank before anything travels."""
+    """Every rank raises before anything travels."""
     emulated = rtp_ext.Ring.emulated(2)
     assert len(list(emulated.rotate([torch.ones(1)] * 9))) == 2, "one process may send any number"
     for transport in TRANSPORTS:

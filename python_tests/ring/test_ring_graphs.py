@@ -1,5 +1,5 @@
-"""Passes as graphs, without a GPU: which rings have them, and that operations write their results where they are told.
-What replays do is in python_tests/engine/pass_graphs/test_pass_graphs.py."""
+"""Passes as graphs, without a GPU: which rings have them, and that operations write their results to the given memory.
+python_tests/engine/pass_graphs/test_pass_graphs.py tests replays."""
 
 from types import SimpleNamespace
 

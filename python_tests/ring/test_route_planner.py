@@ -1,4 +1,4 @@
-"""What the gate decides: from which sizes on a layer is gathered, and that all ranks decide alike."""
+"""The decisions of the RoutePlanner: the sizes from which a layer is gathered, the same on all ranks."""
 
 import pytest
 import torch

@@ -134,7 +134,7 @@ def test_large_shards_go_in_pieces_instead():
 
 
 def test_two_lanes_leave_results_alone():
-    """A CPU has one lane; a schedule with two runs there all the same."""
+    """A CPU has one stream; a schedule with two streams still runs there."""
     plain = torch.nn.Linear(5, 7)
     ring = rtp_ext.Ring.emulated(1)
     model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=ring)

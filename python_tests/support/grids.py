@@ -14,7 +14,7 @@ SWEEP = os.environ.get("RTP_SWEEP", "0") != "0"
 
 
 def few(enough: Sequence[Any], everything: Sequence[Any]) -> Sequence[Any]:
-    """`enough` of a parameter to find what is wrong; all of it in a sweep."""
+    """Returns `enough` values of a parameter for a normal run, all values in a sweep."""
     assert all(value in everything for value in enough), (enough, everything)
     return everything if SWEEP else enough
 
@@ -49,7 +49,7 @@ def pairs(*parameters: Iterable[Any], forms: Iterable[Any] = ()) -> list[tuple[A
     )
     rows = []
     while missing:
-        row = dict(next(iter(missing)))  # what is missing longest
+        row = dict(next(iter(missing)))  # the combination that has been missing longest
         for place in sorted(set(range(len(values))) - set(row), key=lambda place: -len(values[place])):
 
             def gained(value: int, place: int = place, row: dict[int, int] = row) -> int:

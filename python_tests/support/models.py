@@ -65,7 +65,7 @@ class LanguageModel(nn.Module):
 
 
 def make_model(dtype: torch.dtype = torch.float64, **options) -> LanguageModel:
-    """The same on every rank, with no two parameters alike."""
+    """Builds the same model on every rank, with different values in all parameters."""
     model = LanguageModel(**options).to(dtype)
     with torch.no_grad():
         for number, (name, parameter) in enumerate(model.named_parameters()):
@@ -107,7 +107,8 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     clip: float | None = None,
 ) -> list[float]:
-    """AdamW on the parameters that want gradients. Returns the loss, or the gradient norm where clipped, per step."""
+    """Trains with AdamW on the parameters that require gradients. Returns the loss of every step, or the gradient norm
+    with clipping."""
     optimizer = optimizer or adamw([p for p in model.parameters() if p.requires_grad], lr=lr)
     values = []
     for step in range(steps):

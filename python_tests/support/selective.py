@@ -39,7 +39,7 @@ def always(what: CheckpointPolicy) -> Callable[[], Callable[..., CheckpointPolic
     return lambda: lambda *_, **__: what
 
 
-# What a region is given for a policy; None: all of it is recomputed. A policy may count, so that each region has one.
+# The policy of a region; None: all of it is recomputed. A policy may count, so each region has its own.
 POLICIES: dict[str, Callable[[], Any] | None] = {
     "full": None,
     "nothing": lambda: [],
@@ -55,7 +55,7 @@ SAVES_ROTATIONS = ("everything", "everything, preferably", "rotations")
 
 
 def contexts(make: Callable[[], Any]) -> Callable[[], Any]:
-    """What `checkpoint` takes as context_fn, with a policy of its own for each region."""
+    """Returns a context_fn for `checkpoint`, with a separate policy for each region."""
     return functools.partial(_make, make)  # torch.compile takes no closure
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class Pair(TwoTensor):
-    """Two tensors, of which each is computed with; without extensions."""
+    """A tensor subclass of two tensors, both used in computations; without extensions."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -24,7 +24,7 @@ class Pair(TwoTensor):
 
 
 class SentPair(Pair):
-    """The same with extensions in their older form; what it sends is as uneven as the shards."""
+    """The same with extensions in their older form; it sends shards of uneven sizes."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,7 +71,7 @@ class Wrapped(torch.Tensor):
 
 
 def rounded_to_8_bits(whole: torch.Tensor) -> torch.Tensor:
-    """What computes where a weight travels in float8, with one scale."""
+    """Rounds like a weight that travels in float8 with one scale."""
     scale = whole.abs().amax() / 448
     return (whole / scale).to(torch.float8_e4m3fn).to(whole.dtype) * scale
 

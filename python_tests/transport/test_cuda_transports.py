@@ -152,7 +152,7 @@ def _passes_without(rank, _, kind, plant, delay_us):
 
 @pytest.mark.parametrize(("kind", "plant"), PLANTS)
 def test_a_missing_wait_is_caught(kind, plant):
-    simulated_cuda.build()  # here, where nobody looks at the clock
+    simulated_cuda.build()  # here, outside of the measured time
     # a busy machine may hold up the host for longer than the streams dawdle, and nothing is early: they dawdle more
     for delay_us in (1000, 3000, 10000):
         # in a process of its own: who does not wait may write to memory that is no longer there
@@ -220,7 +220,7 @@ def connected_news(ranks):
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_failure_is_told_to_the_ranks_of_the_host(sim, kind):
-    """Nobody waits for the timeout, which is longer than the test."""
+    """No rank waits for the timeout, which is longer than the test."""
     arguments = (sim, kind, unique_ids(sim, kind), 3, timedelta(seconds=100), "fails", threading.Barrier(3))
     results = values(run_threads(until_failure, 3, *arguments, connected_news(3)))
     for error, waited, alive in results[:-1]:
@@ -283,7 +283,7 @@ def test_what_nccl_lacks_is_a_refusal_on_every_rank(sim):
 
 
 def test_memory_that_runs_out_on_one_rank_is_told_to_the_others(sim):
-    """Nobody waits for the timeout, which is longer than the test."""
+    """No rank waits for the timeout, which is longer than the test."""
     news, barrier = connected_news(2), threading.Barrier(2)
 
     def work(rank, ids):

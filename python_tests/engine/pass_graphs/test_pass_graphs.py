@@ -1,5 +1,5 @@
-"""Passes as graphs over the transport `ce`, on the simulated CUDA runtime: replays give what one process gives,
-whatever other ranks do with the same pass, and a failure reaches whoever waits in a graph."""
+"""Passes as graphs over the transport `ce`, on the simulated CUDA runtime: replays give the results of one process,
+independent of whether other ranks replay the same pass, and a failure reaches every rank that waits in a graph."""
 
 import gc
 import threading
@@ -233,7 +233,7 @@ def test_a_failure_reaches_who_waits_in_a_graph(sim, fault, timeout):
 
 
 def test_an_error_in_a_capture_ends_the_capture(sim):
-    """The pass raises while it is captured: the ring fails, nothing stays captured, and the others are told."""
+    """The pass raises while it is captured: the ring fails, no capture remains, and the others receive the failure."""
     news = connected_news(2)
 
     def work(rank, id_, barrier):

@@ -20,13 +20,13 @@ skip_without_headers()
 
 CALM = 6  # steps until all passes are graphs
 FIRST = 2  # the step that captures first
-# What a capture leaves out of the order that the executor asks for: simulator.h
+# Dependencies of the executor that a mutated capture omits: simulator.h
 FORGOTTEN = ["waits_of_computes", "waits_of_hops", "ends_of_computes", "ends_of_hops"]
 
 
 def replays(rank, sim, ranks, id_, barrier, mode, mutant=None, timeout=3):
-    """Passes that become graphs while nothing is late, and then replay while everything is. Returns the step in which
-    the numbers were wrong, or nobody answered; None: none."""
+    """Runs passes that become graphs without delays, and then replays them with delays. Returns the step in which the
+    numbers were wrong or a rank timed out; None without a failure."""
     end, step = Rank(sim, rank, ranks, id_, barrier, mode, timedelta(seconds=timeout), mutant, late=True), 0
     try:
         sim.set_compute(True)
@@ -117,8 +117,8 @@ class Careless(Layer):
     def forward(self, executor, local, x):
         if executor.captured():
             self.garbage = self.leave(self.sim)
-            gc.set_threshold(1, 1, 1)  # only now: what has survived a look is not looked at soon again
-            self.others = [[] for _ in range(1000)]  # more than Python has ready
+            gc.set_threshold(1, 1, 1)  # only now, since objects that survive a collection are rarely scanned again
+            self.others = [[] for _ in range(1000)]  # more than Python has preallocated
         return super().forward(executor, local, x)
 
     def leave(self, sim):
@@ -206,7 +206,8 @@ def test_a_capture_of_the_caller_that_was_invalidated_is_named(sim):
 
 
 def test_a_ring_that_fails_disturbs_no_capture_of_its_thread(sim):
-    """It asks which hops have ended, which CUDA refuses a thread that captures. That must not count as their end."""
+    """The ring queries which hops have ended, which CUDA refuses during a capture of the thread. That refusal must not
+    count as their end."""
 
     def work(rank, id_, barrier):
         end = Rank(sim, rank, 2, id_, barrier, "push")
@@ -227,8 +228,8 @@ def test_a_ring_that_fails_disturbs_no_capture_of_its_thread(sim):
 
 
 def test_in_a_capture_of_the_caller_a_pass_is_refused(sim):
-    """Passes that are no graphs are steps of it, as ever. The host keeps what they return until the device has written
-    it: here no allocator does."""
+    """Passes that are not graphs become part of the capture, as before. The host keeps their results until the device
+    has written them, since no allocator does so here."""
 
     def work(rank, id_, barrier):
         end = Rank(sim, rank, 2, id_, barrier, "push", late=True)

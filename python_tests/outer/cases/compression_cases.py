@@ -186,7 +186,7 @@ def compressed_state_cases(rank, ranks, cases, folder):
         first.train(1)
         state = copy.deepcopy(first.policy.state_dict())
         first.train(1)
-        if rank >= 2:  # what it loads is what it had
+        if rank >= 2:  # it loads its own state
             first.policy.load_state_dict(state)
         with pytest.raises(ValueError, match="every rank has to do the same"):
             first.train(1)

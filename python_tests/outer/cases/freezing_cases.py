@@ -21,7 +21,7 @@ def freeze(model, frozen):
 
 
 def thawing(frozen):
-    """A model of which a layer is frozen at first, or is not."""
+    """Returns a model with or without a layer that is frozen at first."""
     model = Tiny()
     freeze(model, frozen)
     return model
@@ -76,7 +76,7 @@ def local_training_cases(rank, ranks, cases):
 
 
 def unseen_cases(rank, ranks, cases):
-    """After a forward, so that no comparison of models has seen it: what is mixed differs, and no buffer leaves."""
+    """Freezes after a forward, unseen by the comparison of models: the mixed parameters differ, and nothing is sent."""
     for policy in (Gossip(), LocalSGD(1)):
         with cases.case(f"thawed between forward and step, {policy!r}"):
             replica = Replica(rank, (2, 2), policy, model=thawing(True))

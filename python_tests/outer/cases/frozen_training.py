@@ -1,4 +1,4 @@
-"""DiLoCo of n workers in one process, parameter by parameter, of which some are frozen now and then."""
+"""DiLoCo of n workers in one process, parameter by parameter; some parameters are frozen for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies that act after steps: what they keep, count and refuse, on 2 x 2 ranks."""
+"""Policies that act after steps: their state, counts and refusals, on 2 x 2 ranks."""
 
 import copy
 import types
@@ -27,7 +27,7 @@ def gather_all(weights):
     return torch.stack(rows)
 
 
-# -- what is known exactly ---------------------------------------------------------------------------------------------
+# -- exact results -----------------------------------------------------------------------------------------------------
 
 
 def property_cases(rank, ranks, cases):
@@ -71,7 +71,7 @@ def property_cases(rank, ranks, cases):
         assert torch.equal(replica.weights, rows[0] * 0.5 + rows[2] * 0.5)
 
 
-# -- what is sent ------------------------------------------------------------------------------------------------------
+# -- sent bytes --------------------------------------------------------------------------------------------------------
 
 
 def counting_cases(rank, ranks, cases):
@@ -248,7 +248,7 @@ def checkpoint_cases(rank, ranks, cases, folder):
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def apart_refusals(rank, ranks, cases):
+def local_training_refusals(rank, ranks, cases):
     def refused(what, match, act, error=ValueError):
         with cases.case(what), pytest.raises(error, match=match):
             act()
@@ -365,7 +365,7 @@ def apart_refusals(rank, ranks, cases):
 
 
 def frozen_cases(rank, ranks, cases):
-    """What only some replicas have frozen."""
+    """Parameters that only some replicas have frozen."""
     for shape, first in ((SHAPE, 2), ((4, 1), 3)):
         with cases.case(f"frozen from rank {first} on, {shape}"):
             replica = Replica(rank, shape, LocalSGD(1))

@@ -1,4 +1,4 @@
-"""What cannot be combined with replicas, and replicas that do not do the same: errors that say what to do."""
+"""Options that cannot be combined with replicas, and replicas that differ: errors that name the remedy."""
 
 import copy
 import os
@@ -114,7 +114,7 @@ def refusal_cases(rank, ranks, cases):
 def fails_and_goes_on(rank, ranks, cases):
     """A backward that fails on all ranks leaves nothing to the next, whether a forward comes before that or not."""
     model, plain = replicated((2, 2)), Tiny()
-    batch_loss(model, rank, 0).backward()  # what is ready early is sent early from now on
+    batch_loss(model, rank, 0).backward()  # gradients that are ready early are sent early from now on
     failing = []
 
     def fail(gradient):

@@ -48,7 +48,7 @@ def accumulates(rank, ranks, cases, shape, factor, ways, outer=None, sent_by=Non
     own = sum(local(p).nbytes for p in model.parameters())
     sent_by = 2 * own * (shape[0] - 1) // shape[0] if sent_by is None else sent_by
     with torch.no_grad():
-        batch_loss(model, rank, 0)  # gathers what has to be
+        batch_loss(model, rank, 0)  # gathers the parameters that need it
     for way in ways:
         with cases.case(f"{shape} divided by {factor}, reduced {way}"):
             before = policy.bytes_sent()
@@ -66,7 +66,7 @@ def accumulates(rank, ranks, cases, shape, factor, ways, outer=None, sent_by=Non
 
 
 def unequal_tokens(rank, ranks, cases, shape, outer=None):
-    """Losses that are shares of one sum over all tokens, of which ranks have different numbers: divided by 1."""
+    """Losses that are shares of one sum over all tokens; ranks have different numbers of tokens: divided by 1."""
     tokens = [2 + 3 * other for other in range(ranks)]
     with cases.case(f"unequal tokens on {shape}"):
         model, plain = replicated(shape, outer=outer), Tiny()
@@ -94,7 +94,7 @@ def not_reached_again(model, plain, rank, ranks, cases):
 
 
 def left_out_between_reductions(model, plain, rank, ranks, cases):
-    """One of two replicas does not use a layer in some micro-batches, of which the second is not reduced."""
+    """One of two replicas does not use a layer in some micro-batches; the second of these is not reduced."""
     both = (0, 1)
     with cases.case("what one replica leaves out between reductions"):
         for step, (users, without) in enumerate(

@@ -35,7 +35,7 @@ class Workers:
         self.optimizers = [make(model) for model in self.models]
         self.schedules = [halving(optimizer) for optimizer in self.optimizers]
         self.act, self.clip, self.step = act, clip, 0
-        self.kept, self.start = {}, self.flat(self.models[0])  # what `act` wants to keep, and where it began
+        self.kept, self.start = {}, self.flat(self.models[0])  # the state of `act`, and the initial weights
 
     def train(self, steps):
         for _ in range(steps):

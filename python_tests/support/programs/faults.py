@@ -62,7 +62,7 @@ class Told:
 
     @property
     def tells(self) -> bool:
-        """Whether the error says what is out of step, where nobody is missed."""
+        """Whether the error names the difference between the ranks, if no rank is missing."""
         return "out of step" in self.text or "replicas disagree" in self.text
 
     @property
@@ -163,7 +163,7 @@ def plant(rank: int, ranks: int, seed: int) -> Told:
 
 
 def problems(seed: int, told: list[Told | None]) -> list[str]:
-    """What is wrong with how the ranks of a program ended."""
+    """Returns what is wrong with the results of the ranks of a program."""
     program = Program.draw(seed, len(told), wide=True)
     fault = Fault.draw(program)
     found, allowed = [], timeout_of(program) + SLACK

@@ -13,8 +13,8 @@ DECAY = 0.75
 
 
 class Twin:
-    """Of several models at once, each followed by its own average. `how`: by torch's AveragedModel, with a function of
-    lists or of single tensors; or by hand, with values that are put into the model to be evaluated."""
+    """The moving averages of several models. `how`: torch's AveragedModel, with a function of lists or of single
+    tensors; or by hand, with values that are copied into the model for an evaluation."""
 
     def __init__(self, how: str, models: Sequence[nn.Module]) -> None:
         self.how, self.followed = how, list(models)

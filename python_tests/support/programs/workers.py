@@ -1,4 +1,4 @@
-"""What random programs are compared with: plain workers in one process, and what outer policies do between them."""
+"""The references of random programs: plain workers in one process, and the rules of outer policies between them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Workers:
     """Plain models, one for each replica, or a single one for all ranks: the batches that a model sees are those of
     the ranks of its replica, or of all.
 
-    kept: what a rule wants to keep. start: the weights [elements] that the rule began with. parameters: of each model
-    when the rule began; of modules that are exchanged later, or leave the model, too.
+    kept: the state of a rule. start: the weights [elements] when the rule began. parameters: those of each model when
+    the rule began, including those of modules that are exchanged later or leave the model.
     """
 
     def __init__(self, models: Sequence[nn.Module], rule: Rule) -> None:
@@ -138,7 +138,7 @@ def diloco(period: int, outer: Callable, fragments: Any = None, delay: int = 0, 
 
 
 def take_in(workers: Any, step: float = math.inf) -> None:
-    """Has what was due until a step take effect."""
+    """Applies all updates that are due until a step."""
     late = workers.kept.get("late", {})
     for number in [number for number, (due, _) in late.items() if due <= step]:
         late.pop(number)[1]()
@@ -148,15 +148,15 @@ def take_in(workers: Any, step: float = math.inf) -> None:
 
 
 class Compressed:
-    """What AllReduce(compressor) makes of the gradients of the replicas of a ring of so many ranks."""
+    """Computes the result of AllReduce(compressor) for the gradients of the replicas of a ring of so many ranks."""
 
     def __init__(self, compressor: Any, ring: int) -> None:
         self.compressor, self.ring = compressor, ring
         self.memory: dict[tuple[nn.Parameter, int], list[dict[str, Tensor]]] = {}  # and place in the ring
 
     def mean(self, parameter: nn.Parameter, gradients: Sequence[Tensor], dim: int | None) -> Tensor:
-        """Of the gradients of one parameter, a whole one of each replica. `dim`: what the ring cuts along; None:
-        nothing."""
+        """Reduces the gradients of one parameter, a whole one from each replica. `dim`: the dimension that the ring
+        shards; None: not sharded."""
         shards = []
         for place in range(self.ring):
             cut = [g if dim is None else chunk(g, self.ring, place, dim).contiguous() for g in gradients]
@@ -177,8 +177,8 @@ class Compressed:
 
 
 def alone(compressor: Any, gradients: Sequence[Tensor], memories: Sequence[dict]) -> tuple[Tensor, list[int]]:
-    """The mean over replicas of one shard's gradients, by `way` in one process; and the bytes that each has sent, of
-    sums and of what is gathered."""
+    """Returns the mean over replicas of one shard's gradients, computed by `way` in one process; and the bytes that
+    each replica sends, for sums and for gathers."""
     ways, feedback, sent, results = [], compressor.error_feedback, [0, 0], []
     given = [g + m["error"] if feedback else g for g, m in zip(gradients, memories, strict=True)]
     asks = []
