@@ -1,4 +1,4 @@
-"""What a rotated vocabulary head does at the edges, what it holds, and its module."""
+"""Edge cases of a rotated vocabulary head, its memory, and its module."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""Whole models, bundled: what people do besides a plain training loop gives what it gives in one process."""
+"""Whole models, bundled: uses besides a plain training loop give the results of one process."""
 
 import contextlib
 import copy
@@ -34,7 +34,8 @@ from torch.utils.checkpoint import checkpoint
 
 
 def controls(rank, ranks, kind, variant):
-    """What the comparisons below refuse: a wrong learning rate, a batch too few, no averaging, one weight moved."""
+    """Errors that the comparisons below detect: a wrong learning rate, a missing batch, no averaging, one changed
+    weight."""
     model, plain = pair(kind, variant)
     shard = next(model.parameters()).detach().to_local()
     for moved in (1e-6, -1e-6):

@@ -1,7 +1,7 @@
 """Hops that need no SM: they complete while a kernel occupies every SM and waits for the host.
 
-The control is an ordinary kernel on a stream of its own, launched at the same time: it must not complete before the
-blocking kernel is released. What happens on links that use SMs is recorded, and not asserted.
+The control is an ordinary kernel on its own stream, launched at the same time: it must not complete before the blocking
+kernel is released. The behaviour of links that use SMs is recorded, and not asserted.
 """
 
 import contextlib

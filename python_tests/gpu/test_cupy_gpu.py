@@ -1,4 +1,4 @@
-"""CuPy as a second opinion, with an NCCL communicator and products of its own; and arrays that nobody copies."""
+"""CuPy as an independent reference, with its own NCCL communicator and products; and arrays without copies."""
 
 from typing import Any
 

@@ -60,7 +60,7 @@ def test_held_up_computes(link):
 
 
 def milliseconds(ring, shard) -> float:
-    """What a rotation takes on the GPU."""
+    """Returns the time of a rotation on the GPU."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _owner, _view in ring.rotate(shard):
@@ -81,7 +81,7 @@ def test_held_up_channels(link, delay, monkeypatch):
     if delay == LONGEST:
         shard = torch.ones(1 << 16, device="cuda")
         times = [[milliseconds(each, shard) for _ in range(10)] for each in (undisturbed, ring)]
-        # 30 hops, each held up by LONGEST / 2 on average; a tenth of that is far above what they take otherwise
+        # 30 hops, each delayed by LONGEST / 2 on average; a tenth of that is far above their usual time
         assert sum(times[1]) > sum(times[0]) + 30 * LONGEST / 2 / 1000 / 10, "control: hops are not held up"
     repetitions = REPETITIONS if delay < LONGEST else max(1, REPETITIONS // 10)
     check(ring, undisturbed, rng.Random(delay), repetitions)

@@ -1,4 +1,4 @@
-"""Traces of CUDA streams: every step once, nothing before what it waits for, and slow hops are seen as waiting."""
+"""Traces of CUDA streams: every step once, no step before its dependencies, and slow hops appear as waiting."""
 
 import logging
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Hosts that are made of namespaces: what they share, what ends with them; rings across them, and a host that dies."""
+"""Hosts made of namespaces: their shared resources and their end; rings across them, and a host that dies."""
 
 import json
 import os
@@ -108,7 +108,7 @@ def test_nothing_outlives_whoever_made_the_hosts(how, mark):
     """Two at a time, which do not meet."""
     command = [sys.executable, RUNNER, "--hosts", "2", "--", "-m", "http.server"]  # which does not end by itself
     ((key, value),) = mark.items()
-    marks = [f"{value}-{number}" for number in range(2)]  # those of the two are told apart
+    marks = [f"{value}-{number}" for number in range(2)]  # those of the two are distinguished
     started = [
         subprocess.Popen(command, env={**os.environ, key: own}, stderr=subprocess.DEVNULL, start_new_session=True)
         for own in marks

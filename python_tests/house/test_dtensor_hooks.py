@@ -114,7 +114,7 @@ def test_torch_still_needs_the_rules_of_its_compiler():
 
 
 def test_torch_still_needs_the_patch_of_pipeline_stages():
-    """Stages reduce the gradients of FSDP and DistributedDataParallel, and ask no other model."""
+    """Stages reduce the gradients of FSDP and DistributedDataParallel, and call no other model."""
     stage = pytest.importorskip("torch.distributed.pipelining.stage")
     asked = []
 
@@ -162,7 +162,7 @@ def test_stages_of_a_step_run_in_their_order(monkeypatch):
 
 
 def test_no_other_file_patches_torch():
-    """A search for what patches look like. `rtp_ext.ring.links.groups` counts groups of older versions of torch."""
+    """Searches for the forms of patches. `rtp_ext.ring.links.groups` counts groups of older versions of torch."""
     look = re.compile(
         r"DTensor\.\w+ = |_custom_op_handlers|register_optimizer_step_p|trace_rules|_state_dict_utils\.\w+ ="
     )

@@ -1,7 +1,7 @@
-"""Random cases for numbers in eight bits and for sums of what has fewer bits: see kernel_checks.
+"""Random cases for numbers in eight bits and for sums of numbers with fewer bits: see kernel_checks.
 
-A number in a block whose largest magnitude is m comes back as q * m / 127 with a whole q: at most m / 254 away, but for
-roundings of float32, which are a thousandth of a step here.
+A number in a block whose largest magnitude is m is dequantized to q * m / 127 with an integer q: at most m / 254 away,
+except for roundings of float32, which are a thousandth of a step here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensor parallelism under rotation: how else models are run, what is refused, and what the log says."""
+"""Tensor parallelism under rotation: further ways to run models, refusals, and the log."""
 
 import contextlib
 import logging

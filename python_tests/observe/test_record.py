@@ -1,4 +1,4 @@
-"""What a ring did last: written when it fails and when somebody asks, and what the files of all ranks tell."""
+"""The last operations of a ring: recorded when it fails and on request; findings from the files of all ranks."""
 
 import faulthandler
 import os

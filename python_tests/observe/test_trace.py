@@ -362,7 +362,7 @@ def _simulated(rank, sim, ids, ranks):
                     sim.launch_add(total, execution.weight()[0])
                 execution.finish()
         executor.trace(False)
-        raw = executor.read_trace()  # waits for what has been enqueued
+        raw = executor.read_trace()  # waits for all enqueued work
         sim.synchronize()
     finally:
         sim.set_compute(False)

@@ -1,4 +1,4 @@
-"""Optimizers of torch on sharded parameters, against the plain model in one process; and what is refused of them."""
+"""Optimizers of torch on sharded parameters, against the plain model in one process; and their refusals."""
 
 import copy
 import re
@@ -59,7 +59,7 @@ def test_optimizers_train_as_in_one_process(cases_of):
 
 
 def _iterate_in_float64(monkeypatch):
-    """Muon rounds its iteration to bfloat16, which would hide what is wrong with shards."""
+    """Muon rounds its iteration to bfloat16, which would hide errors of shards."""
     module = sys.modules["torch.optim._muon"]
     monkeypatch.setattr(module.Tensor, "bfloat16", lambda self: self.double())
 
@@ -104,7 +104,7 @@ class _Looked(nn.Module):
 
 
 def _small(rank, ranks):
-    """What needs no mesh of its own, on a ring of two."""
+    """Cases that need no separate mesh, on a ring of two."""
     cases = Cases()
     with cases.case("SparseAdam"):
         make = lambda model: [  # noqa: E731

@@ -1,4 +1,4 @@
-"""`python -m rtp_ext plan`: what it prints, draws and refuses."""
+"""`python -m rtp_ext plan`: its output, drawings and refusals."""
 
 import csv
 import io

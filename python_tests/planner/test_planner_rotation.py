@@ -58,7 +58,7 @@ def _predicted(held):
 
 
 def _whole_on_an_emulated_ring(held, others, ranks):
-    """What does not rotate stays whole in a ring of one process."""
+    """Parameters that do not rotate stay whole in a ring of one process."""
     more = 4 * sum(weight.shape[0] - shard_sizes(weight.shape[0], ranks)[0] for weight in others)
     return tuple(value + factor * more for value, factor in zip(held, (0, 0, 1, 1, 2, 0), strict=True))
 
