@@ -97,7 +97,7 @@ CPU = torch.device("cpu")
 
 
 class _Scaled(nn.Module):
-    """An unknown module; the message names its type and its place."""
+    """A user's module, whose extra_repr contains its rank, its device and an address."""
 
     def __init__(self, rank: int, factor: float = 2.0) -> None:
         super().__init__()

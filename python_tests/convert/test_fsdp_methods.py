@@ -103,7 +103,7 @@ def _answers(rank, ranks):
     ids = make_batch(rank, 0)[0]
     for each in (model, twin):
         assert_same(each(ids), plain(ids), 1e-10, "the same output")
-    with pytest.raises(AttributeError):  # the error of a failing attribute is raised, not one about its name
+    with pytest.raises(AttributeError):  # the missing attribute of the failing object
         _ = model.inner.blocks[0].up.set_unshard_in_backward
     for cls in (_Own, _Looks):
         own = rtp_ext.fully_rotate(cls())

@@ -119,7 +119,7 @@ def test_experts(ranks, dtype):
     local, choices = 3, 2
     generator = torch.Generator().manual_seed(1)
     index = torch.stack([torch.randperm(local * ranks, generator=generator)[:choices] for _ in range(TOKENS)])
-    index[::5, 1] = local * ranks  # nobody's
+    index[::5, 1] = local * ranks  # of no rank
     index = index.to(DEVICE)
 
     def plain(x, factors, up, down):

@@ -22,7 +22,7 @@ def layout(numbers: int) -> tuple[int, int]:
 
 
 def scales_of(packed: np.ndarray, numbers: int) -> np.ndarray:
-    """Of every number."""
+    """Returns the scale of every number."""
     start, _ = layout(numbers)
     return np.repeat(packed[start:].view(np.float32).astype(np.float64), BLOCK)[:numbers]
 

@@ -33,7 +33,7 @@ from rtp_ext.outer import AllReduce, LocalSGD, ZeroOuter
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 GRID = (2, 2)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-# Those that torch steps on DTensors: their rules are looked up for every operator and shape, which takes long.
+# Optimizers whose steps run on DTensors: DTensor looks up its rules for every operator and shape, which takes long.
 MESHES = [((2,), None), ((3,), None), (GRID, AllReduce), (GRID, ZeroOuter)]
 
 

@@ -68,7 +68,7 @@ def test_one_peer_is_refused_where_it_reaches_no_mean(n):
     with pytest.raises(ValueError, match=message):
         mixing_matrix("one-peer", n)
     matrix = torch.eye(n, dtype=torch.float64)
-    for step in range((n - 1).bit_length()):  # the value without the change
+    for step in range((n - 1).bit_length()):  # the product of the refused steps
         shifted = torch.eye(n, dtype=torch.float64).roll(1 << step, 1)
         matrix = (torch.eye(n, dtype=torch.float64) + shifted) / 2 @ matrix
     assert (matrix * n - 1).abs().max() > 0.2

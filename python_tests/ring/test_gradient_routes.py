@@ -307,8 +307,7 @@ def test_bytes_on_the_wire():
 
 
 def _relative_error(ranks, **options):
-    """Checks one rank's gradient in an emulated ring, whose neighbours are the rank itself: it is the sum of the rank's
-    contributions to all owners."""
+    """One rank's gradient in an emulated ring, its own neighbour, is the sum of its contributions to all owners."""
     ring = rtp_ext.Ring.emulated(ranks, rank=ranks // 2, **options)
     rows, features, tokens = 16, 96, 96
     weight = random(rows, features, dtype=torch.float32, seed=1).requires_grad_()

@@ -64,7 +64,7 @@ class _Rank:
 
 @dataclass
 class Cases:
-    """Many cases in one function of a rank. A failed comparison lets the next case run; any other error ends the rank.
+    """Many cases in one function of a rank. The next case runs after a failed comparison; any other error ends the rank.
 
     with cases.case("5->7 float32"):
         ...

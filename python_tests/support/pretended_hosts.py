@@ -1,4 +1,4 @@
-"""Pretended hosts, which make ranks of one machine behave like ranks of several, and graphs without a real ring."""
+"""Pretended hosts, so that ranks of one machine behave like ranks of several, and graphs without a real ring."""
 
 import os
 from types import SimpleNamespace

@@ -229,7 +229,7 @@ def test_a_failure_is_told_to_the_ranks_of_the_host(sim, kind):
 
 
 def test_a_process_that_ends_is_noticed(sim):
-    """The rank that everybody waits for is a process that has ended."""
+    """All ranks wait for a rank whose process has ended."""
     address, told_address = os.pipe()
     leave, told_to_leave = os.pipe()
     child = os.fork()
@@ -308,7 +308,7 @@ def test_memory_that_runs_out_on_one_rank_is_told_to_the_others(sim):
 
 
 def test_a_slot_that_a_graph_knows_stays(sim):
-    """A larger slot takes the place of one that no graph knows only."""
+    """A larger slot replaces another one only if no graph uses it."""
 
     def work(rank, ids):
         executor = connect(sim, "nccl", ids, rank, 2)

@@ -92,7 +92,7 @@ def byte_cases(rank, ranks, cases, shape):
 
 
 def policy_refresh(model):
-    """The parameter that the next forward would gather first."""
+    """Makes the gathers that would otherwise happen at the start of the next forward."""
     policy = rtp_ext.outer_of(model)
     policy.begin_forward()
     policy.end_forward()

@@ -76,7 +76,8 @@ def local_training_cases(rank, ranks, cases):
 
 
 def unseen_cases(rank, ranks, cases):
-    """Freezes after a forward, unseen by the comparison of models: the mixed parameters differ, and nothing is sent."""
+    """Freezes or thaws between forward and step, after the comparison of models: the replicas' mixed parameters differ,
+    and no buffer is sent."""
     for policy in (Gossip(), LocalSGD(1)):
         with cases.case(f"thawed between forward and step, {policy!r}"):
             replica = Replica(rank, (2, 2), policy, model=thawing(True))
