@@ -84,7 +84,7 @@ def balanced_orders(count: int) -> list[list[int]]:
 
 
 def seconds(device: torch.device, action: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
-    """How long `action` takes: by CUDA events on a GPU, by the clock on a CPU. And its result."""
+    """Returns the duration of `action`, by CUDA events on a GPU or by the clock on a CPU, and its result."""
     watch = Stopwatch(device)
     watch.start("action")
     result = action()

@@ -62,7 +62,7 @@ SIZES = {
 
 
 def build(strategy: str, size: Size, layers: int, args: argparse.Namespace, device: torch.device) -> Trainer:
-    """A trainer whose model exists on this rank only as far as the strategy keeps it."""
+    """Returns a trainer whose model has only the parts on this rank that the strategy keeps."""
     parameters, compute = DTYPES[args.parameter_dtype], DTYPES[args.dtype]
     with torch.device("meta"):
         model = Llama(**{**asdict(size), "layers": layers}).to(parameters)
@@ -165,7 +165,7 @@ def ran_out_of_memory(error: RuntimeError) -> bool:
 
 
 class Failed(RuntimeError):
-    """A strategy failed for another reason than memory."""
+    """A strategy that failed for another reason than memory."""
 
 
 def in_a_process_of_its_own(strategy: str, args: argparse.Namespace) -> dict[str, Any] | None:

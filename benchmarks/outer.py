@@ -117,7 +117,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(place: Place, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One rank's run of all policies; rank 0 returns the results."""
+    """Runs all policies on one rank; rank 0 returns the results."""
     text = read_text(args.data)
     edge = len(text) - len(text) // HELD_OUT
     mesh = init_device_mesh(place.device.type, (args.replicas, args.ring), mesh_dim_names=("replicas", "ring"))

@@ -279,7 +279,7 @@ def captured(action: Callable[[], object]) -> Callable[[], object]:
 
 
 def run_cases(place: Place, args: argparse.Namespace) -> dict[str, Any]:
-    """One rank's part of all cases of one ring size."""
+    """Runs one rank's part of all cases of one ring size."""
     card = environment_card(place.device, args.command)
     if place.rank == 0:
         told = {key: card.get(key) for key in ("device", "gpus", "cores", "driver", "cuda", "torch", "nccl", "commit")}

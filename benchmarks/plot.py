@@ -41,7 +41,7 @@ COMPONENTS = {
 
 
 def committed(path: Path) -> bool:
-    """Whether git has this file as it lies here."""
+    """Whether git has this version of the file."""
     commands = (["ls-files", "--error-unmatch", path.name], ["diff", "--quiet", "HEAD", "--", path.name])
     return all(
         subprocess.run(["git", *command], cwd=path.resolve().parent, capture_output=True).returncode == 0

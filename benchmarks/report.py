@@ -371,7 +371,7 @@ def block(wish: str, results: Path) -> str:
 
 
 def rewrite(text: str, results: Path) -> str:
-    """A page with its blocks made anew. Raises ValueError where it has none, or where results are missing."""
+    """Returns the page with new blocks. Raises ValueError if it has none, or if results are missing."""
     if not BLOCK.search(text):
         raise ValueError("expected a block <!-- report: MACHINE TABLE --> ... <!-- end -->, found none")
     return BLOCK.sub(lambda found: found[1] + block(found[2], results) + found[4], text)

@@ -93,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(place: Place, args: argparse.Namespace) -> None:
-    """One rank's run; rank 0 prints the result."""
+    """Runs one rank; rank 0 prints the result."""
     text = read_text(args.data)
     rows = args.batch * args.ranks
     alone = STRATEGIES[args.strategy].one_process

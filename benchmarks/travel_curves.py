@@ -104,7 +104,7 @@ def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class Control:
-    """A plain model on every rank, whose weights are rounded while it computes; and stay so unless `keep_exact`."""
+    """A plain model on every rank with weights rounded while it computes; they stay rounded unless `keep_exact`."""
 
     def __init__(self, model: nn.Module, bits: int, keep_exact: bool) -> None:
         self._model, self._bits, self._keep_exact = model, bits, keep_exact
@@ -130,7 +130,7 @@ class Control:
 
 
 def train(place: Place, args: argparse.Namespace) -> list[Row]:
-    """One rank's runs; rank 0 returns the results."""
+    """Runs one rank; rank 0 returns the results."""
     text = read_text(args.data)
     edge = len(text) - len(text) // HELD_OUT
     card = environment_card(place.device, args.command)

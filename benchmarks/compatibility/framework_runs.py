@@ -339,7 +339,7 @@ def lightning(folder: str, steps: int, rotate: Callable[[], dict[str, Any]] = di
 
 
 def clean(folder: str) -> str:
-    """A folder that is there and empty, on every rank."""
+    """Returns an existing, empty folder, the same on every rank."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     return folder

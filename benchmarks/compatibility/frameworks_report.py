@@ -24,7 +24,7 @@ def _mesh(line: dict[str, Any]) -> str:
 
 
 def page(text: str, results: Path) -> str:
-    """A page with its table made anew; `results`: the folder of the machines."""
+    """Returns the page with a new table; `results`: the folder of the machines."""
     return own_pages.made_anew(
         text, "frameworks", lambda machine: table(last_lines(results / machine / "frameworks.jsonl"))
     )

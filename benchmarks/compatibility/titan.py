@@ -24,7 +24,7 @@ SEED = 3
 
 
 class _Position:
-    """In the place of the data loader, and of what else a trainer keeps."""
+    """A replacement of the data loader and of further state of a trainer."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -77,7 +77,7 @@ def _options(activation_checkpointing: bool) -> dict[str, Any]:
 
 
 def _rotated(spec: Any, options: dict[str, Any], seed: int) -> nn.Module:
-    """As the trainer of torchtitan makes it."""
+    """Builds the model like the trainer of torchtitan."""
     with torch.device("meta"):
         model = spec.model.build()
     model = spec.parallelize_fn(model, **options)

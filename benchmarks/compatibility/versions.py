@@ -49,7 +49,7 @@ class Failed(Exception):
 
 
 class Missing(Exception):
-    """A Python or a torch that cannot be had here."""
+    """A version of Python or torch that is not available here."""
 
 
 def call(*command: str, **options: Any) -> str:
@@ -63,7 +63,7 @@ def call(*command: str, **options: Any) -> str:
 
 
 def find_python(version: str) -> str:
-    """A Python of that version: on the path, or of pyenv. Raises Missing."""
+    """Returns a Python of that version: on the path, or from pyenv. Raises Missing."""
     places = [shutil.which(f"python{version}"), sys.executable]
     places += sorted(map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python")), reverse=True)
     for place in places:
@@ -138,7 +138,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def page(text: str, results: Path) -> str:
-    """A page with its table made anew; `results`: the folder of the machines."""
+    """Returns the page with a new table; `results`: the folder of the machines."""
     return made_anew(text, "versions", lambda machine: table(last_of_each(results / machine / "versions.jsonl")))
 
 

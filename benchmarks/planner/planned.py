@@ -145,7 +145,7 @@ class Case:
 
 
 def convert(case: Case, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """A plain model as the case trains it, over torch.distributed's own backend."""
+    """Converts a plain model for the case, over torch.distributed's own backend."""
     if case.recompute:
         for block in model.blocks:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

@@ -76,7 +76,7 @@ def _flops(operations: Iterable[RotatedOperation], tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A row, and seconds of its forward and backward and of its optimizer as the model has them."""
+    """A row, with the seconds of its forward and backward and of its optimizer in the model."""
 
     row: Row
     passes_s: float

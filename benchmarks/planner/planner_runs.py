@@ -66,7 +66,7 @@ class Run:
 
     @property
     def predicted(self) -> float:
-        """In the unit of the measurement."""
+        """Returns the prediction in the unit of the measurement."""
         if self.unit == "s":
             return self.time.step_seconds
         if self.unit == "TFLOP/s":
@@ -124,7 +124,7 @@ def halves(runs: Sequence[Measurement]) -> dict[str, tuple[list[Measurement], li
 
 
 def regrets(runs: Iterable[Measurement], constants: TimeConstants | None = None) -> list[float]:
-    """How much slower the plan that the model picks is than the fastest measured, for each size with a choice."""
+    """Returns the slowdown of the model's best plan against the fastest measured, for each size with a choice."""
     sizes: dict[Any, list[tuple[float, float]]] = {}
     for run in runs:
         key = (run.model, run.cluster.gpus, run.global_batch)

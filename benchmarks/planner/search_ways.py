@@ -77,7 +77,7 @@ def enumeration(problem: Problem) -> float:
 
 
 def dynamic(problem: Problem) -> float:
-    """For every slowest stage that may be, the least sum; the sum matters too, since recomputation adds to it."""
+    """Returns the least sum for every possible slowest stage; the sum also matters, since recomputation adds to it."""
     best = {(0, 0.0): 0.0}  # layers given so far and the slowest stage -> sum
     for stage in range(STAGES):
         found: dict[tuple[int, float], float] = {}

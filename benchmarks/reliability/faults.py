@@ -142,7 +142,7 @@ def run(cell: Cell) -> dict[str, Any]:
 
 
 def _without_folders(text: str) -> str:
-    """A trace, or its end, in which files are named from the package on."""
+    """Returns a trace, or its end, with file names relative to the package."""
     return re.sub(r"[^\s\"]*/(?=(rtp_ext|torch|benchmarks|lib)/)", "", text)
 
 

@@ -38,7 +38,7 @@ def _sanitizers(path: Path) -> str:
 
 
 def _replaces(later: Row, earlier: Row) -> bool:
-    """Whether it has run again all that the earlier one ran."""
+    """Whether the run repeated all tests of the earlier one."""
     again, before = _tests(later), _tests(earlier)
     return later["sanitizers"] == earlier["sanitizers"] and (not again or (bool(before) and before <= again))
 

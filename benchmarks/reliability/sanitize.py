@@ -80,7 +80,7 @@ def runtime(name: str) -> str:
 
 
 def build(kind: str) -> Path:
-    """A package rtp_ext whose extension is instrumented; returns the folder that it is in."""
+    """Builds a package rtp_ext with an instrumented extension. Returns its folder."""
     place = ROOT / "build" / f"sanitize-{kind.replace(',', '-')}"
     package = place / "package"
     package.mkdir(parents=True, exist_ok=True)

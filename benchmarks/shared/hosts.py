@@ -345,7 +345,7 @@ class Hosts:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is not buried yet does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

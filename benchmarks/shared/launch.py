@@ -27,7 +27,7 @@ TIMEOUT = timedelta(minutes=30)  # one rank may train a model alone while the ot
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank runs. `mesh` is one-dimensional and spans all ranks."""
+    """The place of one rank. `mesh` is one-dimensional and spans all ranks."""
 
     rank: int
     ranks: int
@@ -43,7 +43,7 @@ def under_torchrun() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that reports: rank 0 under torchrun, and the starting process otherwise."""
+    """Whether this process reports: rank 0 under torchrun, and otherwise the starting process."""
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
@@ -79,7 +79,7 @@ def launch(worker: Worker, args: argparse.Namespace, ranks: int) -> Any:
 def launch_on_hosts(
     worker: Worker, args: argparse.Namespace, meanwhile: Callable[[Hosts], None] = lambda hosts: None
 ) -> Any:
-    """The same for ranks on hosts that are made for them, by `args.network`. `meanwhile` is called once.
+    """The same for ranks on emulated hosts, described by `args.network`. Calls `meanwhile` once.
 
     Raises:
         NoHosts: hosts cannot be made here.
@@ -101,7 +101,7 @@ def launch_on_hosts(
 
 
 def run_on_host(folder: Path) -> NoReturn:
-    """One rank of `launch_on_hosts`, in its process."""
+    """Runs one rank of `launch_on_hosts`, in its process."""
     module, name, args = pickle.loads((folder / "work").read_bytes())
     rank, local_rank, ranks = (int(os.environ[key]) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     worker = getattr(importlib.import_module(module), name)

@@ -78,7 +78,7 @@ class MemoryProbe:
         self._meter.stop()
 
     def step(self, trainer: Trainer, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """One step of the trainer under observation. Returns its loss."""
+        """Runs one step of the trainer under observation. Returns its loss."""
         if trainer.ring is not None:
             trainer.ring.reset_peak()
         return trainer.step(inputs, targets, keep_gradients=True, phase=self._phase)
@@ -218,7 +218,7 @@ class _HostMeter:
 
 
 def status_bytes(field: str) -> int:
-    """A size from /proc/self/status, in bytes."""
+    """Returns a size from /proc/self/status, in bytes."""
     found = re.search(rf"^{field}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if found is None:
         raise RuntimeError(f"/proc/self/status has no {field}")

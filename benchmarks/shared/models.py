@@ -165,7 +165,7 @@ def random_tokens(
 
 @dataclass(frozen=True)
 class Workload:
-    """A model as `compare.py` runs it.
+    """A kind of model for `compare.py`.
 
     `make(**sizes)` builds it; `sample(tokens, generator)` is a random local batch with sequences of `seq`
     tokens. `cut`: numbers that the number of ranks must divide for tensor parallelism.

@@ -39,7 +39,7 @@ class Counter:
             self._before = bytes_sent()
 
     def stop(self) -> list[int]:
-        """One number, or none."""
+        """Converts one number; None for none."""
         if not self._made:
             return []
         dist.barrier()

@@ -1,4 +1,4 @@
-"""The last hop of a gradient may still be under way when the backward goes on to the layers before: it saves waiting,
+"""The last hop of a gradient may still be under way when the backward continues with earlier layers: this saves time
 and never changes a result."""
 
 import copy
@@ -20,7 +20,7 @@ DELAY = {"delay_us": 3000}  # of every hop, at most: unawaited data is read too 
 
 
 class Uses(nn.Module):
-    """One layer that is called twice, one whose weight is tied to it, one that is checkpointed, one that is frozen."""
+    """One layer that is called twice, one with a weight tied to it, one with a checkpoint, one frozen."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,7 @@ def test_every_use_of_a_parameter():
 
 
 def _narrow(rank, ranks):
-    """Gradients that are rounded to the dtype of their parameters are read at once, and so wait."""
+    """Gradients that are rounded to the dtype of their parameters are read immediately, so they are not deferred."""
     with _ring(1) as ring:
         model = rtp_ext.fully_rotate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16(), mesh=ring)
         model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()

@@ -60,7 +60,7 @@ def persistent(memory):
 
 
 def test_against_other_strategies():
-    """In one test, which measures each strategy once."""
+    """A single test, so that each strategy is measured once."""
     a_quarter_of_the_parameters_and_the_documented_slots()
     peak_below_fully_shard_by_two_blocks()
 

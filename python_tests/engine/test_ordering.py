@@ -85,7 +85,7 @@ def mlp(ring, **options):
 
 
 def late(ring, layers=4):
-    """Gradients that land after the passes of two more layers, without autograd, which has nothing to wait for."""
+    """Gradients that arrive after the passes of two more layers, without autograd, which would wait."""
     executor, outputs = ring.communicator.executor, 4 * ring.size
     executor.allow_deferred(2)
     dtypes = {"compute_dtype": torch.float32, "reduce_dtype": torch.float32}
@@ -136,7 +136,7 @@ def primitives(ring):
             raise ZeroDivisionError
         partial.add_(shard)
 
-    with pytest.raises(ZeroDivisionError):  # the remaining sums travel all the same
+    with pytest.raises(ZeroDivisionError):  # the remaining sums still travel
         ring.collect(fail, shard)
 
 
@@ -169,7 +169,7 @@ def mixed(ring):
 
 
 def layers(ring, kind=nn.Sequential, **options):
-    """Layers of many sizes, three steps: slots go from one pass to the next and make way for larger ones."""
+    """Layers of many sizes, three steps: passes reuse slots, and larger slots replace smaller ones."""
     torch.manual_seed(0)
     sizes = [5, 12, 32, 8, 20, 48]  # four ranks divide them
     model = kind(*(nn.Linear(*pair) for pair in pairwise(sizes)))
@@ -304,7 +304,7 @@ def test_every_conflict_is_ordered(recordings):
 
 
 def test_what_is_recorded_is_what_is_run(recordings):
-    """The recording transport moves what the emulated one moves; the cases make the passes that they are meant to."""
+    """The recording transport moves the data of the emulated one; the cases make the intended passes."""
     for name, case in CASES.items():
         results, records, ring = recordings[name]
         expected, _, plain = run(case, recorded=False)
@@ -343,7 +343,7 @@ def test_every_conflict_is_ordered_in_rings_of_other_sizes(size):
 
 
 def test_a_kind_of_wait_less_is_a_conflict(recordings):
-    """Control: the check needs every kind of wait, those for marks and for what arrives in every case that has them."""
+    """Control: the check needs every kind of wait; waits for events and for arrivals in every case that has them."""
     needed = {
         wait: {name for name, (_, records, _) in recordings.items() if conflicts(records, [wait])}
         for wait in recording_transport.WAITS
@@ -369,7 +369,7 @@ def test_what_waits_for_a_hop_is_needed(recordings, name):
 
 
 def test_the_waits_of_streams_are_enough(recordings):
-    """CUDA transports wait for no hop on behalf of the next one of its channel: that is on the same stream."""
+    """CUDA transports do not wait for a hop before the next one of its channel, which is on the same stream."""
     for name, (_, records, _) in recordings.items():
         assert conflicts(records, streams=True) == [], name
         assert conflicts(records, ["compute after received"], streams=True), name
@@ -382,5 +382,5 @@ def test_parameters_written_between_a_hop_sent_ahead_and_its_pass(recordings):
     found = conflicts(records)
     assert len(found) == sent - used == 2
     assert all(re.search(r"weight hop 1 of 3, sent \| \d+ aten::mul_ on lane 0$", text) for text in found)
-    _, records, ring = run(Case(restless, SLOTS))  # what leaves from a copy is not even torn
+    _, records, ring = run(Case(restless, SLOTS))  # data that leaves from a copy is not even torn
     assert conflicts(records) == [] and ring.prefetched() == (sent, used)

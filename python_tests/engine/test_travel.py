@@ -1,5 +1,5 @@
-"""Weights that travel in 8 or 16 bits: rounded once at home, so that every rank computes with the same ones, and what
-it gives is what a single process gives with weights rounded in the same way."""
+"""Weights that travel in 8 or 16 bits: the owner rounds them once, so every rank computes with the same weights, and
+the results are those of a single process with weights rounded in the same way."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def is_bias(name: str) -> bool:
 
 
 def _rounded(operation: Operation, ranks: int, travel: str | None, rows: int | None = None) -> Operation:
-    """With the weights that the ranks compute with."""
+    """Computes with the same weights as the ranks."""
     parameters = {
         name: whole if is_bias(name) else rebuilt(whole, operation.cuts[name], ranks, travel, rows)
         for name, whole in operation.parameters.items()
@@ -64,8 +64,8 @@ def _rounded(operation: Operation, ranks: int, travel: str | None, rows: int | N
 
 
 def _check(operation, ring, rows=None, tolerance=EXACT, **options):
-    """Output and gradients; the shards are still the exact ones. Controls: with exact weights, or those of the owner
-    exact, others come out."""
+    """Returns output and gradients; the shards are still exact. Controls: with exact weights, or with exact weights of
+    the owner, the results differ."""
     shards = operation.shards(ring.rank, ring.size)
     actual = rotated_result(operation, ring, "2d", 10, shards, **options)
     rounded = _rounded(operation, ring.size, ring.travel, rows)

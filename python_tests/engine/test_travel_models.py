@@ -22,7 +22,7 @@ STEPS, TOLERANCE = 3, 1e-8
 
 
 def _rotating(model):
-    """How each weight which rotates is cut, by name."""
+    """Returns the cuts of each rotated weight, by name."""
     kinds = (nn.Linear, nn.Embedding)
     names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)]
     return {name: cuts_of(model.get_parameter(name)) for name in names}
@@ -145,7 +145,7 @@ STRAIGHT = {"gradient_route": "direct"}
 )
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_the_ring_holds(ranks, travel, dtype, reduce, gradients):
-    """Slots and scratch that exist are those that the planner reckons, to the byte."""
+    """The slots and scratch of the ring match the planner's calculation, to the byte."""
     ring = rtp_ext.Ring.emulated(ranks, travel=travel, **gradients)
     sizes = [(24, 36), (48, 24), (12, 48)]
     model = nn.Sequential(*(nn.Linear(inputs, rows) for rows, inputs in [(24, 36), (48, 24), (12, 48)]))

@@ -103,7 +103,7 @@ def restarts(folder: Path) -> None:
     if saved.exists():
         first, values = torch.load(saved)
         model.load_state_dict(values)
-    model = rtp_ext.fully_rotate(model, timeout=60.0)  # who has ended is noticed at once; hosts start seconds apart
+    model = rtp_ext.fully_rotate(model, timeout=60.0)  # an ended rank is detected at once; hosts start seconds apart
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for step in range(first, STEPS):
         loss = batch_loss(model, rank, step)

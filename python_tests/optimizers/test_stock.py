@@ -236,7 +236,8 @@ def test_state_is_saved_and_loaded(shape, outers):
 
 
 def _apart(rank, ranks):
-    """Replicas that train apart have statistics of their own: each is a ring, in one process two models."""
+    """Replicas with local training have separate statistics: each is a ring; the reference is two models in one
+    process."""
     cases = Cases()
     for name, options in (("Adafactor", {"lr": 0.05}), ("Rprop", {"lr": 0.01})):
         with cases.case(name):

@@ -95,7 +95,7 @@ def _matrix(rank, ranks, folder):
                 after = training_state(model, optimizer)
                 assert_near(after, stages[1], "a step later")
                 assert len(unequal(after, saved[source])) == len(after), "control: a step moves all"
-    # One state goes from each kind to the next and back to the first, saved anew by each.
+    # Each kind loads the state of the one before and saves it again, back to the first.
     trip = [*list(KINDS)[1:], next(iter(KINDS))]
     at = f"{folder}/{trip[-1]}"
     for kind in trip:

@@ -1,4 +1,4 @@
-"""Optimizers that multiply across shards (Muon, Shampoo, SOAP) where replicas train apart: against n workers in one
+"""Optimizers that multiply across shards (Muon, Shampoo, SOAP) in local training of replicas: against n workers in one
 process."""
 
 import copy
@@ -125,7 +125,7 @@ def checkpoint_cases(rank, cases, folder):
 
 
 def layout_cases(rank, cases):
-    """Parameters lie on the mesh of their ring alone."""
+    """Parameters are on the mesh of their ring only."""
     with cases.case("parts first, and a copy"):
         warned: list = []
         handler = logging.Handler(logging.WARNING)

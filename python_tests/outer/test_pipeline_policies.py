@@ -1,5 +1,5 @@
-"""Pipelines whose stages lie on replicas of rings that train apart: against as many whole models in one process, each
-clipped by the norm of its own gradients."""
+"""Pipelines whose stages are on replicas of rings, with local training: against as many whole models in one process,
+each clipped by the norm of its own gradients."""
 
 import functools
 

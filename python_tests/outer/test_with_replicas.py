@@ -86,7 +86,7 @@ def _broadcast(rank, ranks, cases, policy):
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.mul_(1.5).add_(0.1)
-    batch_loss(model, rank, 0)  # what rotates has been gathered before
+    batch_loss(model, rank, 0)  # rotated parameters have been gathered before
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, plain.state_dict() if rank == 0 else {}, options=options)
     with cases.case(f"broadcast, {policy.__name__}"):

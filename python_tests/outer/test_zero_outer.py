@@ -44,7 +44,8 @@ def chunk(tensor, dim, count, place):
 
 
 def widths(shape, rank):
-    """Elements of the largest pieces of Tiny on the ring place of a rank, and of what stays on every replica."""
+    """Returns the elements of the largest pieces of Tiny at a rank's place of the ring, and of the parameters that stay
+    whole on every replica."""
     cut = whole = 0
     for name, parameter in Tiny().named_parameters():
         over_ring, over_replicas = layout(name, parameter.shape, shape)
@@ -57,8 +58,8 @@ def widths(shape, rank):
 
 
 def scattered(shape, rank):
-    """Bytes of one reduce-scatter of all gradients: what stays on every replica goes to each of them. Twice, since
-    Gloo's is an all-reduce."""
+    """Returns the bytes of one reduce-scatter of all gradients; those that stay whole go to each replica. The bytes
+    count twice, since Gloo's reduce-scatter is an all-reduce."""
     return 2 * (shape[0] - 1) * sum(widths(shape, rank)) * 8
 
 

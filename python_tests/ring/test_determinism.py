@@ -1,4 +1,4 @@
-"""Two runs are equal bit by bit, whatever arrives when: every operation on every transport, and a model that trains."""
+"""Two runs are bitwise equal for any order of arrivals: every operation on every transport, and a model that trains."""
 
 import pytest
 import torch

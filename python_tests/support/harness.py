@@ -1,4 +1,4 @@
-"""Runs a function on several ranks of this machine and brings back what each returned, or why it failed.
+"""Runs a function on several ranks of this machine and returns the results, or raises their errors.
 
     def work(rank, ranks, scale):          # module level, so that it can be pickled
         ...
@@ -64,7 +64,7 @@ class _Rank:
 
 @dataclass
 class Cases:
-    """Many cases in one function of a rank. The next case runs after a failed comparison; any other error ends the rank.
+    """Many cases in one function of a rank. A failed comparison does not end the rank; any other error does.
 
     with cases.case("5->7 float32"):
         ...

@@ -64,7 +64,7 @@ def make(family: str, dtype: torch.dtype = torch.float32, **changes) -> nn.Modul
 
 
 def fill(model: nn.Module) -> nn.Module:
-    """Gives every parameter values of its own, large enough for each to matter: norms around 1, biases not 0."""
+    """Gives every parameter distinct values, large enough to affect the results: norms around 1, biases not 0."""
     with torch.no_grad():
         for number, (name, parameter) in enumerate(model.named_parameters()):
             values = random(*parameter.shape, dtype=parameter.dtype, seed=2000 + number)
@@ -120,8 +120,8 @@ class Classifier(nn.Module):
 
 
 def exact(kind: str, dtype: torch.dtype = torch.float64, **changes) -> nn.Module:
-    """A family's model, "tied" (a Llama) or "encoder" (a Classifier) that computes in `dtype` all through:
-    transformers' RMSNorm, always in float32, gives way to torch's."""
+    """Returns a family's model, "tied" (a Llama) or "encoder" (a Classifier), that computes entirely in `dtype`:
+    torch's RMSNorm replaces that of transformers, which is always in float32."""
     if kind == "encoder":
         return fill(Classifier(**changes).to(dtype))
     if kind == "tied":

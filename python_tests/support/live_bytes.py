@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors that are alive, as they come and go."""
+"""Counts the bytes of live tensors."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class LiveBytes(TorchDispatchMode):
         return sum(self._bytes.values()) + sum(slot.bytes for slot in slots)
 
     def reset_peak(self) -> None:
-        """Starts the peak anew, from the current bytes."""
+        """Resets the peak to the current bytes."""
         self.peak = self.current
 
     def __enter__(self) -> LiveBytes:
         for thing in gc.get_objects():
-            if issubclass(type(thing), Tensor):  # isinstance would wake properties of modules
+            if issubclass(type(thing), Tensor):  # isinstance would evaluate properties of modules
                 self._see(thing, allocated=False, counts=False)
         self.reset_peak()
         return super().__enter__()

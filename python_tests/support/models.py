@@ -1,4 +1,4 @@
-"""Small models for the tests of conversion, and how they are trained in one process and on a ring."""
+"""Small models for the tests of conversion, and their training in one process and on a ring."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LanguageModel(nn.Module):
         checkpointed: bool | None = None,
         inside: bool = True,
     ) -> None:
-        """`inside`: blocks checkpoint a method of theirs; else the model checkpoints the blocks."""
+        """`inside`: blocks checkpoint one of their methods; otherwise the model checkpoints the blocks."""
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.temperature = nn.Parameter(torch.tensor(1.0))

@@ -156,7 +156,7 @@ def rotated_result(
 
 
 def scale_of(whole: Tensor, part: Tensor) -> float:
-    """How much larger the largest value of the whole is than that of the part that is compared."""
+    """Returns the quotient of the largest value of the whole and that of the compared part."""
     if part.numel() == 0 or not part.any():
         return 1.0
     return (whole.abs().max() / part.abs().max()).item()
@@ -188,7 +188,7 @@ def check_pass(
     seed: int = 10,
     **options: Any,
 ) -> Result:
-    """One forward and backward: output, all gradients, and that the shards are at home afterwards."""
+    """Runs one forward and backward: output, all gradients, and a check that the shards are local again."""
     shards = operation.shards(ring.rank, ring.size)
     actual = rotated_result(operation, ring, form, seed, shards, **options)
     assert actual.output.dtype == operation.output_dtype(), f"output dtype {actual.output.dtype}"
@@ -272,7 +272,7 @@ def train(operation: Operation, rank: int, ranks: int, evaluate: bool, dtype: to
     for name, shard in shards.items():
         cut = operation.cuts[name]
         right, start = chunk(whole[name], ranks, rank, cut), chunk(untrained[name], ranks, rank, cut)
-        # AdamW divides by the gradient: one of a hundredth of the largest is known to a hundred times the tolerance.
+        # AdamW divides by the gradient: one of a hundredth of the largest has a hundred times the relative error.
         largest = whole[name].abs().max().item()
         tolerance = TRAINED * TOLERANCE[dtype] if dtype != torch.bfloat16 else trained_tolerance(dtype, largest)
         assert_same(shard, right, tolerance * scale_of(whole[name], right), name)
@@ -351,7 +351,7 @@ def check_checkpointing(cases: Cases, operation: Operation, ring: rtp_ext.Ring, 
 
 
 def check_writes(cases: Cases, operation: Operation, ring: rtp_ext.Ring, **options: Any) -> None:
-    """A parameter is written between a forward and its backward: refused, or the backward does not depend on it."""
+    """Writes a parameter between a forward and its backward: refused, or the backward does not depend on it."""
     expected = plain_results(operation, ring.size, "2d", 10)[ring.rank]
     refused = []
     for name in operation.parameters:

@@ -2,7 +2,7 @@
 
 Every rank has its own local batch. Gradients of parameters are averaged over the ranks, so the reference is the plain
 module on the concatenated batch with `loss = mean over ranks of the local loss`; its input gradient times the number
-of ranks is the one of the local losses.
+of ranks is that of the local losses.
 
 A comparison measures the largest error against the largest magnitude of the reference:
 

@@ -22,7 +22,7 @@ from rtp_ext.ring.graphs import MOST_GRAPHS, PassGraphs, _fill
 
 
 class Address:
-    """Where a tensor lies, and how. `here()`: one that lies there."""
+    """The address and the layout of a tensor. `here()`: a tensor with these."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -140,7 +140,7 @@ class Replayed(PassGraphs):
 
 @contextlib.contextmanager
 def replayed() -> Iterator[list[Replayed]]:
-    """Rings that are made in it have graphs. Gives the list of these."""
+    """Rings that are made within the context have graphs. Yields the list of these rings."""
     made: list[Replayed] = []
 
     def choose(

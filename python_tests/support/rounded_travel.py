@@ -37,7 +37,7 @@ def arrived(shard: Tensor, travel: str | None, rows: int | None = None, dtype: t
 
 
 def rebuilt(whole: Tensor, dim: int, ranks: int, travel: str | None, rows: int | None = None) -> Tensor:
-    """A whole parameter of what arrives of each shard; on a single rank nothing travels."""
+    """Returns a whole parameter made of the received shards; on a single rank nothing travels."""
     if ranks == 1:
         return whole.detach()
     return torch.cat([arrived(chunk(whole, ranks, rank, dim), travel, rows) for rank in range(ranks)], dim)
@@ -47,13 +47,13 @@ Cuts = tuple[tuple[int, int], ...]  # dimension and number of parts, one cut aft
 
 
 def cuts_of(parameter: DTensor) -> Cuts:
-    """How a parameter is cut: by tensor parallelism, if at all, and then over the ring."""
+    """The cuts of a parameter: by tensor parallelism, if any, and then over the ring."""
     ranks = parameter.device_mesh.shape
     return tuple((p.dim, ranks[n]) for n, p in enumerate(parameter.placements) if isinstance(p, Shard))
 
 
 def rebuilt_parts(whole: Tensor, cuts: Cuts, travel: str | None) -> Tensor:
-    """A whole parameter of what arrives of the shards of each of its parts."""
+    """Returns a whole parameter made of the received shards of each of its parts."""
     (dim, ranks), *further = cuts
     if not further:
         return rebuilt(whole, dim, ranks, travel)
@@ -63,7 +63,7 @@ def rebuilt_parts(whole: Tensor, cuts: Cuts, travel: str | None) -> Tensor:
 
 @contextlib.contextmanager
 def computing_with(model: nn.Module, cuts: Mapping[str, Cuts], travel: str | None) -> Iterator[None]:
-    """Within, a plain model has the weights that the ranks of a ring compute with; then its exact ones again."""
+    """Within the context, a plain model has the weights that the ranks of a ring compute with, then its exact ones."""
     exact = {name: model.get_parameter(name).detach().clone() for name in cuts}
     with torch.no_grad():
         for name, values in exact.items():
@@ -81,7 +81,7 @@ def blocks_of(values: Tensor) -> Tensor:
 
 
 def most_in_block(values: Tensor) -> Tensor:
-    """For every number, the largest magnitude in its block."""
+    """Returns the largest magnitude in the block of every number."""
     blocks = blocks_of(values)
     return blocks.abs().amax(1, keepdim=True).expand_as(blocks).flatten()[: values.numel()].view(values.shape)
 

@@ -22,7 +22,7 @@ MATRICES = [aten.mm.default, aten.addmm.default, *SDPA]
 
 
 def every_other_product() -> Callable[..., CheckpointPolicy]:
-    """As torchtitan does: of products of matrices every other one, attention, and what communicates."""
+    """Saves the operations that torchtitan saves: every other matrix product, attention, and communication."""
     products = 0
 
     def policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -64,7 +64,7 @@ def _make(make: Callable[[], Any]) -> Any:
 
 
 def region(function: Callable[..., Any], policy: str | Callable[[], Any] | None, *arguments: Any) -> Any:
-    """`policy`: one of POLICIES, or what makes one; None: no checkpoint."""
+    """`policy`: one of POLICIES, or a factory of one; None: no checkpoint."""
     if policy is None:
         return function(*arguments)
     make = POLICIES[policy] if isinstance(policy, str) else policy

@@ -23,7 +23,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 
 def detach_without_rules() -> None:
-    """From now on a detached DTensor is laid out as it was, which is what torch's rule says of every layout."""
+    """From now on a detached DTensor keeps its placements, as torch's rule specifies for every placement."""
     stock = ShardingPropagator.propagate_op_sharding_non_cached
 
     @functools.wraps(stock)

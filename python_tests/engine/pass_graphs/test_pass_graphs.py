@@ -23,7 +23,7 @@ STEPS = 9
 
 
 class Graphs(PassGraphs):
-    """Results lie where they lay the last time, or with `other` in another place: what torch's allocator decides."""
+    """Puts results at their last addresses, or with `other` at new ones, in place of torch's allocator."""
 
     def __init__(self, executor, **options):
         super().__init__(executor, "asked for", on=True, device=torch.device("cpu"))
@@ -109,8 +109,8 @@ class Layer:
 
 
 def train(rank, sim, ranks, id_, barrier, mode):
-    """Layers of different sizes, an evaluation between, and addresses that move on some ranks and not on others.
-    Returns what became of the passes, before and after slots have grown."""
+    """Layers of different sizes, an evaluation between, and addresses that change on some ranks but not on others.
+    Returns the counts of replays and captures, before and after slots have grown."""
     end = Rank(sim, rank, ranks, id_, barrier, mode, late=True)
     executor = end.executor
     executor.prefetch(False)
@@ -124,7 +124,7 @@ def train(rank, sim, ranks, id_, barrier, mode):
             before = graphs.captured, graphs.replayed, graphs.stepped
             hops = executor.hops("weight"), executor.bytes_sent("gradient")
             for step in range(STEPS):
-                # The first rank's tensors move once, the last one's come back, or, in the first turn, never do.
+                # The first rank's tensors move once, the last one's move back, or, in the first turn, never move.
                 moves = step % 3 if rank == ranks - 1 else step == 4
                 results = 100 + step if rank == ranks - 1 and turn == 0 else None
                 for layer in layers:
@@ -186,7 +186,7 @@ def test_a_graph_of_slots_that_are_gone_is_not_launched(sim):
 
 
 def until_failure(rank, sim, id_, barrier, fault, timeout, news):
-    """Ranks 0 and 1 replay; rank 2 does what `fault` says after the first steps."""
+    """Ranks 0 and 1 replay; rank 2 runs `fault` after the first steps."""
     end = Rank(sim, rank, 3, id_, barrier, "push", timeout, news=news[rank], late=True)
     sim.set_compute(True)
     graphs = Graphs(end.executor)
@@ -220,7 +220,7 @@ def until_failure(rank, sim, id_, barrier, fault, timeout, news):
 
 @pytest.mark.parametrize(("fault", "timeout"), [("is silent", 1.0), ("fails", 100.0)])
 def test_a_failure_reaches_who_waits_in_a_graph(sim, fault, timeout):
-    """And the memory that the graph uses stays mapped until it has ended: else the simulation notes a mistake."""
+    """The memory of the graph stays mapped until it has ended: otherwise the simulation notes an error."""
     arguments = (sim, sim.unique_id(), threading.Barrier(3), fault, timedelta(seconds=timeout), connected_news(3))
     for told in values(run_threads(until_failure, 3, *arguments, timeout=60.0))[:2]:
         text, waited = told
@@ -287,7 +287,7 @@ def test_transports_that_need_both_ends_captured_are_refused(sim):
 
 
 def test_what_a_capture_may_not_contain_is_noticed(sim):
-    """The simulation itself: streams that are not joined, events from outside, questions about captured events."""
+    """The simulation itself: streams that are not joined, events from outside, queries of captured events."""
     one, two, event, outside = sim.Stream(), sim.Stream(), sim.Event(), sim.Event()
     a, b = torch.arange(4.0), torch.zeros(4)
     outside.record(two)

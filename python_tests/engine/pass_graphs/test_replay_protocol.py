@@ -1,4 +1,4 @@
-"""The protocol of `ce` under replay, and what becomes of graphs that run when their ring is dropped."""
+"""The protocol of `ce` under replay, and graphs that still run when their ring is dropped."""
 
 import gc
 import threading
@@ -53,7 +53,7 @@ def replays(rank, sim, ranks, id_, barrier, mode, mutant=None, timeout=3):
 
 @pytest.mark.parametrize("mutant", [None, *CE_MUTANTS])
 def test_a_mistake_in_the_protocol_is_caught_where_passes_replay(sim, mutant):
-    """In a replay, or on a slow machine before."""
+    """The error shows in a replay, or before it on a slow machine."""
     mode, found = "pull" if mutant and "read" in mutant else "push", []
     for seed in range(1 if mutant is None else 6):
         sim.reset(seed)
@@ -112,7 +112,7 @@ def test_memory_outlives_a_graph_that_runs_and_a_capture_without_any_ends(sim):
 
 
 class Careless(Layer):
-    """Leaves garbage, and then makes Python look for it: what ends then waits for the device, as a ring's slots do."""
+    """Leaves garbage, and then runs Python's collection: destroyed objects wait for the device, like a ring's slots."""
 
     def forward(self, executor, local, x):
         if executor.captured():
@@ -154,8 +154,8 @@ def test_nothing_is_collected_while_a_pass_is_captured(sim):
 
 
 def test_what_is_enqueued_while_a_ring_gives_up_ends_too(sim):
-    """The launch of a pass finds a full queue, as where many are enqueued behind a rank that is lost. When it returns,
-    the ring has failed, and all that was enqueued before has ended."""
+    """The launch of a pass meets a full queue, as when many passes are enqueued behind a lost rank. When it returns,
+    the ring has failed, and all earlier work has ended."""
 
     def work(rank, id_, barrier, news):
         ranks = 4

@@ -33,11 +33,11 @@ COMPRESSORS = {
 
 
 class Compressed:
-    """One model in one process, trained on what compressors make of the gradients of rings' shards."""
+    """One model in one process, trained on the compressed gradients of rings' shards."""
 
     def __init__(self, shape, compressor, dims):
         self.replicas, self.ring = shape
-        self.compressor, self.dims = compressor, dims  # by name: what the ring cuts along, None: nothing
+        self.compressor, self.dims = compressor, dims  # by name: the dimension that the ring shards, None: not sharded
         self.model = Tiny()
         self.optimizer = adamw(self.model)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
@@ -86,7 +86,7 @@ FEW = ("top", "random", "low rank", "Neolithic of low rank")
 
 
 def compressed_cases(rank, ranks, cases):
-    """One rank of each case computes what all have to have."""
+    """One rank of each case computes the result that all must have."""
     chosen = [((2, 2), name) for name in COMPRESSORS] + [((4, 1), name) for name in FEW]
     for number, (shape, name) in enumerate(chosen):
         make = COMPRESSORS[name]

@@ -1,5 +1,5 @@
-"""Gossip where replicas freeze or thaw a parameter: together, which trains as n workers do, and one later than another,
-which is an error within moments on every rank, before anything is mixed."""
+"""Gossip with replicas that freeze or thaw a parameter: together, which trains like n workers, and one later than
+another, which is a prompt error on every rank, before anything is mixed."""
 
 import time
 
@@ -61,7 +61,7 @@ def local_training_cases(rank, ranks, cases):
         dist.all_gather(told, torch.tensor(int(named)))
         with cases.case(f"{what}: named"):
             assert time.monotonic() - start < PROMPT, f"{time.monotonic() - start} s"
-            # those that do not mix with the odd one hear of it from others that have ended
+            # replicas that do not mix with the odd one fail because others have ended
             assert named or shape == (4, 1), text
             assert sum(map(int, told)) >= 2 and told[shape[1]], f"the odd one and who met it: {told}"
     for period in (1, 3):

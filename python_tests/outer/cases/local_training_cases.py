@@ -181,7 +181,7 @@ def checkpoint_cases(rank, ranks, cases, folder):
         "gossip": ((4, 1), lambda: Gossip("ring", global_period=3)),
     }
     every = [(name, begun) for name in policies for begun in ((4, 0) if name == "streaming" else (4,))]
-    # gossip that does not overlap keeps less than one that does
+    # gossip without overlap has less state than gossip with overlap
     for name, begun in few([each for each in every if each[0] != "gossip"], every):
         shape, make = policies[name]
         with cases.case(f"restart of {name} after {begun}"):

@@ -106,7 +106,7 @@ class Soap(Matrices):
 
 
 def matrices(model):
-    """A square one and a tall one: DTensor takes milliseconds for every operator and shape that it has not seen."""
+    """A square matrix and a tall one: DTensor takes milliseconds for every new operator and shape."""
     return [model.mix.weight, model.mlp[0].weight]
 
 

@@ -1,4 +1,4 @@
-"""Models whose shards stay on the host: on a CPU ring as if there were no offload, and on a device that is made up."""
+"""Models whose shards stay on the host: on a CPU ring, where offload has no effect, and on a simulated device."""
 
 import contextlib
 import copy

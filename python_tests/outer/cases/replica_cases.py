@@ -19,12 +19,12 @@ def assert_same_gradients(found, plain, what, factor=1.0):
 
 
 def wrong(found, plain, factor):
-    """Whether any gradient would be seen to be wrong by a factor."""
+    """Whether a wrong factor in any gradient would be detected."""
     return any(differs(found[name], expected * factor, EXACT) for name, expected in whole_gradients(plain).items())
 
 
 def trains_as_one(rank, ranks, cases, shapes, policy=AllReduce, **how):
-    """Four steps of AdamW, clipped. `how`: by torch on DTensors, and by which of its implementations."""
+    """Runs four clipped steps of AdamW. `how`: torch's implementation on DTensors, if any."""
     for shape, names, dims in shapes:
         with cases.case(f"training on {dict(zip(names, shape, strict=True))}"):
             model, plain = replicated(shape, names, dims=dims, outer=policy()), Tiny()
@@ -40,7 +40,7 @@ def trains_as_one(rank, ranks, cases, shapes, policy=AllReduce, **how):
 
 
 def accumulates(rank, ranks, cases, shape, factor, ways, outer=None, sent_by=None):
-    """`ways`: which micro-batches of a step are reduced. `sent_by`: the bytes of one reduction."""
+    """`ways`: the micro-batches of a step that are reduced. `sent_by`: the bytes of one reduction."""
     model, plain = replicated(shape, outer=outer), Tiny()
     rtp_ext.set_gradient_divide_factor(model, factor)
     share = 1.0 if factor else 1 / ranks
@@ -117,8 +117,8 @@ def left_out_between_reductions(model, plain, rank, ranks, cases):
 
 
 def parts_of_backwards(rank, ranks, cases, outer=None):
-    """As a stage of a zero-bubble pipeline runs them, and reduces at the end; with an adapter, which is averaged at
-    once."""
+    """Runs micro-batches like a stage of a zero-bubble pipeline, which reduces at the end; with an adapter, which is
+    averaged immediately."""
     model, plain = replicated((2, 2), outer=outer), Tiny()
     for each in (model.mix, plain.mix):
         each.adapter = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))

@@ -23,7 +23,7 @@ __all__ = ["ACTIONS", "Program", "Run", "check"]
 
 
 def check(rank: int, ranks: int, seed: int, brief: bool = False, wide: bool = False) -> int:
-    """Runs the program of `seed`; AssertionError where a number differs. Returns how many actions it had."""
+    """Runs the program of `seed`. Returns the number of its actions. Raises AssertionError if a number differs."""
     run = Run(rank, Program.draw(seed, ranks, brief, wide))
     try:
         run.run()

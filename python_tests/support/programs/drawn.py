@@ -48,7 +48,7 @@ POLICIES = {
 
 @dataclass
 class Program:
-    """All that a seed says."""
+    """All draws from a seed."""
 
     seed: int
     ranks: int
@@ -109,12 +109,12 @@ class Program:
         }
 
     def widen(self, draw: random.Random) -> None:
-        """Draws what only wide programs have."""
+        """Draws the further parts of wide programs."""
         self.replicas = draw.choice(MESHES[self.ranks])[0]
         self.policy = draw.choice(list(POLICIES)) if self.replicas > 1 else "all-reduce"
         self.backend = draw.choice(BACKENDS)
         self.twin, self.steps = draw.choice(TWINS), draw.choice(STEPS)
-        if self.policy in COMPRESSORS:  # of float32 one rounding more may choose another value
+        if self.policy in COMPRESSORS:  # in float32 one more rounding may choose another value
             self.dtype = torch.float64
             # A backward within the backward ends a reduction where no gradient has come before it: what is left of it
             # is compressed on its own.

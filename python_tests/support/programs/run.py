@@ -69,7 +69,7 @@ class Run:
         return rtp_ext.fully_rotate(model, mesh=ring, **mine)
 
     def take(self, model: nn.Module) -> None:
-        """Trains this model from here on."""
+        """Trains this model from now on."""
         backend = self.program.backend
         self.model = model
         self.call = model if backend is None else torch.compile(model, backend=backend)

@@ -30,7 +30,7 @@ class Workers:
         self.restart()
 
     def restart(self) -> None:
-        """Begins anew, as a policy does that is given to a new model."""
+        """Restarts, like a policy that is attached to a new model."""
         self.parameters = [list(model.parameters()) for model in self.models]
         self.step, self.kept, self.start = 0, {}, self.weights[0]
 
@@ -41,7 +41,7 @@ class Workers:
 
     @torch.no_grad()
     def average(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """All get the mean of their weights, and the optimizers of their states."""
+        """Sets all weights to their mean, and the states of the optimizers to theirs."""
         take_in(self)
         self.mix(mixing_matrix("complete", self.replicas))
         for parameters in zip(*self.parameters, strict=True):
@@ -66,7 +66,7 @@ class Workers:
         self.put(matrix.to(self.weights.dtype) @ self.weights)
 
 
-# -- what policies do between whole models -----------------------------------------------------------------------------
+# -- rules between whole models ----------------------------------------------------------------------------------------
 
 
 def nothing(workers: Any) -> None:
@@ -96,7 +96,7 @@ def gossip(topology: str, period: int = 1, global_period: int | None = None) -> 
 
 
 def gossip_beside(topology: str, period: int = 1, global_period: int | None = None) -> Rule:
-    """D-PSGD: what mixing changes comes a step later."""
+    """D-PSGD: the change by mixing is applied a step later."""
 
     def act(workers: Any) -> None:
         take_in(workers)
