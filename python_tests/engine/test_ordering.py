@@ -110,7 +110,7 @@ def late(ring, layers=4):
         gradients.append(gradient)
     for gradient in gradients[:-1]:
         ring.land(gradient)
-    executor.trace(False)  # lands the last one too
+    executor.trace(False)  # completes the last one too
     yield gradients
 
 

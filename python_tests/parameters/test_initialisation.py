@@ -31,7 +31,7 @@ MLP_NAMES = {"gate_proj": 0, "up_proj": 1, "down_proj": 2}
 
 
 class PlainExperts(nn.Module):
-    """Every expert's weights as nn.Linear draws its own, stacked."""
+    """Draws every expert's weights like nn.Linear, stacked."""
 
     def __init__(self, experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def test_what_does_not_come_in_pieces_is_drawn_whole_and_said_so(monkeypatch, ca
     assert torch.equal(FromNumpy(5, 7, dtype=torch.float64, ring=ring).weight, chunk(right, 3, 1))
     assert "FromNumpy: initialised whole and then sharded: FromNumpy has a reset_parameters of its own" in caplog.text
 
-    def trunc_normal(module: nn.Linear) -> None:  # of the meta device it takes no notice
+    def trunc_normal(module: nn.Linear) -> None:  # it ignores the meta device
         nn.init.trunc_normal_(module.weight, std=1.0, a=-0.5, b=0.5)
 
     for reset in (trunc_normal, lambda module: nn.init.orthogonal_(module.weight)):

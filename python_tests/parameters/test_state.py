@@ -1,4 +1,4 @@
-"""State of converted models: made on the meta device, saved, loaded at another number of ranks, given out whole."""
+"""State of converted models: made on the meta device, saved, loaded at another number of ranks, gathered."""
 
 import copy
 from itertools import product
@@ -179,7 +179,7 @@ def _full_state(rank, ranks):
 
 @mock.patch.object(sharding, "_BLOCK", BLOCK)
 def _whole_models(rank, ranks):
-    """In one start: DTensor has found out by then what becomes of these shapes."""
+    """Runs in one start, so that DTensor has these shapes in its caches."""
     _made_on_meta(rank, ranks)
     _full_state(rank, ranks)
 

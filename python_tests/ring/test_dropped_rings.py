@@ -47,7 +47,7 @@ def _drop(rank, ranks, transport):
             assert _held() == before
         kept = [_use(rank, transport, whole) for _ in range(3)]
         dist.barrier()
-        del kept[rank : rank + 1]  # each rank another one
+        del kept[rank : rank + 1]  # a different one on each rank
         gc.collect()
         dist.barrier()
         with cases.case(f"dropped at other times on other ranks, with a model: {whole}"):
@@ -82,7 +82,7 @@ def test_dropped_rings_leave_nothing(ranks, transport):
 
 
 def _exit(rank, ranks):
-    """A ring, a model and a hop sent ahead that are still there when the interpreter ends."""
+    """A ring, a model and a hop sent ahead that still exist when the interpreter ends."""
     globals()["kept"] = _use(rank, "shm", True)
 
 

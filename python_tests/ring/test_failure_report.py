@@ -66,7 +66,7 @@ def _faults(rank, ranks):
     all_four, last_three, last_two, first_three, first_two = (
         dist.new_group(members) for members in ([0, 1, 2, 3], [1, 2, 3], [2, 3], [0, 1, 2], [0, 1])
     )
-    # one that lives and does not come, where an earlier life of these ranks has called the roll in the same store
+    # a live rank that does not come, with a failure report of an earlier run of these ranks in the same store
     with unittest.mock.patch("rtp_ext.ring.links.failure_report._made", weakref.WeakKeyDictionary()):
         earlier = FailureReport([0, 1, 2, 3])
     for key, said in ((rank, "{}"), ("found", "; who failed: global rank 9")):
@@ -79,7 +79,7 @@ def _faults(rank, ranks):
         text = _error_of(ring, cases, "absent", "who failed: global rank 3 (no answer to the roll call within 0.6 s)")
     assert "; what this rank did last: " in text, text
 
-    # one whose connections break, all of them, in a ring that counts its ranks otherwise
+    # a rank whose connections all break, in a ring with another order of ranks
     if rank > 0:
         if rank > 1:  # in a collective of torch's own over the ring's mesh
             ring = _ring(last_two)
@@ -92,7 +92,7 @@ def _faults(rank, ranks):
         if rank == 3:
             _lose_sockets()
         _error_of(ring, cases, "connections", "who failed: global rank 3 (its connections broke)")
-        # one with a reason of its own
+        # a rank with its own error
         ring = _ring(last_three)
         if rank == 3:
             error = MemoryError("planted")
@@ -110,7 +110,7 @@ def _faults(rank, ranks):
         os.kill(os.getpid(), signal.SIGSTOP)
     _error_of(ring, cases, "stopped", "who failed: global rank 2 (its process is stopped)")
 
-    # one that keeps the store: stopped, it answers nothing; ended, it is known to be gone
+    # the rank that hosts the store: stopped, it does not answer; ended, its absence is detected
     if rank == 1:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         dist.distributed_c10d._get_default_store().set("port", str(store.port))
@@ -209,7 +209,7 @@ def _answer(text="theirs", broken=(), seen=0.0, ended=0.0):
 
 
 def _alone(store, me, ranks):
-    """The roll of a rank that sees no process of the others, with the first rank for the keeper of its store."""
+    """The failure report of a rank that sees no process of the others; the first rank hosts its store."""
     failure_report = FailureReport.__new__(FailureReport)
     failure_report.ranks, failure_report.me, failure_report.neighbours, failure_report._called = (
         tuple(ranks),
@@ -256,8 +256,8 @@ def test_a_rank_of_another_ring_that_is_busy_is_not_missed():
 
 
 def test_connections_that_a_timeout_ended_did_not_break():
-    """Two ranks wait for a third, and run out of time at once: each finds the connections to the other closed, by the
-    other's own wait, before that one has come to say so."""
+    """Two ranks wait for a third and time out at the same moment: each finds its connection closed by the other's
+    timeout, before the other has reported."""
     for ended, who in ((10.0, "rank 1 (no answer to the roll call"), (None, "ranks 0, 2 (the connection between")):
         store, here = dist.HashStore(), this_process()
         store.set("2", _answer(broken=[0], seen=10.01, ended=10.0))

@@ -1,4 +1,4 @@
-"""Mistakes are named on every rank; ranks that die, stop or differ are reported, and nothing hangs."""
+"""Every rank raises an error about wrong calls; ranks that die, stop or differ are reported, and no rank hangs."""
 
 import os
 import re
@@ -47,7 +47,7 @@ class raises:
 
 
 def _bad_inputs(rank, ranks):
-    """All ranks make the same mistake; all get the same kind of error, and the ring still works."""
+    """All ranks make the same wrong call; all get the same kind of error, and the ring still works."""
     with rtp_ext.Ring(timeout=PATIENT) as ring:
         linear = RotatedLinear(10, 7, ring=ring)
         table = RotatedEmbedding(10, 7, ring=ring)
@@ -214,7 +214,7 @@ def _different_models(rank, ranks):
         model = rtp_ext.fully_rotate(ours, timeout=PATIENT)
         with raises(ValueError, r"(head|embed)\.weight", "frozen"):
             model(make_batch(rank, 0)[0])
-        # The ring has not suffered: once the ranks agree, it goes on.
+        # The ring is intact: it continues once the ranks agree.
         model.head.weight.requires_grad_(True)
         batch_loss(model, rank, 1).backward()
 
@@ -294,7 +294,7 @@ def test_lost_rank_with_the_direct_route(how):
 
 
 def _lose_a_rank_in_a_model(rank, ranks, transport):
-    """Also where the others wait in a gather of left-over parameters or in an exchange."""
+    """Also if the others wait in a gather of left-over parameters or in an exchange."""
     model = rtp_ext.fully_rotate(make_model(), transport=transport, timeout=TIMEOUT)
     batch_loss(model, rank, 0).backward()
     dist.barrier()

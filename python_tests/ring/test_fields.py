@@ -1,4 +1,4 @@
-"""The fields of a ring, each without the others: which ranks share a host, options, groups, agreement, routes."""
+"""The fields of a ring, each without the others: hosts of ranks, options, groups, agreement, routes."""
 
 import dataclasses
 import inspect

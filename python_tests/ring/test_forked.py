@@ -20,7 +20,7 @@ TIMEOUT = 30.0
 
 
 class Embedded(Dataset):
-    """A dataset whose items are a model's outputs, or nothing of it."""
+    """A dataset whose items are a model's outputs, or do not use the model."""
 
     def __init__(self, model, calls):
         self.model, self.calls = model, calls
@@ -114,7 +114,7 @@ def _fork(rank, ranks, transport):
                             pass
                     os._exit(0)
                 _check_ended(pid)
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # how long it waits for a worker that has failed, else 5 s
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # its wait for a failed worker, otherwise 5 s
     with cases.case("workers of a DataLoader"):
         options = {"num_workers": 1, "batch_size": None, "multiprocessing_context": "fork"}
         loaded = [batch.tolist() for batch in DataLoader(Embedded(model, False), **options)]

@@ -22,7 +22,7 @@ from rtp_ext.functional import rotated_linear, rotated_linear_cross_entropy, rot
 from rtp_ext.nn import Flyweight
 
 HALF = torch.bfloat16
-ROUNDING = 2.0**-8  # of one number to bfloat16: half of the distance to the next one, at most
+ROUNDING = 2.0**-8  # error of one number in bfloat16: at most half of the distance to the next one
 BLOCK = 128
 
 
@@ -48,15 +48,15 @@ def _narrow(cases, ring, what, tolerance):
                 rounded += skipped < 0 and any(differs(found.gradients[n], part, 1e-6) for n, part in parts.items())
                 wide = {n: tolerance * scale_of(whole[n], part) for n, part in parts.items()}
                 seen += skipped >= 0 and any(differs(found.gradients[n], parts[n], wide[n]) for n in parts)
-    with cases.case(f"{what}, controls"):  # where others have no tokens for a rank's experts or rows, there is nothing
+    with cases.case(f"{what}, controls"):  # the gradient is zero if others have no tokens for a rank's experts or rows
         assert min(rounded, seen) > 6 or ring.size == 1, f"control: {rounded} rounded, {seen} that lack a rank refused"
 
 
-# -- one layer, and what its gradients may be off by -----------------------------------------------------------------
+# -- one layer, and the tolerance of its gradients -------------------------------------------------------------------
 
 
 def _layer(ring, outputs, features, reduce_dtype, tokens=6):
-    """The gradients of a linear layer on this rank, and in float64 what each rank contributes to them."""
+    """Returns the gradients of a linear layer on this rank, and each rank's contribution to them in float64."""
     weight = random(outputs, features, dtype=torch.float32, seed=1)
     bias = random(outputs, dtype=torch.float32, seed=2)
     shards = [chunk(whole, ring.size, ring.rank).clone().requires_grad_() for whole in (weight, bias)]
@@ -81,7 +81,7 @@ def _blockmax(part):
 
 
 def _check_bound(ring, gradients, contributions, bound):
-    """Each rank's contribution but this one's own is off by at most bound(contribution)."""
+    """Each contribution of another rank has an error of at most bound(contribution)."""
     for index, gradient in enumerate(gradients):
         parts = [of_rank[index] for of_rank in contributions]
         others = [part for rank, part in enumerate(parts) if rank != ring.rank]
@@ -146,7 +146,7 @@ def _operations_on_rings(rank, ranks, transports):
 
 
 def _exact_elsewhere(cases, ring):
-    """In pieces, blocks begin anew in each: every number is still off by less than its row's largest allows."""
+    """Blocks restart in each chunk: the error of every number is still below the bound by its row's largest number."""
     with cases.case("int8 in pieces"):
         gradients, parts = _layer(ring, 13, 40, HALF)
         _check_bound(ring, gradients[:1], parts, lambda part: part.abs().max() / 254 + 0 * part)
@@ -408,7 +408,7 @@ def test_what_is_chosen():
 
 
 def test_a_linear_layer_of_one_process_is_the_same():
-    """The emulated ring takes both ways to one sum."""
+    """Both routes give the same sum on the emulated ring."""
     gradients = []
     for options in ({}, {"gradient_route": "direct"}):
         ring = rtp_ext.Ring.emulated(3, **options)

@@ -25,7 +25,7 @@ from rtp_ext.ring import graphs
 
 @contextlib.contextmanager
 def replaying():
-    """Rings made in it have graphs, and at least one of them replays."""
+    """Rings that are made within the context have graphs, and at least one of them replays."""
     with replayed() as rings:
         yield
         assert sum(each.replayed for each in rings) > 0, rings
@@ -53,7 +53,7 @@ def test_split_backwards_and_checkpoints(ranks):
 # -- between replicas --------------------------------------------------------------------------------------------------
 
 
-STEPS, MOST_STEPS = 6, 30  # tensors come to lie where they lay before, sooner or later
+STEPS, MOST_STEPS = 6, 30  # tensors get earlier addresses again, sooner or later
 POLICIES = {  # what acts, the same on whole models, the optimizer
     "local SGD": (lambda: LocalSGD(2), local_sgd(2), momentum),
     "DiLoCo": (lambda: DiLoCo(2), diloco(2, nesterov), adamw),

@@ -82,7 +82,7 @@ def _steps_until_error(step):
 
 
 def _goes_on(rank, ranks, step, ring, plant, clear):
-    """Plants it on one rank, and has all of them go on until they hear of it. Returns the error of this one."""
+    """Plants it on one rank, and continues on all until they get an error. Returns the error of this rank."""
     for number in range(3):
         step(number)
     dist.barrier()
@@ -185,7 +185,7 @@ def test_slots_that_there_is_no_memory_for(transport):
 
 
 def _all_ranks(rank, ranks, transport):
-    """The same batch is too large for all: the usual answer is a smaller one."""
+    """The same batch is too large for all ranks, which then use a smaller one."""
     model, plain = rtp_ext.fully_rotate(Net(), transport=transport, timeout=30.0), Net()
     for place in ("forward", "a product", "backward"):
         model.place = place

@@ -33,7 +33,7 @@ def test_rings_that_have_no_graphs_say_why():
 
 
 def _executor():
-    """One over a transport that takes graphs, as choose_graphs() sees it."""
+    """An executor over a transport that supports graphs, for choose_graphs()."""
     return SimpleNamespace(
         takes_graphs=lambda: True, prefetch=lambda _: None, fix_slots=lambda: None, generation=lambda: 0
     )

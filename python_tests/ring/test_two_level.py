@@ -1,5 +1,5 @@
-"""Rings of two levels on real data, over hosts that are pretended: the results are those of one process, fewer bytes
-leave a host, and a lost rank is an error on all others."""
+"""Rings of two levels on real data, over pretended hosts: the results are those of one process, fewer bytes leave a
+host, and a lost rank is an error on all others."""
 
 import copy
 import os

@@ -28,7 +28,7 @@ def rotate(executor, route="direct"):
 
 
 def layers_behind_a_silent_rank(rank, sim, id_, barrier, mode, layers, news):
-    """Enqueues `layers` passes, which wait for a rank that posts none; the host does not wait, as with a GPU."""
+    """Enqueues `layers` passes that wait for a rank without posts; the host does not wait, as with a GPU."""
     end = Rank(sim, rank, 3, id_, barrier, mode, timedelta(seconds=1), news=news[rank])
     rotate(end.executor)
     barrier.wait(20)
@@ -63,7 +63,7 @@ def test_what_waits_for_a_lost_rank_ends_before_its_memory_is_unmapped(sim, mode
 
 
 def test_memory_that_may_still_be_used_is_left_to_the_process(sim):
-    """A compute that never ends holds hops up whatever flags are raised."""
+    """A compute that never ends delays hops with any flags set."""
 
     def work(rank, id_, barrier):
         end = Rank(sim, rank, 2, id_, barrier, "push", timedelta(seconds=1))

@@ -139,7 +139,8 @@ PLANTS = [(kind, plant) for kind in TRANSPORTS for plant in ("received", "channe
 
 
 def caught_without(sim, kind, plant, delay_us):
-    """Whether any rank finds a wrong result, and what each says. The errors, which hold the executors, end here."""
+    """Returns whether any rank finds a wrong result, and the messages of all. The errors, which hold the executors, are
+    dropped here."""
     sim.controls.delay_us = delay_us
     results = run_threads(passes, 3, sim, kind, unique_ids(sim, kind), 3, 2, plant, timedelta(seconds=1))
     return any(isinstance(result, AssertionError) for result in results), [repr(result) for result in results]

@@ -110,7 +110,7 @@ class Layer:
 
 def train(rank, sim, ranks, id_, barrier, mode):
     """Layers of different sizes, an evaluation between, and addresses that change on some ranks but not on others.
-    Returns the counts of replays and captures, before and after slots have grown."""
+    Returns the numbers of captured, replayed and other passes, before and after slots have grown."""
     end = Rank(sim, rank, ranks, id_, barrier, mode, late=True)
     executor = end.executor
     executor.prefetch(False)

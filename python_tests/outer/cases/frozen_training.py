@@ -16,7 +16,7 @@ class Outer:
         self.sent: dict = {}  # by name: the step after which it applies, and the movement
 
     def follow(self, workers):
-        """Updates the frozen parameters before a step."""
+        """Updates the frozen parameters, and the anchors of thawed ones, before a step."""
         for name, those in _named(workers).items():
             if not those[0].requires_grad:
                 self.frozen.add(name)

@@ -24,7 +24,7 @@ def wrong(found, plain, factor):
 
 
 def trains_as_one(rank, ranks, cases, shapes, policy=AllReduce, **how):
-    """Runs four clipped steps of AdamW. `how`: torch's implementation on DTensors, if any."""
+    """Runs four clipped steps of AdamW. `how`: arguments of `adamw`."""
     for shape, names, dims in shapes:
         with cases.case(f"training on {dict(zip(names, shape, strict=True))}"):
             model, plain = replicated(shape, names, dims=dims, outer=policy()), Tiny()
