@@ -202,7 +202,7 @@ def _train_one(
         policy.average()  # type: ignore[union-attr]
     with torch.no_grad():
         evaluated = [model(*windows(held_out, step, args.seed + 1)).item() for step in range(4)]
-    gather_all = gather(losses, place).mean(0)
+    means = gather(losses, place).mean(0)
     per_replica = gather([float(count) for count in sent], place).view(args.replicas, args.ring, -1).sum(1).amax(0)
     seconds = gather(elapsed, place).amax(0)
     kernel = int(gather(float(counted[0]), place).max()) if counted else None
@@ -211,7 +211,7 @@ def _train_one(
     every = max(1, args.steps // POINTS)
     shown = sorted({*range(every - 1, args.steps, every), args.steps - 1})
     # of as many steps as lie between two points, since the loss of one batch is noisy
-    smooth = [gather_all[max(0, step + 1 - every) : step + 1].mean().item() for step in shown]
+    smooth = [means[max(0, step + 1 - every) : step + 1].mean().item() for step in shown]
     return {
         "policy": repr(policy),
         "step_ms": 1e3 * seconds[-1].item() / args.steps,

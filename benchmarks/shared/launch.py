@@ -183,6 +183,6 @@ def everyones(values: list[float], place: Place) -> torch.Tensor:
 def gather(value: float | list[float] | list[int] | list[list[float]], place: Place) -> torch.Tensor:
     """Values of all ranks, float64, [ranks, *shape of value], on the CPU."""
     mine = torch.tensor(value, dtype=torch.float64, device=place.device)
-    gather_all = [torch.empty_like(mine) for _ in range(place.ranks)]
-    dist.all_gather(gather_all, mine)
-    return torch.stack(gather_all).cpu()
+    parts = [torch.empty_like(mine) for _ in range(place.ranks)]
+    dist.all_gather(parts, mine)
+    return torch.stack(parts).cpu()
