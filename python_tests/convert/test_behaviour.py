@@ -319,7 +319,7 @@ def test_like_one_process(half):
 
 
 def _subgroups(rank, ranks, members):
-    """Every group of ranks trains its own model; ranks outside all groups do nothing. Then all make a group again."""
+    """Every group of ranks trains its own model; ranks outside all groups do nothing. Then all ranks form a group."""
     groups = [dist.new_group(group) for group in members]
     _train_apart(rank, groups, members)
     together = torch.ones(())

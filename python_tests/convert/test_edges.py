@@ -152,7 +152,7 @@ def test_out_of_step(transport):
 
 
 def _missing_part(rank, ranks):
-    """Where a rank could not add its part, the owners get NaN and not a sum that looks right."""
+    """If a rank could not add its part, the owners get NaN and not a plausible sum."""
     with rtp_ext.Ring(timeout=TIMEOUT) as ring:
 
         def add(owner, partial):

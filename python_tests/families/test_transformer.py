@@ -264,7 +264,7 @@ def test_evaluation_never_takes_the_fast_path(ranks, transport, in_place, every)
 
 
 def test_emulated_ring_computes_through_its_parts():
-    """Where a shard is a plain tensor, the fast path would take it for the whole weight."""
+    """If a shard is a plain tensor, the fast path would use it as the whole weight."""
     layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True, dtype=torch.float64)
     model = convert(nn.TransformerEncoder(layer, 2), rtp_ext.Ring.emulated(2))
     x, ended = random(2, SOURCE, 8, dtype=torch.float64, seed=0), padding(SOURCE, 0)

@@ -241,7 +241,7 @@ def _errors(values: list[torch.Tensor], truth: list[torch.Tensor]) -> float:
 
 
 def low_precision(rank, ranks, kind, variant):
-    """In bfloat16 both models round, each its own way: ours may be off from float64 by twice what the plain is."""
+    """In bfloat16 both models round differently: the error of the ring against float64 may be twice the plain one."""
     plain = exact(kind, torch.float32)
     truth = copy.deepcopy(plain).double()
     mean_loss(truth, kind, ranks, 0).backward()

@@ -98,7 +98,7 @@ def rotate(ring, shard) -> torch.cuda.Event:
 
 
 def run(link: str, control: bool) -> bool:
-    """Whether all hops of a rotation complete while every SM is taken."""
+    """Whether all hops of a rotation complete while every SM is occupied."""
     ring = emulated(RANKS, link=link)
     shard = random(BYTES // 8, dtype=torch.float64, seed=1).cuda()
     hops, plain, numbers = torch.cuda.Stream(), torch.cuda.Stream(), torch.ones(1024, device="cuda")

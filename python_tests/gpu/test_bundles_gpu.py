@@ -160,7 +160,7 @@ def test_convolution(ranks, dtype):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_llama_takes_steps_in_bfloat16(fused):
-    """On the emulated ring its numbers are no model's; they are finite, and the loss falls."""
+    """The numbers on the emulated ring are not those of a model; they are finite, and the loss falls."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

@@ -96,7 +96,7 @@ def _against_collectives(rank: int, ranks: int, log: str) -> None:
 
 @needs_nccl
 def test_collectives_by_cupy(tmp_path):
-    """Two ranks: CuPy gathers the weight and scatters the gradient with a communicator of its own."""
+    """Two ranks: CuPy gathers the weight and scatters the gradient with its own communicator."""
     if (problem := several_ranks_problem(2)) is not None:
         pytest.skip(problem)
     run_ranks(_against_collectives, 2, str(tmp_path / "nccl"), timeout=60.0)

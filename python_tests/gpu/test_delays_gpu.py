@@ -1,4 +1,4 @@
-"""Races: with a channel that is held up before its hops, or with computes that are, every result stays the same.
+"""Races: with delays before the hops of a channel, or before computes, every result stays the same.
 
 RTP_RACE_REPETITIONS sets how often (default 5).
 """
@@ -40,7 +40,7 @@ def passes(ring, x, weights, pauses, in_place=False):
 
 
 def check(ring, undisturbed, generator, repetitions=REPETITIONS):
-    """Every repetition, with pauses drawn anew, ends as the undisturbed ring does, bit for bit."""
+    """Every repetition, with new random pauses, ends bitwise like the undisturbed ring."""
     x = random(TOKENS, FEATURES, dtype=torch.float32, seed=99).cuda().requires_grad_()
     for in_place in (False, True):
         weights = layers(4)

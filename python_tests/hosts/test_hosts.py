@@ -105,8 +105,8 @@ def test_what_hosts_share_and_what_they_do_not(mark):
 @needs_hosts
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_whoever_made_the_hosts(how, mark):
-    """Two at a time, which do not meet."""
-    command = [sys.executable, RUNNER, "--hosts", "2", "--", "-m", "http.server"]  # which does not end by itself
+    """Two sets of hosts at a time, which do not interfere."""
+    command = [sys.executable, RUNNER, "--hosts", "2", "--", "-m", "http.server"]  # which does not end on its own
     ((key, value),) = mark.items()
     marks = [f"{value}-{number}" for number in range(2)]  # those of the two are distinguished
     started = [

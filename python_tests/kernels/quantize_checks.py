@@ -16,7 +16,7 @@ NAN = np.array(0x7FF8_0000_2000_0000).view(np.float64)[()]  # in float32 its low
 
 
 def layout(numbers: int) -> tuple[int, int]:
-    """Where the scales begin, and all bytes."""
+    """Returns the offset of the scales, and the total bytes."""
     scales = -(-numbers // 4) * 4
     return scales, scales + 4 * -(-numbers // BLOCK)
 

@@ -1,4 +1,4 @@
-"""How products are put to a column-major BLAS, against a naive one on flat memory; and the engine's `gemm` on a CPU."""
+"""Products for a column-major BLAS, against a naive one on flat memory; and the engine's `gemm` on a CPU."""
 
 import ctypes
 from itertools import product

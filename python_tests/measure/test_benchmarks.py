@@ -293,7 +293,7 @@ MEMORY |= {"parameter_dtype": "float32", "checkpoint": False, "device": "cpu", "
 
 
 def _remembers(rank, ranks):
-    """In a process of its own, where a fake process group can be the default."""
+    """Runs in a separate process, where a fake process group can be the default."""
     dist.destroy_process_group()
     import memory_per_rank
 

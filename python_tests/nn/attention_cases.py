@@ -30,7 +30,7 @@ MODULES: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Form:
-    """How a module is called: on which inputs, with which masks, for which results."""
+    """A call of a module: its inputs, masks and results."""
 
     inputs: str  # "self", "cross" (key is value) or "all" (three different tensors)
     attn_mask: str | None = None

@@ -171,7 +171,7 @@ def test_constructor():
 
 
 def _transformers(rank, ranks):
-    """A random configuration of Mixtral, every implementation of whose experts gives way to the rotated one."""
+    """A random configuration of Mixtral; the rotated experts replace every implementation of its experts."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 

@@ -214,7 +214,7 @@ class Spoiled(nn.Module):
 
 
 def errors(ring):
-    """Every rank raises what went wrong, and the ring goes on."""
+    """Every rank raises the error, and the ring stays usable."""
     x = torch.ones(2, 3, dtype=torch.float64)
     for what, kind, text in (
         ("adds to a buffer", ValueError, r"Flyweight\(Spoiled\).*it changed buffer count"),

@@ -21,7 +21,7 @@ WEIGHT = 0.3  # of the balance loss, large enough to matter
 
 
 class PlainMoE(nn.Module):
-    """The same parameters under the same names. Options that are wrong are for controls."""
+    """Has the same parameters under the same names. Wrong options are for controls."""
 
     def __init__(self, top_k=2, capacity_factor=None, gated=True, bias=False, renormalise=True, order="choices"):
         super().__init__()

@@ -61,7 +61,8 @@ def check_trace(trace: Trace, tolerance: float = ROUNDING) -> None:
 
 
 def check_arrivals(traces: list[Trace]) -> int:
-    """On ranks of one clock nothing arrives before its sender has posted it. Returns how many hops were compared."""
+    """With one clock for all ranks, no hop arrives before its sender has posted it. Returns the number of compared
+    hops."""
     compared = 0
     for trace in traces:
         for each in trace.passes:

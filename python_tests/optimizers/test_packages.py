@@ -17,7 +17,7 @@ OPTIONS = {"lr": 0.02, "weight_decay": 0.0}
 
 
 class _Elementwise(torch.optim.Optimizer):
-    """As torchao's: elementwise, with a state of its own, by operations that are wrong on DTensors."""
+    """An optimizer like torchao's: elementwise, with its own state, with operations that are wrong on DTensors."""
 
     def __init__(self, params, lr=0.05):
         super().__init__(params, {"lr": lr})

@@ -154,7 +154,7 @@ def _squares(model):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_slots_of_layers_that_take_three_steps_to_settle(ranks):
-    """On rings of two a larger slot takes the place of one that the step before left free."""
+    """On rings of two a larger slot replaces one that the step before left free."""
     from rtp_ext import Ring
 
     later = []

@@ -149,7 +149,7 @@ def test_differences_of_plans_are_told(capsys, change, told):
 
 
 def test_what_rotation_is_held_against_recomputes_as_it_does(monkeypatch):
-    """Every family of `--when` is tried with every recomputation, and every plan of it has the same loss and stack."""
+    """The search tries every family of `--when` with every recomputation; all plans have the same loss and stack."""
     tried, plain = {}, when.estimate_time
 
     def noted(model, cluster, strategy, batch):

@@ -310,7 +310,7 @@ def test_nemo(run):
     assert run.predicted == pytest.approx(run.measured, rel=0.15)
 
 
-# -- files and mistakes -----------------------------------------------------------------------------------------------
+# -- files and errors -------------------------------------------------------------------------------------------------
 
 
 def test_measurements_from_files(tmp_path):

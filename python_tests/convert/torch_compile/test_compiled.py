@@ -134,7 +134,7 @@ def _compile(rank, ranks):
 
 
 def _compiled(rank, ranks):
-    """In one start, since to import what compiles takes longer than either."""
+    """Runs in one start, since the imports of the compiler take longer than either case."""
     _parts(rank, ranks)
     _compile(rank, ranks)
 
