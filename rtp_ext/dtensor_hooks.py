@@ -16,7 +16,6 @@ import inspect
 import itertools
 import logging
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -137,40 +136,45 @@ def patch_state_dicts(handles: Callable[[Any, Any], bool], cut: Callable[[torch.
 
 # -- steps of optimizers (public hooks of torch) -----------------------------------------------------------------------
 
-# In this order, whatever the order in which modules register theirs. A stage raises to refuse a step; the last one may
-# return new (arguments, keywords) of it.
-STEP_STAGES = ("stale", "state", "reduced", "attached", "policy", "stand-in")
+# The order of the checks before a step, independent of the order in which modules register theirs. A stage raises to
+# refuse a step; the last one may return new (arguments, keywords) of it.
+STEP_STAGES = ("stale", "state", "reduced", "attached", "stand-in")
 StepHook = Callable[[Optimizer, Any, Any], Any]
 
 _stages: dict[str, StepHook] = {}
-_OWN = "_rtp_before_step"  # attribute of an optimizer: its own hooks of the stage "policy"
+_GIVEN = "_rtp_given"  # attribute of an optimizer with hooks of its own: arguments and keywords of the newest step
 
 
 def before_steps(stage: str, hook: StepHook) -> None:
-    """Has `hook(optimizer, arguments, keywords)` run before every step of any optimizer, in its stage. It sees the
-    arguments that the step was given."""
+    """Runs `hook(optimizer, arguments, keywords)` before every step of any optimizer, in its stage. All stages get the
+    arguments that the caller of the step gave. torch runs global hooks before those of an optimizer."""
     if stage not in STEP_STAGES:
         raise ValueError(f"expected a stage of {', '.join(STEP_STAGES)}, got {stage!r}")
-    if not _stages:
-        register_optimizer_step_pre_hook(_run_stages)
+    _register_stages()
     _stages[stage] = hook
 
 
 def before_steps_of(optimizer: Optimizer, hook: StepHook) -> RemovableHandle:
-    """Has `hook(optimizer, arguments, keywords)` run in the stage "policy" of one optimizer."""
-    hooks: OrderedDict[int, StepHook] = optimizer.__dict__.setdefault(_OWN, OrderedDict())
-    before_steps("policy", _run_own)
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
+    """Runs `hook(optimizer, arguments, keywords)` before every step of one optimizer, after the hooks that were
+    registered on it earlier. It gets the arguments that the caller gave, not those of a stand-in."""
+    _register_stages()
+
+    def with_given(stepped: Optimizer, _arguments: Any, _keywords: Any) -> None:
+        arguments, keywords = stepped.__dict__[_GIVEN]
+        hook(stepped, (stepped, *arguments), keywords)
+
+    optimizer.__dict__[_GIVEN] = (), {}
+    return optimizer.register_step_pre_hook(with_given)
 
 
-def _run_own(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-    for hook in [*optimizer.__dict__.get(_OWN, {}).values()]:
-        hook(optimizer, arguments, keywords)
+@functools.cache
+def _register_stages() -> None:
+    register_optimizer_step_pre_hook(_run_stages)
 
 
 def _run_stages(optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
+    if _GIVEN in optimizer.__dict__:
+        optimizer.__dict__[_GIVEN] = arguments[1:], keywords  # without the optimizer, which would refer to itself
     result = None
     for stage in STEP_STAGES:
         if stage in _stages:

@@ -152,10 +152,11 @@ def test_stages_of_a_step_run_in_their_order(monkeypatch):
     hooks = sys.modules["rtp_ext.dtensor_hooks"]
     seen: list[str] = []
     monkeypatch.setattr(hooks, "_stages", {})
-    monkeypatch.setattr(hooks, "register_optimizer_step_pre_hook", lambda hook: None)
+    monkeypatch.setattr(hooks, "_register_stages", lambda: None)
     for stage in reversed(STEP_STAGES):
         before_steps(stage, lambda optimizer, arguments, keywords, stage=stage: seen.append(stage))
-    assert hooks._run_stages(None, (), {}) is None
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    assert hooks._run_stages(optimizer, (optimizer,), {}) is None
     assert tuple(seen) == STEP_STAGES
     with pytest.raises(ValueError, match="expected a stage of stale"):
         before_steps("sometime", lambda *_: None)

@@ -87,7 +87,7 @@ def _lists(rank, ranks):
         together = _trained(LocalSGD(1), lambda model: model, rank)
         apart = _trained(LocalSGD(5), lambda model: model, rank)
         assert all(map(torch.equal, alone, together)) and differs(apart[-1], together[-1], 1e-4)
-    with cases.case("DiLoCo"), pytest.raises(ValueError, match=r"got weight, of a part outside of the Sequential.*aro"):
+    with cases.case("DiLoCo"), pytest.raises(ValueError, match=r"got weight, which is outside of the Sequential.*aro"):
         _trained(DiLoCo(1), lambda model: [model.first, model.second], rank)
     cases.finish()
 

@@ -157,7 +157,7 @@ class Inspection:
             return self._ignored(name, part)
         if (problem := table_problem(part)) is not None:
             return self._whole(name, part, problem)
-        if special := next((p for p in own.values() if id(p) in self.extended), None):
+        if (special := next((p for p in own.values() if id(p) in self.extended), None)) is not None:
             return self._gathered(name, part, f"a {type_name(special)} says itself how its shards travel")
         if name in heads:
             transposed = blocks.is_transposed_linear(part)
