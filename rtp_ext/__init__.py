@@ -48,7 +48,7 @@ __all__ = [
     "set_requires_gradient_sync",
 ]
 
-# Found when first asked for: the planner must not wait for torch, nor need it.
+# Imported at first use: the planner must not wait for torch, nor need it.
 _MODULES = {
     "CudaError": "_native",
     "NcclError": "_native",
@@ -71,7 +71,7 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # a checker would take every unknown name for one of these
+if not TYPE_CHECKING:  # a type checker would accept every unknown name
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:

@@ -62,7 +62,7 @@ def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 def _doctor(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from rtp_ext.observe import doctor
 
-    if text := doctor.report():  # under torchrun one rank reports
+    if text := doctor.report():  # under torchrun only one rank has a report
         print(text)
     return 0
 
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         "--route",
         choices=("ring", "direct", "gather", "two-level"),
         default="ring",
-        help="hops to the neighbour, weights straight from their owner, all shards first and then one product, or "
+        help="hops to the neighbour, weights directly from their owner, all shards first and then one product, or "
         "shards that turn inside hosts and are handed on between them; default: %(default)s",
     )
     show.add_argument(
@@ -161,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         "owner; default: %(default)s",
     )
     show.add_argument("--halves", action="store_true", help="gradients travel in two halves, each a chain of its own")
-    show.add_argument("--two-lanes", action="store_true", help="a second lane computes beside the first")
+    show.add_argument("--two-lanes", action="store_true", help="a second stream computes concurrently with the first")
     show.add_argument("--rank-only", type=int, metavar="N", help="only rank N, with the buffers it reads and writes")
     show.add_argument("--plot", metavar="FILE", help="draw the timeline into FILE, for example a PNG")
     show.add_argument(
@@ -199,21 +199,25 @@ def _parser() -> argparse.ArgumentParser:
 
     explained = commands.add_parser(
         "explain",
-        help="say what fully_rotate makes of every parameter of a model, and the bytes of a step",
-        description="Say what fully_rotate makes of every parameter of a model of the transformers package: what moves "
-        "it, by which route, in what, and how many bytes a rank sends. No weights, GPU or other ranks are needed.",
+        help="print how fully_rotate converts every parameter of a model, and the bytes of a step",
+        description="Print how fully_rotate converts every parameter of a model of the transformers package: its "
+        "movement, route and dtypes, and the bytes that a rank sends. No weights, GPU or other ranks are needed.",
     )
     explained.add_argument("--hf-config", required=True, metavar="FILE", help="a config.json, or its directory")
     explained.add_argument("--ranks", type=_at_least_one, required=True, metavar="R", help="size of the ring")
-    explained.add_argument("--rank", type=int, default=0, metavar="N", help="whose bytes; default: %(default)s")
+    explained.add_argument(
+        "--rank", type=int, default=0, metavar="N", help="count the bytes of rank N; default: %(default)s"
+    )
     explained.add_argument("--json", action="store_true", help="print values for other programs")
     explained.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
-    explained.add_argument("--param-dtype", choices=_DTYPES, help="what shards compute in; default: their own dtype")
-    explained.add_argument("--reduce-dtype", choices=_DTYPES, help="what gradients travel in; default: float32")
-    explained.add_argument("--travel", choices=("bfloat16", "int8"), help="what weights travel in")
+    explained.add_argument("--param-dtype", choices=_DTYPES, help="compute dtype; default: that of the parameters")
+    explained.add_argument("--reduce-dtype", choices=_DTYPES, help="dtype in which gradients travel; default: float32")
+    explained.add_argument("--travel", choices=("bfloat16", "int8"), help="dtype in which weights travel")
     explained.add_argument("--route", choices=("auto", "ring", "direct", "gather"), default="auto")
     explained.add_argument("--gradient-route", choices=("auto", "chain", "direct"), default="auto")
-    explained.add_argument("--gradient-travel", choices=("int8",), help="what gradients travel in, on route direct")
+    explained.add_argument(
+        "--gradient-travel", choices=("int8",), help="dtype in which gradients travel, on route direct"
+    )
     explained.add_argument("--transport", default="auto", metavar="T", help="see rtp_ext.Ring; default: %(default)s")
     explained.add_argument("--in-place", action="store_true", help="the local shards themselves travel")
     explained.add_argument("--no-bundle", action="store_true", help="every layer rotates by itself")
@@ -230,8 +234,8 @@ def _parser() -> argparse.ArgumentParser:
 
     record = commands.add_parser(
         "record",
-        help="say what the records of a ring's ranks tell: who was late, who skipped, which hop nobody posted",
-        description="Read what ranks of rings did last, as written where a ring failed, by Ring.record, or on SIGUSR1.",
+        help="evaluate the records of a ring's ranks: late ranks, skipped operations, hops that no rank posted",
+        description="Read the records of rings' last passes, written when a ring fails, by Ring.record, or on SIGUSR1.",
     )
     record.add_argument("files", nargs="+", metavar="FILE", help="rtp_record_*.bin of all ranks, or folders of them")
     record.set_defaults(run=_record, parser=record)
@@ -245,10 +249,12 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens", type=_at_least_one, nargs="+", metavar="T", help="local tokens of the layer")
     bench.add_argument("--seconds", type=_duration, metavar="S", help="time for each quantity, at least")
     bench.add_argument("--device", choices=("cpu", "cuda"), help="default: GPUs if there are any")
-    bench.add_argument("--travel", choices=("bfloat16", "int8"), help="what weights travel in")
+    bench.add_argument("--travel", choices=("bfloat16", "int8"), help="dtype in which weights travel")
     bench.add_argument("--gradient-route", choices=("auto", "chain", "direct"), help="default: as the ring chooses")
-    bench.add_argument("--gradient-travel", choices=("int8",), help="what gradients travel in, straight home")
-    bench.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), help="the same in floating point")
+    bench.add_argument("--gradient-travel", choices=("int8",), help="dtype in which gradients travel, on route direct")
+    bench.add_argument(
+        "--reduce-dtype", choices=("float32", "bfloat16"), help="floating-point dtype in which gradients travel"
+    )
     bench.set_defaults(run=_bench, parser=bench)
     return parser
 

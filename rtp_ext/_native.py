@@ -1,4 +1,4 @@
-"""Loads the compiled extension. Everything else reaches it through this module."""
+"""Loads the compiled extension. All other modules use it through this one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if _C.compiled_torch != torch.__version__:
     )
 
 for _error, _meaning in (
-    (_C.RotationError, "A ring cannot do what it was asked for: it failed, was closed, or cannot be made."),
+    (_C.RotationError, "A ring cannot run an operation: it failed, was closed, or cannot be created."),
     (_C.RingTimeout, "A rank of the ring did not answer in time, or is gone. The ring cannot be used any more."),
     (_C.CudaError, "A call of CUDA failed."),
     (_C.NcclError, "A call of NCCL failed."),
@@ -31,7 +31,7 @@ for _error, _meaning in (
     _error.__doc__ = _meaning
 
 GEMM_TILES: tuple[tuple[int, int], ...] = _C.gemm_tiles
-SLOT_CAP: int = _C.slot_cap  # bytes, where a ring is given none
+SLOT_CAP: int = _C.slot_cap  # default of a ring, in bytes
 
 
 def __getattr__(name):  # for mypy, to which the extension has no types
@@ -39,30 +39,31 @@ def __getattr__(name):  # for mypy, to which the extension has no types
 
 
 def nccl_versions() -> tuple[int, int] | None:
-    """The NCCL compiled against and the one that torch loaded, as codes such as 23007; None in a build without CUDA."""
+    """Returns the version of NCCL at compile time and that of the NCCL that torch loaded, as codes such as 23007; None
+    in a build without CUDA."""
     if not _C.with_cuda:
         return None
     return _C.nccl_compiled_version(), _C.nccl_loaded_version()
 
 
 def version_name(code: int) -> str:
-    """The usual spelling of an `NCCL_VERSION_CODE`: 23007 is 2.30.7."""
+    """Returns the usual spelling of an `NCCL_VERSION_CODE`: 23007 is 2.30.7."""
     return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
 
 
 def nccl_unique_id() -> bytes:
-    """A new NCCL unique id (128 bytes), for one communicator."""
+    """Returns a new NCCL unique id (128 bytes), for one communicator."""
     return _C.nccl_unique_id()
 
 
 def ring_end(rank: int, ranks: int, device: torch.device, timeout: Any, news: Any) -> Any:
-    """A rank of a ring over CUDA devices. `news`: a connected PeerStatus, or None."""
+    """Returns a rank of a ring over CUDA devices. `news`: a connected PeerStatus, or None."""
     return _C.RingEnd(rank, ranks, device, timeout, news)
 
 
 def nccl_transport(ids: list[bytes], end: Any, options: Any, registered: bool) -> Any:
-    """A transport with two NCCL communicators of its own. `options`: a TransportOptions. `registered`: its slots are
-    registered with NCCL. Collective over the ranks."""
+    """Returns a transport with two NCCL communicators of its own. `options`: a TransportOptions. `registered`: its
+    slots are registered with NCCL. Collective over the ranks."""
     return _C.nccl_transport(ids, end, _nccl_options(options, registered=registered))
 
 
@@ -71,30 +72,30 @@ def _nccl_options(options: Any, **others: bool) -> Any:
 
 
 def ce_refusal() -> str | None:
-    """Why this process cannot use copy engines between GPUs; None if it can, as far as it can tell alone."""
+    """Returns why this process cannot use copy engines between GPUs; None if it can, as far as one rank can find."""
     return _C.ce_refusal() if _C.with_cuda else "rtp_ext was built without CUDA"
 
 
 def ce_transport(unique_id: bytes, end: Any) -> Any:
-    """A transport of copies between slots that all ranks can address. Collective over the ranks."""
+    """Returns a transport of copies between slots that all ranks can address. Collective over the ranks."""
     return _C.ce_transport(unique_id, end)
 
 
 def set_ce_mode(transport: Any, channel: str, mode: str) -> None:
-    """How hops of `channel` (weight or gradient) travel over a transport of `ce_transport`: `push` or `pull`."""
+    """Sets the mode, `push` or `pull`, of hops of `channel` (weight or gradient) over a transport `ce`."""
     _C.set_ce_mode(transport, channel, mode)
 
 
 def nccl_put_refusal() -> str | None:
-    """Why the NCCL that torch loaded has no puts and signals; None if it has."""
+    """Returns why the NCCL that torch loaded has no puts and signals; None if it has."""
     return _C.nccl_put_refusal() if _C.with_cuda else "rtp_ext was built without CUDA"
 
 
 def nccl_put_communicators() -> int:
-    """How many unique ids `nccl_put_transport` takes."""
+    """Returns the number of unique ids for `nccl_put_transport`."""
     return _C.nccl_put_communicators
 
 
 def nccl_put_transport(ids: list[bytes], end: Any, options: Any) -> Any:
-    """A transport of NCCL's puts and signals. `options`: a TransportOptions. Collective over the ranks."""
+    """Returns a transport of NCCL's puts and signals. `options`: a TransportOptions. Collective over the ranks."""
     return _C.nccl_put_transport(ids, end, _nccl_options(options))

@@ -1,4 +1,4 @@
-"""Compilers: what of this package they trace, and what they leave to the interpreter."""
+"""Rules for compilers: the functions of this package that they trace, and those that run in the interpreter."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rtp_ext.dtensor_hooks import register_traced_files
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# Files whose functions a compiler may trace when traced code calls them; everything else breaks its graph. Each asks
-# `tracing` first, and puts an operator of `functional.torch_compile` into the graph where the eager function would run.
+# Files whose functions a compiler may trace when traced code calls them; all others break its graph. Each checks
+# `tracing` first, and puts an operator of `functional.torch_compile` into the graph in place of the eager function.
 _TRACED = (
     "compilers.py",
     "convert/agreement.py",
@@ -36,13 +36,13 @@ _TRACED = (
 
 
 def keep_compilers_out() -> None:
-    """Has torch.compile trace `_TRACED` of this package where traced code calls it, and break at the rest."""
+    """Registers the files that torch.compile traces where traced code calls them; its graphs break at all others."""
     register_traced_files(_TRACED)
 
 
 def outermost() -> bool:
-    """Whether torch.compile traces now what is called, in no region of its own: in a checkpoint, a branch or another
-    higher-order operator operators with effects cannot be, nor in what torch.export makes."""
+    """Returns whether torch.compile traces the current call at the top level of a graph. Operators with effects are
+    impossible within checkpoints, branches and other higher-order operators, and under torch.export."""
     symbolic = importlib.import_module("torch._dynamo.symbolic_convert")
     try:
         output = symbolic.InstructionTranslator.current_tx().output
@@ -51,11 +51,11 @@ def outermost() -> bool:
     return len(output.tracers) == 1 and not output.export
 
 
-outermost._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked once, when a graph is made
+outermost._dynamo_marked_constant = True  # type: ignore[attr-defined]  # evaluated once, when a graph is compiled
 
 
 def eager(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, of which compilers trace nothing, nor of other people's code that it calls."""
+    """Decorates a function that compilers must not trace, nor any code that it calls."""
 
     @functools.wraps(function)
     def call(*arguments: _P.args, **keywords: _P.kwargs) -> _T:

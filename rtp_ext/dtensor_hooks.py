@@ -1,26 +1,30 @@
 """Every patch and global hook of torch and transformers that this package makes. No other file makes one.
 
-Each function makes one patch, once, and says for which versions of torch and why. What the patch then does is passed in
-as a callback by the module above that is responsible for it. `python_tests/house/test_dtensor_hooks.py` runs torch
-without each patch, and fails once torch does by itself what the patch is for.
+Each function makes one patch, once, and documents its versions of torch and its reason. The module that is responsible
+for the new behaviour passes it in as a callback. `python_tests/house/test_dtensor_hooks.py` runs torch without each
+patch, and fails once torch no longer needs it.
 
-Hooks of optimizer steps are no patches: torch registers them through its public functions, and they stay even if all
-patches go.
+Hooks of optimizer steps are not patches: torch registers them through its public functions, and they would stay without
+any patch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import itertools
 import logging
 import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import _state_dict_utils
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.tensor import DTensor, Replicate
@@ -33,7 +37,7 @@ from rtp_ext._native import RotationError
 
 logger = logging.getLogger("rtp_ext")
 
-_PATCHED = "_rtp_patched"  # attribute of the functions that stand in the place of others
+_PATCHED = "_rtp_patched"  # attribute of functions that replace torch's
 
 
 # -- DTensor -----------------------------------------------------------------------------------------------------------
@@ -43,8 +47,8 @@ _PATCHED = "_rtp_patched"  # attribute of the functions that stand in the place 
 def patch_full_tensor(handles: Callable[[DTensor], bool], full_tensor: Callable[..., torch.Tensor]) -> None:
     """DTensor.full_tensor and DTensor.redistribute: torch 2.11 to 2.14.
 
-    torch takes the gradient of a whole tensor to be the same on every rank, and keeps a slice of this rank's. Ranks of
-    a ring have batches of their own, so that their gradients have to be averaged. For parameters that `handles`
+    torch assumes that the gradient of a whole tensor is the same on every rank, and keeps a slice of this rank's. Ranks
+    of a ring have batches of their own, so that their gradients have to be averaged. For parameters that `handles`
     accepts, `full_tensor(parameter, stock)` is called instead.
     """
     whole, laid_out = DTensor.full_tensor, DTensor.redistribute
@@ -74,8 +78,8 @@ def patch_full_tensor(handles: Callable[[DTensor], bool], full_tensor: Callable[
 def patch_data(handles: Callable[[DTensor], bool], assign: Callable[[DTensor, Any], None]) -> None:
     """DTensor.data: torch 2.11 to 2.14.
 
-    An assignment changes the wrapper of torch and leaves the local shard as it was, without an error. For parameters
-    that `handles` accepts, `assign(parameter, values)` is called instead.
+    An assignment changes torch's wrapper but not the local shard, without an error. For parameters that `handles`
+    accepts, `assign(parameter, values)` is called instead.
     """
     stock: Any = torch.Tensor.data
 
@@ -91,9 +95,9 @@ def patch_data(handles: Callable[[DTensor], bool], assign: Callable[[DTensor, An
 def patch_grad_scaler() -> None:
     """The rule of DTensor for the unscaling of GradScaler: torch 2.11 to 2.14.
 
-    torch decides by the first gradient of a group whether ranks exchange infinities. Where that gradient is whole on
-    every rank, an overflow in another rank's shard goes unnoticed, and ranks no longer take the same steps. The patch
-    puts sharded gradients first.
+    torch decides by the first gradient of a group whether ranks exchange infinities. Where that gradient is replicated,
+    an overflow in another rank's shard goes unnoticed, and ranks no longer take the same steps. The patch puts sharded
+    gradients first.
     """
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     try:
@@ -118,10 +122,10 @@ def patch_grad_scaler() -> None:
 
 @functools.cache
 def patch_state_dicts(handles: Callable[[Any, Any], bool], cut: Callable[[torch.Tensor, Any, Any], DTensor]) -> None:
-    """The cut of whole state dicts (full_state_dict=True) of torch.distributed.checkpoint: torch 2.11 to 2.14.
+    """The sharding of whole state dicts (full_state_dict=True) by torch.distributed.checkpoint: torch 2.11 to 2.14.
 
-    torch asserts that sizes divide where one dimension is cut twice (_StridedShard). For a mesh and placements that
-    `handles` accepts, `cut(whole, mesh, placements)` is called instead.
+    torch asserts that sizes divide where two mesh dimensions shard one tensor dimension (_StridedShard). For a mesh and
+    placements that `handles` accepts, `cut(whole, mesh, placements)` is called instead.
     """
     stock: Any = _state_dict_utils.distribute_tensor  # type: ignore[attr-defined]
 
@@ -187,7 +191,7 @@ def count_writes(handles: Callable[[Any], bool]) -> None:
     """A hook after every step: torch 2.11 to 2.14.
 
     Foreach and fused steps on DTensors do not raise the version counters of parameters, since torch counts below the
-    dispatch of DTensor. Autograd would then not notice that a saved parameter was written.
+    dispatch of DTensor. Autograd would then not detect that a saved parameter was written.
     """
 
     def count(optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
@@ -199,20 +203,48 @@ def count_writes(handles: Callable[[Any], bool]) -> None:
 
 @functools.cache
 def after_steps(hook: StepHook) -> None:
-    """Has `hook(optimizer, arguments, keywords)` run after every step of any optimizer."""
+    """Registers `hook(optimizer, arguments, keywords)` to run after every step of any optimizer."""
     register_optimizer_step_post_hook(hook)
 
 
 # -- other parts of torch ----------------------------------------------------------------------------------------------
+
+# Whether torch derives the names of new process groups from their number.
+GROUPS_ARE_COUNTED = "group_count" in dist.distributed_c10d._hash_ranks_to_str.__code__.co_names
+
+# For each world, how many groups of rings were made there over the same ranks.
+_groups_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def counted_groups(members: list[int]) -> Iterator[None]:
+    """`group_count` of torch.distributed, while a ring makes a group: any torch with GROUPS_ARE_COUNTED, as 2.14.1.
+
+    torch names a group by the number of groups that its process has made, and members wait for each other under that
+    name. Processes may make different numbers of rings, as stages of a pipeline do, or ranks outside of all rings: the
+    next group with members of both would never be made. Groups of rings therefore count by their members, and leave
+    torch's count as it is.
+    """
+    if not GROUPS_ARE_COUNTED:
+        yield
+        return
+    state: Any = dist.distributed_c10d._world
+    counts = _groups_made.setdefault(dist.group.WORLD, Counter())
+    counts[tuple(members)] += 1
+    before, state.group_count = state.group_count, -counts[tuple(members)]  # torch's own counts are not negative
+    try:
+        yield
+    finally:
+        state.group_count = before
 
 
 @functools.cache
 def register_traced_files(files: tuple[str, ...]) -> None:
     """Rules of torch.compile (torch._dynamo.trace_rules): torch 2.11 to 2.14.
 
-    torch traces every installed package and has no public way to name what it may trace of one. With these rules its
-    graphs break at all of rtp_ext but at `files`, which are traced where traced code calls them. A torch that has no
-    files that are traced only when called breaks its graphs at all of the package.
+    torch traces every installed package and has no public way to restrict that to some files of one. With these rules
+    its graphs break at all files of rtp_ext except `files`, which are traced where traced code calls them. A torch
+    without BUILTIN_INLINE_WHEN_CALLED breaks its graphs at all of the package.
     """
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     rules.add("rtp_ext")
@@ -225,7 +257,7 @@ def refuse_ddp(root: torch.nn.Module, message: str) -> None:
     """`_ddp_params_and_buffers_to_ignore` of a module, which DistributedDataParallel reads first: torch 2.11 to 2.14.
 
     Stock trainers wrap every model. On DTensors DistributedDataParallel fails with a missing rule of c10d.broadcast_,
-    which says nothing of the cause; this raises ValueError(message).
+    an error that hides the cause; this raises ValueError(message).
     """
     root.__dict__.setdefault("_ddp_params_and_buffers_to_ignore", _Refusing(message))
 
@@ -258,11 +290,11 @@ class _Registry(dict):
 
 
 def patch_parametrizations(refuse: Callable[[Any], None], refuse_named: Callable[[Any, str], None]) -> None:
-    """The ways of torch.nn.utils to compute a weight from other parameters: torch 2.11 to 2.14.
+    """Utilities of torch.nn.utils that compute a weight from other parameters: torch 2.11 to 2.14.
 
-    They take a shard for a plain parameter, and replace it without an error, so that the model no longer rotates. They
-    call `refuse(parameter)`, or `refuse_named(module, name)`, before they change anything; where a way has another
-    name in some torch, the next forward of the model finds it.
+    They treat a shard as a plain parameter, and replace it without an error, so that the model no longer rotates. With
+    the patch they call `refuse(parameter)`, or `refuse_named(module, name)`, before they change anything; where a torch
+    has another name for a utility, the next forward of the model detects the replacement.
     """
 
     def each(original: Any) -> None:
@@ -283,7 +315,7 @@ def patch_parametrizations(refuse: Callable[[Any], None], refuse_named: Callable
 
 
 def _guard(owner: Any, name: str, refuse: Callable[..., None], *needed: str) -> None:
-    """Has a function of `owner` call `refuse` with some of its arguments first."""
+    """Patches a function of `owner` to call `refuse` first, with its `needed` arguments."""
     kept = vars(owner).get(name) if owner is not None else None
     stock: Any = getattr(kept, "__func__", kept)
     if stock is None or hasattr(stock, _PATCHED):
@@ -297,7 +329,7 @@ def _guard(owner: Any, name: str, refuse: Callable[..., None], *needed: str) -> 
         try:
             given = signature.bind(*arguments, **keywords).arguments
         except TypeError:
-            return stock(*arguments, **keywords)  # which says what is wrong
+            return stock(*arguments, **keywords)  # raises torch's error
         refuse(*(given.get(each) for each in needed))
         return stock(*arguments, **keywords)
 
@@ -312,8 +344,8 @@ def patch_pipeline_stages(
 ) -> None:
     """Stages of torch.distributed.pipelining, once it is imported: torch 2.11 to 2.14.
 
-    A stage delays and reduces gradients for FSDP and DistributedDataParallel, by their classes, and for nothing else.
-    The callbacks make new methods of the stock ones.
+    A stage delays and reduces gradients for FSDP and DistributedDataParallel alone, by their classes. The callbacks
+    return new methods for the stock ones.
     """
     module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
@@ -338,9 +370,9 @@ def patch_pipeline_stages(
 def patch_generate(**replacements: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Methods of transformers' GenerationMixin and its subclasses, once they are loaded: torch 2.11 to 2.14.
 
-    `generate` calls the model as often as one rank's sequences need, while a forward of a converted model takes all
-    ranks. The classes are patched, since a plain model around a converted part generates too. `replacements`: by the
-    name of a method, a function that makes a new one of it.
+    `generate` calls the model as often as one rank's sequences need, while a forward of a converted model needs all
+    ranks. The patch changes the classes, since a plain model around a converted part generates too. `replacements`: by
+    the name of a method, a function that returns a new method for the stock one.
     """
     utilities = sys.modules.get("transformers.generation.utils")
     if utilities is None:
@@ -358,7 +390,7 @@ def _subclasses(cls: Any) -> Iterator[type]:
 
 
 def _replace(owner: Any, name: str, replacement: Callable[[Any], Any]) -> None:
-    """Puts what `replacement` makes of a method in its place, once."""
+    """Replaces a method by `replacement(method)`, once."""
     stock = getattr(owner, name)
     if not hasattr(stock, _PATCHED):
         replaced = replacement(stock)

@@ -122,7 +122,7 @@ void bind_transports(py::module_& m) {
 #endif
 }
 
-// By tensor that travels: the shapes of all owners' shards.
+// For each tensor that travels, the shapes of all owners' shards.
 using Shapes = std::vector<std::vector<std::vector<int64_t>>>;
 
 ShardBundle make_bundle(const std::vector<at::Tensor>& local, const Shapes& shapes,

@@ -31,7 +31,7 @@ class Fields {
     return add(name, member, false);
   }
 
-  // TypeError for a keyword that is no field, for one that is missing, and for a value of another type.
+  // Throws TypeError for a keyword that is no field, for a missing keyword, and for a value of another type.
   Struct make(const py::kwargs& given) const {
     Struct made;
     size_t taken = 0;

@@ -73,7 +73,7 @@ struct type_caster<rtp::Channel> : text_caster<rtp::Channel> {};
 template <>
 struct type_caster<rtp::Activation> : text_caster<rtp::Activation> {};
 
-// What weights travel in. None: in what they are computed with.
+// The dtype in which weights travel. None: the compute dtype.
 template <>
 struct type_caster<rtp::Wire> : text_caster<rtp::Wire> {
   bool load(handle source, bool convert) {

@@ -161,7 +161,7 @@ def test_direct_access_is_not_taken_for_nvlink(monkeypatch):
     rates = {}
     for told in ((18, 18), (18, 0), (18, None)):
         deciding = route_planner.RoutePlanner(2, device, "direct", "auto", None)
-        known = deciding.take_nvlinks(list(told))
+        known = deciding.use_nvlinks(list(told))
         rates[told] = deciding.link.bytes_per_second
         assert known == (None not in told)
     assert rates[18, 18] == 370e9 and rates[18, 0] == 25e9

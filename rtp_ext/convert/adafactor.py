@@ -21,7 +21,7 @@ from rtp_ext.ring.mesh import own_part
 
 
 def shard_of(value: Any, parameter: Any) -> Any:
-    """This rank's shard of what goes with a parameter, a gradient or a value of its state, cut as the parameter is."""
+    """Returns this rank's shard of a gradient or a value of the state of a parameter, which is sharded like it."""
     if not isinstance(value, DTensor):
         return value
     if value.shape == parameter.shape and value.placements != parameter.placements:
@@ -37,11 +37,11 @@ class _Step:
     """One parameter in one step, laid out over its mesh as `parameter` is."""
 
     parameter: DTensor
-    gradient: Tensor  # this rank's shard; the negative one where the step maximizes
+    gradient: Tensor  # this rank's shard; negated where the step maximizes
     state: dict[str, Any]
 
     def own(self, whole: Tensor, *without: int) -> Tensor:
-        """This rank's part, a view, of a tensor that has the shape of the parameter, but for dimensions of size 1."""
+        """Returns this rank's part, a view, of a tensor of the parameter's shape with some dimensions of size 1."""
         left_out = {dim % self.parameter.dim() for dim in without}
         kept = [
             Replicate() if getattr(placement, "dim", None) in left_out else placement
@@ -55,7 +55,7 @@ class _Step:
         return self.gradient.new_zeros(shape)
 
     def begin(self) -> None:
-        """Makes the state that torch's Adafactor makes."""
+        """Creates the same state as torch's Adafactor."""
         if self.state:
             return
         self.state["step"] = torch.tensor(0.0, dtype=torch.get_default_dtype())
@@ -70,7 +70,8 @@ class _Step:
             self.state[name] = as_gradient(zeros, whole)
 
     def squares(self) -> list[Tensor]:
-        """Sums of squares over this rank's shard: of the parameter, and of the gradient over each row and column."""
+        """Returns sums of squares over this rank's shard: of the parameter, and of each row and column of the
+        gradient."""
         wide = _wide(self.gradient.dtype)
         sums = [held(self.parameter).to(wide).square().sum()]
         squares = self.gradient.to(wide).square()
@@ -81,7 +82,7 @@ class _Step:
         return sums
 
     def learn(self, sums: Sequence[Tensor], weight: float) -> None:
-        """Moves the variances towards what this step has found. `sums`: of squares over rows and columns, whole."""
+        """Updates the running variances. `sums`: whole sums of squares over rows and columns."""
         if self.parameter.dim() < 2:
             variance = held(self.state["variance"])
             variance.lerp_(self.gradient.square(), weight)
@@ -91,7 +92,7 @@ class _Step:
             known.lerp_((found / self.parameter.shape[dim]).to(known.dtype), weight)
 
     def update(self, eps: float) -> Tensor:
-        """What this rank's shard goes down by, before it is clipped and scaled."""
+        """Returns the update of this rank's shard, before it is clipped and scaled."""
         wide = _wide(self.gradient.dtype)
         if self.parameter.dim() < 2:
             estimate = held(self.state["variance"]).to(wide, copy=True)
@@ -104,8 +105,8 @@ class _Step:
 
 
 def step_on_shards(group: dict[str, Any], parameters: Sequence[DTensor], state: Any) -> None:
-    """A step of torch's Adafactor for parameters of one group that are cut over a mesh. Sends the sums over rows and
-    columns, and two numbers for each parameter, once in a step. Collective over what cuts the parameters."""
+    """Runs a step of torch's Adafactor for parameters of one group that are sharded over a mesh. Sends the sums over
+    rows and columns, and two numbers for each parameter, once in a step. Collective over the sharding ranks."""
     steps = []
     for parameter in parameters:
         if parameter.grad is None:
@@ -123,7 +124,7 @@ def step_on_shards(group: dict[str, Any], parameters: Sequence[DTensor], state: 
         root_mean_square = (norm / step.parameter.numel()).sqrt()
         scales.append(root_mean_square.clamp_(min=least_scale).mul_(min(rate, 1 / math.sqrt(number))))
         updates.append([step.update(_eps(least, step)).square().sum()])
-    # What an update is, is computed again: all of them together would be as large as the parameters.
+    # Updates are computed twice: all of them together would be as large as the parameters.
     for step, scale, (norm,) in zip(steps, scales, _sum_over_shards(steps, updates), strict=True):
         clip = (norm / step.parameter.numel()).sqrt().div_(group["d"]).clamp_(min=1.0)
         shard = held(step.parameter)
@@ -140,8 +141,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _sum_over_shards(steps: Sequence[_Step], values: Sequence[list[Tensor]]) -> list[list[Tensor]]:
-    """The sums of each parameter's values over the ranks that hold different shards of it: those that train apart have
-    sums of their own."""
+    """Returns the sums of each parameter's values over the ranks that hold different shards of it; replicas with local
+    training have sums of their own."""
     together: dict[Any, list[int]] = defaultdict(list)
     for number, (step, own) in enumerate(zip(steps, values, strict=True)):
         placements = step.parameter.placements

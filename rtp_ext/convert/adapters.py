@@ -15,8 +15,8 @@ from rtp_ext.parameters.live import mixed_class
 class MergingAdapter:
     """Mixin of peft's layers; the layer's own class comes second.
 
-    An adapter is whole and the same on every rank, the weight that it is added to is a shard of which every rank adds
-    its part.
+    An adapter is whole and the same on every rank; its base weight is a shard, to which every rank adds its part of the
+    adapter.
     """
 
     NAME_PREFIX = ""  # peft writes names of classes into its messages
@@ -30,8 +30,8 @@ class MergingAdapter:
             return super().unmerge(*arguments, **keywords)  # type: ignore[misc]
 
 
-def let_adapters_merge(root: nn.Module) -> None:
-    """Lets the peft layers of a model merge into, and out of, layers that are sharded."""
+def extend_adapters(root: nn.Module) -> None:
+    """Changes the classes of a model's peft layers so that they merge into, and out of, sharded layers."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is None:
         return

@@ -1,4 +1,4 @@
-"""What the ranks of a ring compare of their models: everything that decides hops, shapes and results."""
+"""Comparison of the models on the ranks of a ring, in all properties that decide hops, shapes and results."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from rtp_ext.ring.autograd import computes_plainly
 logger = logging.getLogger("rtp_ext")
 
 _TORCH = "torch.nn.modules."
-# What a module may say about itself that differs from rank to rank: places, and addresses.
+# Parts of an `extra_repr` that may differ from rank to rank: places and addresses.
 _PER_RANK = re.compile(
     r"\b(\w+_)?rank(_id)?\b|\b(device|gpu|host|hostname|pid|port|path|dir)\w*\b|cuda:\d|\b0x[0-9a-f]+", re.I
 )
 
 
 class ConversionError(RotationError, ValueError):  # type: ignore[misc, valid-type]
-    """A model that cannot be converted, or called, as it is now: a RuntimeError, as those of fully_shard are, and a
+    """A model that cannot be converted, or called, in its present state: a RuntimeError, as fully_shard raises, and a
     ValueError."""
 
 
@@ -43,7 +43,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class Mode:
-    """What decides the hops of a forward besides the model."""
+    """The state besides the model that decides the hops of a forward."""
 
     autocast: torch.dtype | None  # None: not enabled
 
@@ -54,28 +54,28 @@ class Mode:
 
 
 def want_gradients(arguments: Any) -> bool | None:
-    """Whether anything that a model was called with wants gradients; None where nothing can."""
+    """Returns whether an input of a model requires a gradient; None where gradients are disabled."""
     if not torch.is_grad_enabled():
         return None
     return any([isinstance(value, torch.Tensor) and value.requires_grad for value in tree_leaves(arguments)])
 
 
 def facts_of(root: nn.Module, named: Named) -> tuple[list[tuple], list[Any]]:
-    """What may change of a model between two forwards and decides their hops: of its parameters, and how its modules
-    rotate. Cheap: asked for in every forward."""
+    """Returns the properties of a model that may change between two forwards and decide their hops: those of its
+    parameters, and how its modules rotate. Cheap: called in every forward."""
     return _parameters(named), [_rotation(module) for module in root.modules() if isinstance(module, LiveModule)]
 
 
 def agree_on_model(root: nn.Module, ring: Ring, mode: Mode) -> None:
-    """Raises ValueError on every rank where models differ, or, a RotationError as well, where parameters are still on
-    the meta device.
+    """Compares the models of all ranks. Raises ValueError on every rank where they differ, or, a RotationError as well,
+    where parameters are still on the meta device.
 
-    Compared are names, shapes, dtypes and requires_grad of parameters; the class of every module by its name; settings
-    of torch's layers (what their constructors take: strides, heads, eps, p, ...); of other classes what their own
-    `extra_repr` says, except ranks, devices and the like; names, shapes and dtypes of buffers that are saved (others
-    are caches, which may grow with a rank's own batch); which blocks rotate as bundles, in which dtypes, in place or
-    not; and the state of torch.autocast. With that, operations of the model's modules need not agree before their
-    forwards. Collective.
+    The ranks compare names, shapes, dtypes and requires_grad of parameters; the class name of every module; settings of
+    torch's layers (the arguments of their constructors: strides, heads, eps, p, ...); the `extra_repr` of other
+    classes, except ranks, devices and the like; names, shapes and dtypes of buffers that are saved (others are caches,
+    which may grow with a rank's own batch); which blocks rotate as bundles, in which dtypes, in place or not; and the
+    state of torch.autocast. Operations of the model's modules then need no comparison before their forwards.
+    Collective.
     """
     settings = [("torch.autocast", str(mode.autocast)), ("offload_policy", repr(ring.offload_policy))]
     mine = (_parameters(root.named_parameters()), [*settings, *_modules(root)])
@@ -94,7 +94,7 @@ def agree_on_model(root: nn.Module, ring: Ring, mode: Mode) -> None:
 
 
 def _operations(root: nn.Module) -> Iterator[Prepared]:
-    """What the operations of a model's modules keep, in the order of its modules."""
+    """Yields the Prepared of each operation of a model's modules, in the order of the modules."""
     known: set[int] = set()
     for module in root.modules():
         together = module.__dict__.get("together") if isinstance(module, LiveModule) else None
@@ -105,8 +105,8 @@ def _operations(root: nn.Module) -> Iterator[Prepared]:
 
 
 def plan_anew(root: nn.Module, ring: Ring) -> None:
-    """Lets the gate decide again on every layer of a model, by the most tokens that it has seen on any rank. Nothing
-    happens where nothing is decided. Raises ValueError on every rank where they have not called the same layers.
+    """Has the route planner decide anew on every layer of a model, by the layer's largest number of tokens on any rank.
+    Does nothing where there is no choice. Raises ValueError on every rank where ranks have called different layers.
     Collective."""
     if not ring.gate.decides:
         return
@@ -147,7 +147,7 @@ def _parameters(named: Named) -> list[tuple]:
 
 
 def _kind(parameter: nn.Parameter) -> str | None:
-    """The class of what this rank has of a parameter, where it computes by rules of its own."""
+    """Returns the class of this rank's part of a parameter, if it overrides torch's functions."""
     kind = type(held(parameter))
     return None if computes_plainly(kind) else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -175,15 +175,15 @@ def _entry(entry: tuple) -> str:
 
 
 def _modules(root: nn.Module) -> Iterator[tuple[str, str]]:
-    """What is compared of each module, as (what, value) in words."""
+    """Yields the compared properties of each module, as (name, value) in words."""
     for name, module in root.named_modules():
         label = name or "the root"
         yield f"class of {label}", type(module).__qualname__  # its file may be __main__ on one rank only
         for key, value in _settings(module):
             yield f"{key} of {label}", value
-        said = _said(module)
-        if said:
-            yield f"settings of {label}", said
+        described = _described(module)
+        if described:
+            yield f"settings of {label}", described
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield f"buffer {key} of {label}", _shape_of(buffer)
@@ -200,13 +200,13 @@ def _modules(root: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _rotation(module: LiveModule) -> tuple[MixedPrecisionPolicy | None, bool]:
-    """The policy that a module travels by, and whether its local shards do."""
-    scope = module.__dict__.get("_rtp_scope", module)  # of a gathered one
+    """Returns the policy of a module's shards, and whether the local shards themselves travel."""
+    scope = module.__dict__.get("_rtp_scope", module)  # gathered modules have a scope
     return scope.__dict__.get("mp_policy"), module.__dict__.get("in_place", False)
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """The settings of a layer of torch, or of a subclass, that can be written down."""
+    """Yields the settings of a layer of torch, or of a subclass, that are plain values or functions."""
     base = next((cls for cls in type(module).__mro__ if cls.__module__.startswith(_TORCH)), nn.Module)
     for key in _setting_names(base):
         value = module.__dict__.get(key, inspect.Parameter.empty)
@@ -230,14 +230,14 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _said(module: nn.Module) -> str | None:
-    """What a module that is not torch's own says about itself, without what may differ from rank to rank.
+def _described(module: nn.Module) -> str | None:
+    """Returns the `extra_repr` of a module that is not torch's own, without parts that may differ from rank to rank.
 
-    Asked of a twin without values: some modules print what their parameters and buffers hold. Not where the end of a
-    twin would give back what the module goes on to use.
+    Calls it on a copy without values, since some modules print those of parameters and buffers. Returns None for a
+    class with __del__, which would run on the copy and could free resources of the module.
     """
-    speaker = next(cls for cls in type(module).__mro__ if "extra_repr" in vars(cls))
-    if speaker.__module__.startswith(_TORCH) or hasattr(type(module), "__del__"):
+    defining = next(cls for cls in type(module).__mro__ if "extra_repr" in vars(cls))
+    if defining.__module__.startswith(_TORCH) or hasattr(type(module), "__del__"):
         return None
     try:
         twin: Any = object.__new__(type(module))
@@ -245,7 +245,7 @@ def _said(module: nn.Module) -> str | None:
         for table in ("_parameters", "_buffers"):
             twin.__dict__[table] = {key: _without_values(value) for key, value in module.__dict__[table].items()}
         text = twin.extra_repr()
-    except Exception:  # of any kind, on every rank alike
+    except Exception:  # any error of user code; it occurs on every rank
         return None
     return ", ".join(part.strip() for part in re.split(r"[,\n]", str(text)) if not _PER_RANK.search(part))
 
@@ -275,8 +275,8 @@ _SAMPLES = 8  # along each dimension
 
 
 def checksums(module: nn.Module, ignored: Collection[str], ring: Ring) -> dict[str, int]:
-    """A number for each parameter that has values and is not on the ring yet, from a few bytes of what this rank has of
-    it; `ignored`: names to leave out."""
+    """Returns a checksum for each parameter that has values and is not on the ring yet, from a few bytes of this rank's
+    part of it. `ignored`: names to leave out."""
     if ring.size == 1 or ring.mesh is None:
         return {}
     sums = {}
@@ -293,7 +293,7 @@ def checksums(module: nn.Module, ignored: Collection[str], ring: Ring) -> dict[s
 
 
 def compare_weights(mine: dict[str, int], ring: Ring) -> None:
-    """Warns where the ranks converted different weights; `mine`: checksums of what this rank had. Collective."""
+    """Logs a warning where the ranks converted different weights. `mine`: the checksums of this rank. Collective."""
     if ring.size == 1 or ring.mesh is None:
         return
     answers = ring.exchange(mine)
@@ -302,8 +302,8 @@ def compare_weights(mine: dict[str, int], ring: Ring) -> None:
             if theirs.get(name, value) != value:
                 logger.warning(
                     "fully_rotate: the values of %s on rank %d are not those on rank 0: the ranks were built with "
-                    "different seeds or weights, and the model is now made of shards of both. Seed every rank alike, "
-                    "or load a checkpoint",
+                    "different seeds or weights, and the model now consists of shards of both. Use the same seed on "
+                    "every rank, or load a checkpoint",
                     name,
                     rank,
                 )

@@ -41,20 +41,20 @@ logger = logging.getLogger("rtp_ext")
 def apply_plan(plan: RotationPlan, request: Request, ring: Ring, scopes: Mapping[int, ForwardScope]) -> None:
     """Converts the modules of a model in place, according to a validated plan.
 
-    `scopes`: that each module's forwards are to open, by id.
+    `scopes`: the scope that each module's forwards open, by id of the module.
     """
     Application(plan, request, ring, scopes).run()
 
 
 class Application:
-    """One application of a plan. It decides nothing."""
+    """One application of a plan, without decisions of its own."""
 
     def __init__(self, plan: RotationPlan, request: Request, ring: Ring, scopes: Mapping[int, ForwardScope]) -> None:
         self.plan, self.request, self.ring, self.scopes = plan, request, ring, scopes
         self.modules = list(request.modules())
         self.by_name: dict[str, Any] = dict(self.modules)
         self.recompute = request.options.bundle == "recompute"
-        self.memo: dict[int, nn.Parameter] = {}  # parameters that replace others, by id of the other
+        self.memo: dict[int, nn.Parameter] = {}  # new parameters, by id of the replaced one
         self.new = [module for module in plan.modules if module.is_new]
         attention = (self.by_name[module.name] for module in self.new if module.layer == "attention")
         self.projections = {id(part.out_proj) for part in attention}  # attention converts them itself
@@ -100,7 +100,7 @@ class Application:
         self._log()
 
     def _bundles(self, kind: str) -> list[BundlePlan]:
-        """New bundles of a kind."""
+        """Returns the new bundles of a kind."""
         new = {module.name for module in self.new}
         return [bundle for bundle in self.plan.bundles if bundle.kind == kind and new.issuperset(bundle.layers)]
 
@@ -158,7 +158,7 @@ class Application:
         self.counts[f"{module.kind}: sharded, gathered while in use"] += 1
 
     def _remember_ties(self) -> None:
-        """Lets modules that share a parameter share it still after one of them has been given another."""
+        """Keeps tied parameters tied after a module has received a new one."""
         owners = Counter(id(p) for _, part in self.modules for p in part._parameters.values() if p is not None)
         ties: dict[int, Tie] = {}
         for _, part in self.modules:

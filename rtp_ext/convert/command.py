@@ -15,7 +15,7 @@ from rtp_ext.convert.explain import explain
 
 
 def explained(options: argparse.Namespace) -> str:
-    """The plan, as text or as JSON.
+    """Returns the plan, as text or as JSON.
 
     Raises ImportError without the transformers package, OSError where the configuration cannot be read, and ValueError
     where it names no model, or `fully_rotate` would refuse it.
@@ -45,7 +45,7 @@ def explained(options: argparse.Namespace) -> str:
 
 
 def model_of(path: str) -> nn.Module:
-    """The model that a configuration names, on the meta device. `path`: of a config.json, or of its directory."""
+    """Returns the model of a configuration, on the meta device. `path`: a config.json, or its directory."""
     import transformers
 
     file = Path(path)

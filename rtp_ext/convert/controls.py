@@ -1,4 +1,4 @@
-"""Settings of how a converted model's gradients are reduced, as `fully_shard`'s methods of like names."""
+"""Settings for the reduction of a converted model's gradients, named as the methods of `fully_shard`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger("rtp_ext")
 
 
 def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool) -> None:
-    """Whether the backwards that follow reduce gradients over replicas; for micro-batches, False for all but the last.
+    """Sets whether later backwards reduce gradients over replicas; for micro-batches, False for all but the last.
 
     Gradients that are not reduced add up in p.grad of this rank's shards, in float32 where the parameter has 16 bits,
     and the next backward with a reduction reduces their sum, once. Until then the optimizer's step raises ValueError.
     zero_grad clears them. Without replicas it changes nothing. Applies to the whole model, as that of fully_shard
-    (recurse=True) called with the root: a ValueError for a part of a model that has been converted around it.
+    (recurse=True) called with the root; raises ValueError for a part of a larger converted model.
 
-    Set it alike on every rank: replicas that differ get a ValueError in backward.
+    Set the same value on every rank: replicas that differ raise ValueError in backward.
     """
     _policy_of_whole(module, "set_requires_all_reduce").requires_all_reduce = bool(requires_all_reduce)
 
@@ -33,15 +33,15 @@ def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool) -> Non
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) -> None:
     """The same as `set_requires_all_reduce`.
 
-    Within a ring gradients are always summed: a rank has no memory for gradients of weights that are not at home there,
-    and what visits it leaves with the sum. What can be put off is the reduction over replicas.
+    Within a ring gradients are always summed: a rank has no memory for gradients of weights of other owners, and a
+    shard that visits it leaves with the sum. Only the reduction over replicas can be postponed.
     """
     _policy_of_whole(module, "set_requires_gradient_sync").requires_all_reduce = bool(requires_gradient_sync)
 
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Backwards in it do not reduce gradients over replicas: see `set_requires_gradient_sync`."""
+    """Context in which backwards do not reduce gradients over replicas: see `set_requires_gradient_sync`."""
     policy = _policy_of_whole(module, "no_sync")
     before = policy.requires_all_reduce
     policy.requires_all_reduce = False
@@ -52,14 +52,14 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def set_gradient_divide_factor(module: nn.Module, factor: float | None) -> None:
-    """What the sum of the gradients of all ranks is divided by, in the backwards that follow.
+    """Sets the divisor of the sum of the gradients of all ranks, in later backwards.
 
     Applies to the parameters that the call of fully_rotate with `module` converted, as that of fully_shard: parts that
-    were converted before have factors of their own, which they keep when a model is converted around them. For a model
-    with parts, call it for each, and for the model.
+    were converted before have factors of their own, and keep them when the model around them is converted. For a model
+    with parts, call it for each part, and for the model.
 
-    None, the default: the number of ranks, of the ring times the replicas, so that gradients are averages. 1: their
-    sum, for losses that every rank divides by the number of tokens of all ranks.
+    None, the default: the number of ranks, of the ring times the replicas, so that gradients are averages. 1: gradients
+    are sums, for losses that every rank divides by the number of tokens of all ranks.
 
     Raises ValueError, and changes nothing, where ranks disagree, for a factor that is not positive, where a part with
     another factor shares a parameter, and for embeddings with sparse gradients. Collective.
@@ -106,8 +106,8 @@ def _refuse_sparse(part: nn.Module, state: RotationState) -> None:
 
 
 def _policy_of(module: nn.Module, what: str) -> tuple[OuterPolicy, RotationState]:
-    """The outer policy and the state of a module that fully_rotate was called with. Raises TypeError for what is no
-    module, such as the list that fully_rotate returned, and ValueError for other modules."""
+    """Returns the outer policy and the state of a module that was the argument of fully_rotate. Raises TypeError for an
+    object that is no module, such as the list that fully_rotate returned, and ValueError for other modules."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"{what}: expected one module that fully_rotate was called with (of a list, any of its modules), got a "
@@ -119,7 +119,7 @@ def _policy_of(module: nn.Module, what: str) -> tuple[OuterPolicy, RotationState
 
 
 def _policy_of_whole(module: nn.Module, what: str) -> OuterPolicy:
-    """The outer policy of a model. Raises ValueError for a part of one: its gradients are reduced with the model's."""
+    """Returns the outer policy of a model. Raises ValueError for a part: its gradients are reduced with the model's."""
     policy, state = _policy_of(module, what)
     around = next(state.outer(), None)
     if around is not None:

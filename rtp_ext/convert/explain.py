@@ -50,19 +50,19 @@ def explain(
         plan = rtp_ext.explain(model, mesh=mesh, mp_policy=policy)
         print(plan)
 
-    Before conversion it is the plan of `fully_rotate` with the same options. Nothing is changed, nothing is sent, and
-    parameters may be on the meta device. Routes are then those of ranks on one host, unless `mesh` is a Ring. After
-    conversion, of a model or part that `fully_rotate` was called with, it is read from the modules as they are now: it
-    ignores the options, shows no bundle that an adapter has ended, and has layers that the route planner gathers on
-    route `gather`.
+    Before conversion it returns the plan of `fully_rotate` with the same options. It changes and sends nothing, and
+    parameters may be on the meta device. Routes are then those of ranks on one host, unless `mesh` is a Ring. For a
+    converted model, or a part that was the argument of `fully_rotate`, it reads the plan from the modules: it ignores
+    the options, leaves out bundles that an adapter has ended, and shows layers that the route planner gathers on route
+    `gather`.
 
     Args:
         module: a model, on any device; or a list of modules as `fully_rotate` takes it.
         mesh, dims, outer, mp_policy, offload_policy, ignored_params, in_place, bundle, loss_head, route,
             gradient_route, gradient_travel, transport, travel, timeout: see `fully_rotate`.
-        ranks, rank: of a ring that does not exist: its size, and the rank whose bytes are counted. Default: those of
+        ranks, rank: for a ring that does not exist: its size, and the rank whose bytes are counted. Default: those of
             `mesh`, or of the default process group.
-        device: the device type of such a ring; default: that of the parameters, `cuda` where these are on meta.
+        device: the device type of such a ring; default: that of the parameters, `cuda` if these are on meta.
 
     Returns a RotationPlan: `str(plan)` is a table, `plan.to_dict()` values for JSON, `plan.parameters` the rows, and
     `plan.totals` sums in bytes.

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from rtp_ext.convert.agreement import checksums, compare_weights
 from rtp_ext.convert.apply_plan import apply_plan
-from rtp_ext.convert.methods.fully_shard import answer_for_fully_shard, refuse_others
-from rtp_ext.convert.methods.generate import let_it_generate
-from rtp_ext.convert.methods.save_pretrained import let_it_save
+from rtp_ext.convert.methods.fully_shard import explain_fsdp_methods, refuse_others
+from rtp_ext.convert.methods.generate import synchronize_generate
+from rtp_ext.convert.methods.save_pretrained import install_save_pretrained
 from rtp_ext.convert.modules.gathered import GatheredRNN
 from rtp_ext.convert.optimizers import mark_replaced, watch_optimizers, weak_parameters
 from rtp_ext.convert.plan.inspect_model import inspect_model
@@ -57,16 +57,16 @@ def fully_rotate(
     """Spreads every parameter of a model over a ring, in place, and returns the same module, or the same list.
 
     Linear, embedding, convolution and attention layers and experts rotate: their shards visit every rank while it
-    computes, and no rank ever holds a whole one. So do subclasses of torch's layers that compute as these do, and keep
-    their class; the parameters of all modules that do not rotate are sharded too, and gathered while their module needs
-    them. Every rank keeps its own batch; gradients are averaged over the ring. Parameters become DTensors sharded over
-    the mesh, under unchanged names. Build the model alike on every rank (the same seed), or load the plain model's
-    weights afterwards: load_safetensors, or torch.distributed.checkpoint.state_dict.set_model_state_dict with
+    computes, and no rank ever holds a whole layer. Subclasses of torch's layers that compute as these do rotate too,
+    and keep their class. The parameters of all other modules are sharded, and gathered while their module runs. Every
+    rank keeps its own batch; gradients are averaged over the ring. Parameters become DTensors sharded over the mesh,
+    under unchanged names. Build the same model on every rank (with the same seed), or load the plain model's weights
+    afterwards: load_safetensors, or torch.distributed.checkpoint.state_dict.set_model_state_dict with
     full_state_dict=True. Build the optimizer after that.
 
     Parts of a model may be converted before it, one by one, as with fully_shard: each keeps its own mp_policy (and
-    in_place, bundle, ignored_params), which applies inside it, and is called on its own or within the model. All end up
-    on one ring, the one of the first part; to make no other, pass a Ring to every call.
+    in_place, bundle, ignored_params), which applies inside it, and is called on its own or within the model. All move
+    to one ring, that of the first part; to create only one ring, pass a Ring to every call.
 
     A list of modules, none inside another, is one part with several members: they may share parameters
     (fully_rotate([model.embed, model.head], mp_policy=...), then fully_rotate(model)), and have one policy. Each member
@@ -76,42 +76,42 @@ def fully_rotate(
         module: the model, its parameters on the device of the mesh or on the meta device; or a list of modules.
         mesh: a one-dimensional DeviceMesh, one of more dimensions with `dims`, a process group, a Ring, or None: the
             ring of parts that were converted before, else the default process group.
-        dims: RotationDims(ring=..., replicate=...): which dimensions of the mesh are what, by name. Along replicate,
+        dims: RotationDims(ring=..., replicate=...): the roles of the dimensions of the mesh, by name. Along replicate,
             rings hold the same shards and have batches of their own. Parameters are then DTensors on the mesh of both,
-            Replicate() over the one and Shard over the other; on the ring's alone where replicas train apart
-            (outer.LocalSGD, DiLoCo, Gossip). A dimension that is named in neither is the one of tensor
-            parallelism, where parallelize_module has cut the model over it before: every part rotates over a ring of
-            its own, and parameters lie on (replicate, tensor parallelism, ring).
-        outer: what happens between replicas, see rtp_ext.outer; default outer.AllReduce(): gradients are averaged over
+            Replicate() over the one and Shard over the other; with local training (outer.LocalSGD, DiLoCo, Gossip) on
+            the ring's mesh alone. A dimension that is named in neither is that of tensor parallelism, if
+            parallelize_module has sharded the model over it before: every part rotates over a ring of its own, and
+            parameters lie on (replicate, tensor parallelism, ring).
+        outer: the policy between replicas, see rtp_ext.outer; default outer.AllReduce(): gradients are averaged over
             all ranks.
-        mp_policy: param_dtype is what shards compute in, and travel in unless `travel` says less; reduce_dtype what
-            gradients travel in (default float32); cast_forward_inputs and output_dtype apply to the whole model, or to
-            each module of the list.
+        mp_policy: param_dtype is the dtype of computes with shards, in which they also travel unless `travel` is set;
+            reduce_dtype the dtype in which gradients travel (default float32); cast_forward_inputs and output_dtype
+            apply to the whole model, or to each module of the list.
         offload_policy: CPUOffloadPolicy(): parameters, gradients and optimizer state stay on the host, in pinned memory
-            unless pin_memory is False. The device borrows the shards of a layer while it runs, and gradients are on the
-            host when backward returns. The model may then be on the host before, and no first hop is sent ahead. On a
-            CPU ring, where host and device are one, it changes nothing. None and OffloadPolicy(): no offload.
-        ignored_params: left as they are, with the modules that own them: the same objects, plain and not averaged, so
-            that they may differ between ranks. clip_grad_norm_ takes them in a call of their own, and foreach and fused
-            optimizers in a parameter group of their own.
+            unless pin_memory is False. The device has a copy of a layer's shards while the layer runs, and gradients
+            are on the host when backward returns. The model may be on the host before the call, and the ring does not
+            prefetch. On a CPU ring, where host and device share memory, it changes nothing. None and OffloadPolicy():
+            no offload.
+        ignored_params: parameters that stay unchanged, with the modules that own them: the same objects, plain and not
+            averaged, so that they may differ between ranks. clip_grad_norm_ needs a separate call for them, and foreach
+            and fused optimizers a separate parameter group.
         in_place: the local shards themselves travel, with one slot instead of two.
         bundle: rotate MLP blocks (torch's transformer layers, nn.Sequential of linear, activation, linear, and the
             blocks of transformers' GPT-2, Llama, Mistral, Mixtral, Qwen, BERT and ViT) as bundles, and the q, k and v
             projections of attention together; "recompute": bundled MLPs and experts keep no hidden value for backward.
-            One log line for each kind of module says what became of it.
-        loss_head: "fused": causal language models of the transformers package compute vocabulary head and loss as one
-            where labels are given; their output then has no logits.
-        route, gradient_route, gradient_travel, transport, travel, timeout: see Ring. Of a model with parts: those of
-            their ring, or left out. What is gathered travels as it is, whatever `travel` says.
+            The log has one line for each kind of module with its conversion.
+        loss_head: "fused": causal language models of the transformers package compute vocabulary head and loss in one
+            operation when labels are given; their output then has no logits.
+        route, gradient_route, gradient_travel, transport, travel, timeout: see Ring. For a model with converted parts:
+            the values of their ring, or the defaults. `travel` does not apply to gathered parameters.
 
     Raises ValueError, and changes nothing, where dims do not fit the mesh; where the model was converted before, itself
     or as a part of another (a RotationError as well); for a list that is empty, or has a module twice or inside
-    another; where parts are on other ranks or differ in the options of their rings; where parameters
-    are DTensors of somebody else (another mesh, styles of tensor parallelism other than colwise, rowwise and
-    replicated) or managed by FSDP or DDP; where shards cannot stay on the host (outer.ZeroOuter, in_place, tensor
-    parallelism, Flyweight); and where loss_head="fused" finds no model that it knows. Ranks of a ring whose models have
-    different values get a warning; replicas that differ are a ValueError in the first backward. Collective: makes a
-    ring.
+    another; where parts are on other ranks or differ in the options of their rings; where parameters are DTensors of
+    other code (another mesh, styles of tensor parallelism other than colwise, rowwise and replicated) or managed by
+    FSDP or DDP; where shards cannot stay on the host (outer.ZeroOuter, in_place, tensor parallelism, Flyweight); and
+    where loss_head="fused" finds no supported model. Logs a warning if ranks of a ring have models with different
+    values; replicas that differ raise ValueError in the first backward. Collective: creates a ring.
     Source: RTP, arXiv 2311.01635.
     """
     request = read_call(module, Options.of(locals()))
@@ -123,20 +123,20 @@ def fully_rotate(
 
 
 def _ring_for(request: Request) -> Ring:
-    """The ring that a model gets. Collective where it is made."""
+    """Returns the ring for a model. Collective if it creates one."""
     options, place = request.options, request.place
     ring = place.ring
     if ring is None:
         ring = Ring(resolve_mesh(options.mesh, options.dims, place.tensor), **options.of_ring)  # type: ignore[arg-type]
         if options.in_place:
-            ring.expect_in_place("fully_rotate")  # ranks on several hosts may have made it one of two levels
+            ring.expect_in_place("fully_rotate")  # ranks on several hosts may give it the route two-level
     if ring.offload_policy is None:
         ring.offload(request.offload)
     return ring
 
 
 def _convert(plan: RotationPlan, request: Request, ring: Ring) -> None:
-    """Applies a validated plan, and makes everything around the modules fit. Collective."""
+    """Applies a validated plan, and installs scopes, hooks and methods around the modules. Collective."""
     root, members, mp_policy = request.root, request.members, request.mp_policy
     unit = Unit(mp_policy.reduce_dtype)
     states = [RotationState(ring, mp_policy, member, unit) for member in members]
@@ -150,7 +150,7 @@ def _convert(plan: RotationPlan, request: Request, ring: Ring) -> None:
     apply_plan(plan, request, ring, scopes)
     for state, member in zip(states, members, strict=True):
         install(member, state)
-        answer_for_fully_shard(member)
+        explain_fsdp_methods(member)
     request.outer.cut(root)
     for part in root.modules():
         if isinstance(part, GatheredRNN):
@@ -161,17 +161,17 @@ def _convert(plan: RotationPlan, request: Request, ring: Ring) -> None:
             refuse_others(member)
     mark_replaced(root, before)
     watch_optimizers()
-    let_it_save(root, ring)
-    let_it_generate()
+    install_save_pretrained(root, ring)
+    synchronize_generate()
     compare_weights(values, ring)
     if request.options.in_place:
-        _say_what_in_place_means(ring, mp_policy)
+        _log_in_place(ring, mp_policy)
 
 
 def _adopt(parts: Parts, scopes: Mapping[int, RotationState]) -> None:
-    """Makes parts that were converted one by one, each perhaps with a ring of its own, parts of one model.
+    """Moves parts that were converted before, possibly on rings of their own, to the ring of the model.
 
-    `scopes`: the state of the model around each, by id of the part.
+    `scopes`: the state of the model around each part, by id of the part.
     """
     for name, part in parts:
         state, around = state_in(part), scopes[id(part)]
@@ -188,12 +188,12 @@ def _adopt(parts: Parts, scopes: Mapping[int, RotationState]) -> None:
 
 
 def ring_of(module: nn.Module) -> Ring:
-    """The ring of a model that `fully_rotate` converted. Raises ValueError for any other."""
+    """Returns the ring of a model that `fully_rotate` converted. Raises ValueError for any other."""
     return _converted(module, "ring_of").ring
 
 
 def outer_of(module: nn.Module) -> OuterPolicy:
-    """The outer policy of a model that `fully_rotate` converted. Raises ValueError for any other."""
+    """Returns the outer policy of a model that `fully_rotate` converted. Raises ValueError for any other."""
     policy = _converted(module, "outer_of").outer_policy
     assert policy is not None, "set by fully_rotate"
     return policy
@@ -210,7 +210,7 @@ def _converted(module: nn.Module, what: str) -> RotationState:
     return state
 
 
-def _say_what_in_place_means(ring: Ring, mp_policy: MixedPrecisionPolicy) -> None:
+def _log_in_place(ring: Ring, mp_policy: MixedPrecisionPolicy) -> None:
     if ring.transport.startswith("shm"):
         logger.info("fully_rotate: in_place: transport shm receives in its own slots, so that copies travel")
     elif mp_policy.param_dtype is not None:

@@ -1,9 +1,9 @@
-"""Optimizers of converted models: which of them step on this rank's shards, and which are refused.
+"""Optimizers of converted models: some step on DTensors, some on this rank's shards, others are refused.
 
-torch's optimizers step on DTensors, as they do after fully_shard. Where DTensor has no rule for what an optimizer
-computes, its step sees plain tensors instead: hooks hand it a stand-in that holds the local parts of parameters,
-gradients and state. An elementwise step on those is the step of the whole. What a stand-in cannot do is refused by
-name. docs/optimizers.md has the table.
+torch's optimizers step on DTensors, as they do after fully_shard. Where DTensor has no rule for an operation of an
+optimizer, its step gets plain tensors instead: hooks pass it a stand-in that holds the local parts of parameters,
+gradients and state. An elementwise step on those equals the step on the whole. Optimizers that a stand-in does not
+support are refused by name. docs/optimizers.md has the table.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import as_gradient
 from rtp_ext.ring.dtensor_parameters import rotates
 
-REPLACED = "_rtp_replaced"  # attribute of a plain parameter in whose place a model has shards now: its name there
+REPLACED = "_rtp_replaced"  # attribute of a plain parameter that a model has replaced by shards: its name there
 
-# Optimizers that no hook can make right, by the package and the name of a class or of one of its bases.
+# Optimizers that no hook can correct, by the package and the name of a class or of one of its bases.
 _REFUSED = {
     ("torch", "LBFGS"): (
         "its stopping rules and line search follow the loss of one rank, so that ranks would take different numbers of "
@@ -48,16 +48,17 @@ _REFUSED = {
 
 
 def weak_parameters(module: nn.Module) -> list[tuple[str, weakref.ref]]:
-    """The parameters of a model by name, not kept alive."""
+    """Returns weak references to the parameters of a model, by name."""
     kind = type(module).__name__
     return [(f"{kind}.{name}", weakref.ref(p)) for name, p in module.named_parameters()]
 
 
 def mark_replaced(module: nn.Module, before: Iterable[tuple[str, weakref.ref]]) -> None:
-    """Marks the parameters, plain or of tensor parallelism, that a model had `before` and has no longer, but somebody
-    still holds.
+    """Marks the parameters, plain or of tensor parallelism, that a model had `before` and has replaced, and that other
+    references keep alive.
 
-    An optimizer that was built too early is such a holder, and would go on to train them: its step raises ValueError.
+    An optimizer that was built too early has such references, and would go on to train these parameters: its step
+    raises ValueError.
     """
     now = {id(parameter) for parameter in module.parameters()}
     for name, reference in before:
@@ -81,7 +82,7 @@ def _refuse_stale(optimizer: Optimizer) -> None:
 
 
 def watch_optimizers() -> None:
-    """Has the steps of all optimizers of this process pass through the hooks below; once."""
+    """Registers the hooks below for the steps of all optimizers of this process; once."""
     before_steps("stale", _refuse_step)
     before_steps("stand-in", _stand_in)
     after_steps(_after_step)
@@ -120,13 +121,13 @@ def _after_step(_optimizer: Optimizer, arguments: tuple, _keywords: dict[str, An
 
 
 def _takes(optimizer: Optimizer, cls: type[Optimizer]) -> bool:
-    """Whether the step of an optimizer is that of a class of torch."""
+    """Returns whether the step of an optimizer is that of `cls`, a class of torch."""
     return type(optimizer).step is cls.step
 
 
 def _elementwise(optimizer: Optimizer) -> bool:
-    """Whether a step computes each number from those at the same place alone, by operations that DTensor has no rule
-    for, or, as those of torchao, by graphs whose cache takes uneven shards of other ranks for its own."""
+    """Returns whether a step is elementwise and cannot run on DTensors: it uses operations without a DTensor rule, or,
+    as those of torchao, graphs whose cache confuses uneven shards of different ranks."""
     if any(base.__module__ == "torchao.optim.adam" for base in type(optimizer).__mro__):
         return True
     fused = any(group.get("fused") for group in optimizer.param_groups)
@@ -148,7 +149,7 @@ def _refuse_unfit(optimizer: Optimizer, rotated: list[DTensor]) -> None:
 
 
 def _refuse_few_rows(kind: str, parameter: DTensor) -> None:
-    """DTensor multiplies a matrix only where every rank has a row of it, or a column."""
+    """Raises ValueError where a rank has no row or column of a matrix, which DTensor cannot multiply."""
     shards = [1] * parameter.dim()
     for index, placement in enumerate(parameter.placements):
         if isinstance(placement, (Shard, _StridedShard)):
@@ -166,18 +167,17 @@ _STAND_IN = "_rtp_stand_in"  # attribute of an optimizer that stands for another
 
 
 class _StandIn:
-    """What stands for an optimizer in one step: an optimizer of the same class, of this rank's plain shards.
+    """A stand-in for an optimizer in one step: an optimizer of the same class, of this rank's plain shards.
 
-    It is filled by the closure of the step, which comes after all hooks and before the optimizer looks at a gradient.
-    Where the step fails, the optimizer itself has not been touched. `adafactor`: the rotated parameters are left out,
-    and take their step before the others.
+    The closure of the step fills it, after all hooks and before the optimizer reads a gradient. A step that fails
+    leaves the optimizer itself unchanged. `adafactor`: rotated parameters are left out, and step before the others.
     """
 
     def __init__(self, given: Optimizer, adafactor: bool) -> None:
         self.given, self.adafactor = given, adafactor
         self.optimizer: Any = object.__new__(type(given))
         self.optimizer.__dict__.update(given.__dict__, **{_STAND_IN: self})
-        self.owners: dict[torch.Tensor, torch.Tensor] = {}  # by what stands for it: the parameter
+        self.owners: dict[torch.Tensor, torch.Tensor] = {}  # parameters by their plain shards
 
     def fill(self, closure: Callable[[], Any] | None) -> Any:
         loss = None if closure is None else closure()
@@ -204,7 +204,7 @@ class _StandIn:
         return loss
 
     def give_back(self) -> None:
-        """Gives the optimizer what the step has left behind."""
+        """Moves the state after the step to the optimizer."""
         left = self.optimizer.__dict__
         for group, known in zip(left.pop("param_groups"), self.given.param_groups, strict=True):
             known.update({key: value for key, value in group.items() if key != "params"})
@@ -221,7 +221,7 @@ class _StandIn:
 
 
 def _plain_shard(parameter: Any) -> torch.Tensor:
-    """This rank's shard of a parameter, with that of its gradient."""
+    """Returns this rank's shard of a parameter, with the shard of its gradient."""
     shard = held(parameter).detach().requires_grad_(parameter.requires_grad)
     if parameter.grad is not None:
         shard.grad = shard_of(parameter.grad, parameter)
@@ -229,5 +229,5 @@ def _plain_shard(parameter: Any) -> torch.Tensor:
 
 
 def _is_cut(key: str, value: Any, shard: torch.Tensor) -> bool:
-    """Whether a value of the state of a shard is cut as that is; `step` is a number, even of a scalar."""
+    """Returns whether a value of the state has the layout of its shard; `step` is a number, even for a scalar."""
     return isinstance(value, torch.Tensor) and key != "step" and value.shape == shard.shape

@@ -1,4 +1,4 @@
-"""The scope that a forward of a converted model opens: who agrees, casts and gathers, and when it ends."""
+"""The scope of a forward of a converted model: the comparison of ranks, casts and gathers, and its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from rtp_ext.compilers import eager
-from rtp_ext.convert.adapters import let_adapters_merge
+from rtp_ext.convert.adapters import extend_adapters
 from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew, want_gradients
 from rtp_ext.convert.modules.bundled import OWN_HOOKS
 from rtp_ext.convert.modules.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
@@ -32,34 +32,34 @@ from rtp_ext.ring.offload import keep_on_host
 
 logger = logging.getLogger("rtp_ext")
 
-_STATE = "_rotation_state"  # attribute of a module that fully_rotate was called with
-_INSIDE = "_rotation_inside"  # attribute of every module that fully_rotate has converted, that one included
+_STATE = "_rotation_state"  # attribute of a module that was the argument of fully_rotate
+_INSIDE = "_rotation_inside"  # attribute of every converted module, the argument included
 
 
 class RotationState(ForwardScope):
-    """What a converted model's root keeps: the ring, the policy, and what the ranks have agreed on.
+    """The state of a converted model's root: the ring, the policy, and the properties that the ranks have compared.
 
-    A part that was converted before the model around it has a state of its own. `around`: states of such models. While
-    a forward of one runs, a part neither agrees (the model has) nor starts a forward of the ring.
+    A part that was converted before the model around it has a state of its own. `around`: the states of such models.
+    While a forward of one runs, a part neither compares (the model has) nor starts a forward of the ring.
     """
 
     def __init__(
         self, ring: Ring, mp_policy: MixedPrecisionPolicy, root: nn.Module | None = None, unit: Unit | None = None
     ) -> None:
-        """`unit`: that of the modules that fully_rotate was called with together with `root`."""
+        """`unit`: the unit of all modules in the same call of fully_rotate as `root`."""
         super().__init__(ring, mp_policy)
         self.unit = unit or Unit(mp_policy.reduce_dtype)
         self.root = None if root is None else weakref.ref(root)
         self.around: list[weakref.ref[RotationState]] = []
-        self.began = False  # whether this state told the ring that a forward started
-        self.forwards = 0  # that it told it of
-        self.failing: Any = None  # the exception that was being handled then
+        self.began = False  # whether this state has started a forward of the ring
+        self.forwards = 0  # number of forwards that it has started
+        self.failing: Any = None  # the exception that was being handled when the forward began
         self.agreed: Any = None  # facts of the model that the ranks have compared
-        self.modes: set[Mode] = set()  # and the modes, with these facts
-        self.splits: dict[bool, str] = {}  # values of `split` that the ranks have seen together
+        self.modes: set[Mode] = set()  # modes that the ranks have compared with these facts
+        self.splits: dict[bool, str] = {}  # values of `split` that the ranks have compared
         self.ignored: set[str] = set()  # names of parameters that are not averaged
-        self.outer_policy: OuterPolicy | None = None  # what happens between replicas
-        self.left_open = False  # a graph has begun a forward, and has not ended it yet
+        self.outer_policy: OuterPolicy | None = None  # the policy between replicas
+        self.left_open = False  # whether a graph has begun a forward that has not ended yet
 
     def __deepcopy__(self, memo: dict) -> RotationState:
         twin = super().__deepcopy__(memo)
@@ -77,7 +77,7 @@ class RotationState(ForwardScope):
         return twin
 
     def outer(self) -> Iterator[RotationState]:
-        """The states of all models around this one."""
+        """Yields the states of all models around this one."""
         for around in self.around:
             state = around()
             if state is not None:
@@ -89,8 +89,8 @@ class RotationState(ForwardScope):
         super().enter()
 
     def check(self, mode: Mode | None = None) -> None:
-        """Where no forward of the model runs, its ranks compare their models: a part may be called without the model
-        around it; activation checkpointing calls parts in backward."""
+        """Compares the models of all ranks unless a forward or backward runs: a part may be called without the model
+        around it, and activation checkpointing calls parts in backward."""
         if self.depth == 0 and self.root is not None and torch._C._current_graph_task_id() == -1:
             root = self.root()
             if root is not None and not any(state.depth for state in self.outer()):
@@ -98,7 +98,7 @@ class RotationState(ForwardScope):
                 _agree(self, root, mode)
 
     def open(self, root: nn.Module, mode: Mode | None, split: bool | None) -> None:
-        """A forward of the whole model starts, and may be collective before it does. `split`: see `foresee`."""
+        """Starts a forward of the whole model. May be collective. `split`: see `foresee`."""
         self.begin()
         self.check(mode)
         super().enter()
@@ -108,13 +108,13 @@ class RotationState(ForwardScope):
         self.foresee(root, split)
 
     def in_graph_event(self, event: str, split: bool, autocast: torch.dtype | None) -> None:
-        """What a graph of a compiler says of the forward that it computes, where hooks would see it."""
+        """Handles an event in a compiled graph: the beginning or end of a forward, which hooks handle in eager mode."""
         root = None if self.root is None else self.root()
         assert root is not None, "its forward runs"
         if event == "check":
             self.check(Mode(autocast))
         elif event != "close":
-            if self.left_open:  # by a graph that failed: nothing told of it
+            if self.left_open:  # by a graph that failed without a close event
                 self.root_depth = self.depth = 1
                 self.leave()
                 self.end(failed=True)
@@ -126,7 +126,7 @@ class RotationState(ForwardScope):
             self.end()
 
     def begin(self) -> None:
-        """A forward of the whole model starts."""
+        """Counts a forward of the whole model, and starts one of the ring where it is the outermost."""
         self.root_depth += 1
         if self.root_depth > 1 or torch._C._current_graph_task_id() != -1:
             return
@@ -141,19 +141,19 @@ class RotationState(ForwardScope):
             self.failing = sys.exc_info()[1]
 
     def return_local_shards(self) -> None:
-        """The outer policy sees to it that the shards are up to date."""
+        """Has the outer policy bring the local shards up to date."""
         if self.began and self.root_depth == 1 and self.outer_policy is not None:
             self.outer_policy.begin_forward()
 
     def plan(self, root: nn.Module) -> None:
-        """At the beginning of its forwards 2, 4, 8, ..., a model's layers are decided on again."""
+        """Plans the routes of the model's layers anew at the beginning of forwards 2, 4, 8, ..."""
         number = self.forwards
         if self.began and self.root_depth == 1 and number > 1 and number & (number - 1) == 0:
             plan_anew(root, self.ring)
 
     def end(self, failed: bool = False) -> None:
-        """A forward of the whole model is over. The ranks compare what its layers were prepared for, unless it ends by
-        an exception: then the next forward or backward does."""
+        """Ends a forward of the whole model, and runs the postponed comparisons of its layers. After an exception the
+        next forward or backward runs them."""
         self.root_depth = max(self.root_depth - 1, 0)
         if self.root_depth > 0 or not self.began:
             return
@@ -167,8 +167,8 @@ class RotationState(ForwardScope):
             self.ring.settle()
 
     def foresee(self, root: nn.Module, split: bool | None) -> None:
-        """Whether the backward of the forward that has begun may be split: what the whole model was called with wants
-        gradients. The reductions of the backward follow from it, so that the ranks compare it before that."""
+        """Records whether the backward of this forward may be split, which is where an input of the whole model
+        requires a gradient. The reductions of the backward depend on it, so that the ranks compare it before."""
         if self.root_depth > 1 or torch._C._current_graph_task_id() != -1 or split is None:
             return
         around = next((state for state in self.outer() if state.root_depth), None)
@@ -181,15 +181,15 @@ class RotationState(ForwardScope):
             self.ring.compare_later(self.splits, self.split, self.splits[self.split])
 
     def handle_gradients(self, root: nn.Module) -> None:
-        """Makes the sharded parameters of a model the outer policy's, and keeps on the host those that stay there."""
+        """Gives the sharded parameters of a model to the outer policy, and marks those that stay on the host."""
         if self.outer_policy is not None:
             self.outer_policy.handle_gradients(root)
         if self.ring.host_memory is not None:
             keep_on_host(root, self.ring.host_memory)
 
     def check_agreement(self, root: nn.Module, mode: Mode | None = None) -> None:
-        """Before the first forward, and whenever something has changed that decides hops, all ranks compare their
-        models."""
+        """Compares the models of all ranks before the first forward, and after a change of properties that decide
+        hops."""
         named = list(root.named_parameters())
         facts, mode = self._facts(root, named), mode or Mode.now(self.ring)
         if facts == self.agreed and mode in self.modes:
@@ -199,17 +199,18 @@ class RotationState(ForwardScope):
         if facts != self.agreed:
             self.handle_gradients(root)
             self._average_newcomers(root, named)
-            let_adapters_merge(root)
+            extend_adapters(root)
             self.agreed, self.modes = self._facts(root, named), set()
         self.modes.add(mode)
 
     def _facts(self, root: nn.Module, named: list[tuple[str, nn.Parameter]]) -> Any:
-        """With the names of the plain parameters that are averaged: one in the place of such a one is not yet."""
+        """Returns the facts of a model, and the names of averaged plain parameters, by which a replacement of one,
+        which is not averaged yet, shows."""
         plain = [name for name, p in named if not isinstance(p, DTensor) and is_averaged(p, self.ring)]
         return facts_of(root, named), plain
 
     def _average_newcomers(self, root: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
-        """Parameters that were added after conversion, such as adapters', stay whole, and are averaged."""
+        """Starts to average parameters that were added after conversion, such as adapters'; they stay whole."""
         if self.ring.mesh is None:
             return
         units = Units(root)
@@ -220,7 +221,7 @@ class RotationState(ForwardScope):
             if parameter.requires_grad
             and not isinstance(parameter, DTensor)
             and name not in self.ignored
-            and id(parameter) not in tables  # a sparse one, averaged already
+            and id(parameter) not in tables  # sparse gradients are averaged already
             and average_gradient(name, parameter, self.ring, self.outer_policy, units.of(name, parameter))
         ]
         if added:
@@ -239,30 +240,30 @@ def _copy_of(root: weakref.ref[nn.Module] | None, memo: dict) -> weakref.ref[nn.
 
 
 def state_of(module: nn.Module) -> RotationState | None:
-    """The state of a module that fully_rotate was called with; None for any other."""
+    """Returns the state of a module that was the argument of fully_rotate; None for any other."""
     return module.__dict__.get(_STATE)
 
 
 def is_inside(module: nn.Module) -> bool:
-    """Whether fully_rotate has converted a module, itself or in a model."""
+    """Returns whether fully_rotate has converted a module, itself or in a model."""
     return _INSIDE in module.__dict__
 
 
 def ring_of_module(part: nn.Module) -> Ring | None:
-    """The ring that a module's own parameters are on."""
+    """Returns the ring of a module's own parameters; None without one."""
     scope = part.__dict__.get("_rtp_scope")
     ring = scope.ring if isinstance(scope, ForwardScope) else part.__dict__.get("ring")
     return ring if isinstance(ring, Ring) else None
 
 
 def mark_inside(root: nn.Module) -> None:
-    """Has `is_inside` say so of a model and all modules in it."""
+    """Marks a model and all modules in it for `is_inside`."""
     for part in root.modules():
         part.__dict__[_INSIDE] = True
 
 
 def install(root: nn.Module, state: RotationState) -> None:
-    """Makes forwards of a model, and of the modules in it that need it, open its scope."""
+    """Installs hooks by which forwards of a model, and of modules in it with gathered parameters, open its scope."""
     # A module below the root may be called on its own, or by activation checkpointing in backward. Every module with
     # parameters of this scope in it therefore opens it around its forward.
     for part in root.modules():
@@ -284,7 +285,7 @@ def _expect_own_shards(root: nn.Module, state_dict: dict[str, Any], prefix: str,
 
 
 class OpenScope:
-    """Opens a scope. Copied along with a module, for the copy's scope."""
+    """Hook that opens a scope. A copy of the module has a copy of the hook, with the copy's scope."""
 
     def __init__(self, scope: ForwardScope) -> None:
         self.scope = scope
@@ -292,7 +293,7 @@ class OpenScope:
     def __call__(self, part: nn.Module, _arguments: Any) -> None:
         if torch.compiler.is_compiling() and traced.tracing(self.scope.ring):
             if self.scope.in_graph is None and not self.scope.handed:
-                traced.scope(self.scope, "check")  # of a part that is called alone
+                traced.scope(self.scope, "check")  # a part that is called alone
             if isinstance(part, GatheredModule):
                 part.rtp_gather_own()
             return
@@ -311,7 +312,7 @@ class _Close:
         self.scope.leave()
 
 
-# torch.compile(model) calls hooks of the model itself outside of its graph, and would make graphs of what they call.
+# torch.compile(model) calls hooks of the model itself outside of its graph, and would compile the functions they call.
 @eager
 @unseen
 def _agree(state: RotationState, root: nn.Module, mode: Mode | None) -> None:

@@ -1,4 +1,4 @@
-"""Models that tensor parallelism has cut before they are converted: over which dimension, and how each module."""
+"""Models that tensor parallelism has sharded before the conversion: the dimension, and the style of each module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rtp_ext.ring.mesh import RotationDims
 
 GATHERED = "replicated"  # the style of modules that are gathered while in use
 
-# how weight and bias lie over the dimension of tensor parallelism
+# Placements of weight and bias over the dimension of tensor parallelism.
 _STYLES: dict[type[nn.Module], dict[Placement, tuple[str, Placement]]] = {
     nn.Linear: {Shard(0): (COLWISE, Shard(0)), Shard(1): (ROWWISE, Replicate())},
     nn.Embedding: {Shard(1): (COLWISE, Replicate()), Shard(0): (ROWWISE, Replicate())},
@@ -29,8 +29,8 @@ _STYLES: dict[type[nn.Module], dict[Placement, tuple[str, Placement]]] = {
 def tensor_dimensions(
     root: nn.Module, mesh: DeviceMesh, dims: RotationDims, ignored: Collection[int]
 ) -> dict[str, str]:
-    """The dimensions of `mesh` that `dims` leaves and over which parameters of a model are DTensors, each with the name
-    of such a module. `ignored`: ids of parameters that do not count."""
+    """Returns the dimensions of `mesh` that are not in `dims` and over which parameters of a model are DTensors, each
+    with the name of such a module. `ignored`: ids of parameters to leave out."""
     free = [name for name in mesh.mesh_dim_names or () if name not in dims.ring_names + dims.replicate_names]
     found: dict[str, str] = {}
     for name, part in root.named_modules():
@@ -50,12 +50,12 @@ def tensor_dimensions(
 
 
 def on_tensor_mesh(parameter: Any, mesh: DeviceMesh | None) -> bool:
-    """Whether tensor parallelism over `mesh` has laid out a parameter."""
+    """Returns whether tensor parallelism over `mesh` has laid out a parameter."""
     return isinstance(parameter, DTensor) and mesh is not None and parameter.device_mesh == mesh
 
 
 def _cut(part: nn.Module, mesh: DeviceMesh | None, ignored: Collection[int]) -> dict[str, Any]:
-    """The parameters of a module that tensor parallelism has laid out, by name."""
+    """Returns the parameters of a module that tensor parallelism has laid out, by name."""
     return {
         key: parameter
         for key, parameter in part._parameters.items()
@@ -64,7 +64,8 @@ def _cut(part: nn.Module, mesh: DeviceMesh | None, ignored: Collection[int]) -> 
 
 
 def style_of(part: nn.Module, mesh: DeviceMesh | None, ignored: Collection[int]) -> str | None:
-    """How tensor parallelism over `mesh` has cut a module; None where it has not, or in a way that cannot rotate."""
+    """Returns the style in which tensor parallelism over `mesh` has sharded a module; None where it has not, or in a
+    style that cannot rotate."""
     cut = _cut(part, mesh, ignored)
     if not cut or _problem(part, cut) is not None:
         return None
@@ -81,7 +82,7 @@ def style_of(part: nn.Module, mesh: DeviceMesh | None, ignored: Collection[int])
 
 
 def check_style(name: str, part: nn.Module, mesh: DeviceMesh | None, ignored: Collection[int]) -> None:
-    """Raises ValueError where tensor parallelism has cut a module in a way that cannot rotate."""
+    """Raises ValueError where tensor parallelism has sharded a module in a style that cannot rotate."""
     cut = _cut(part, mesh, ignored)
     if not cut or style_of(part, mesh, ignored) is not None:
         return
@@ -104,12 +105,12 @@ def _problem(part: nn.Module, cut: dict[str, Any]) -> str | None:
 
 
 def _belongs_to_attention(part: nn.Module) -> bool:
-    """Whether nn.MultiheadAttention reads the parameters of this layer itself."""
+    """Returns whether nn.MultiheadAttention reads the parameters of this layer itself."""
     return isinstance(part, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear))
 
 
 def _empty(key: str, parameter: DTensor) -> str | None:
-    """Says so where a rank of tensor parallelism has nothing of a parameter."""
+    """Returns a message where a rank of tensor parallelism has no rows of a parameter; else None."""
     placement, ranks = parameter.placements[0], parameter.device_mesh.size()
     if isinstance(placement, Shard) and shard_sizes(parameter.shape[placement.dim], ranks)[-1] == 0:
         return f"its {key} of shape {tuple(parameter.shape)} has no part for the last of {ranks} ranks"
@@ -117,5 +118,5 @@ def _empty(key: str, parameter: DTensor) -> str | None:
 
 
 def parallel_class(part: nn.Module) -> type:
-    """The class of a rotated layer that tensor parallelism has cut."""
+    """Returns the class of a rotated layer that tensor parallelism has sharded."""
     return TensorParallelEmbedding if isinstance(part, nn.Embedding) else TensorParallelLinear

@@ -39,7 +39,7 @@ class Replicas(Communicator):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), ring.device, ring.timeout, members)
         ring.communicator.companions += (self,)
         if ring.failure_report is not None:
-            ring.failure_report.know(self.members, self.exchange(this_process()), find_hosts(self).of)
+            ring.failure_report.add_processes(self.members, self.exchange(this_process()), find_hosts(self).of)
 
     def check_alive(self, operation: str) -> None:
         ring = self._ring()

@@ -1,4 +1,4 @@
-"""The ring: which ranks, over which transport, by which route, and the two primitives `rotate` and `collect`."""
+"""The Ring: its ranks, transports and routes, and the two primitives `rotate` and `collect`."""
 
 from rtp_ext.ring.mesh import RotationDims
 from rtp_ext.ring.prepared import Prepared

@@ -15,10 +15,10 @@ from rtp_ext.ring.prepared import Agreement
 
 
 class Dispatcher:
-    """Runs native operations of one ring, each in its phase of a forward or backward.
+    """Runner of the native operations of one ring, each in its phase of a forward or backward.
 
     Attributes:
-        graphs: enqueues passes as CUDA graphs, where the ring has them.
+        graphs: enqueues passes as CUDA graphs where they are on.
     """
 
     def __init__(self, communicator: Communicator, agreement: Agreement, graphs: PassGraphs) -> None:
@@ -26,8 +26,8 @@ class Dispatcher:
         self.graphs = graphs
 
     def check_alive(self, operation: str) -> None:
-        """Raises RotationError if the ring was closed, has failed, outlived its process group, or is the ring of the
-        process that this one was forked from; RuntimeError where something traces or transforms what is called."""
+        """Raises RotationError if the ring was closed, has failed, outlived its process group, or belongs to the parent
+        of a forked process; RuntimeError where the call is traced or transformed."""
         refuse_transforms(operation)
         ring = self._communicator
         ring.executor.check_alive(operation)
@@ -44,18 +44,18 @@ class Dispatcher:
         watched: Sequence[torch.Tensor] = (),
         checked: bool = False,
     ) -> Any:
-        """Calls a native operation with the executor of the ring; a failure of the ring reaches the neighbours.
+        """Calls a native operation with the executor of the ring. On a failure of the ring it ends the process groups,
+        so that the neighbours fail too.
 
-        `serial` and `watched` name the parameters to the prefetcher: a number that is the same on every rank, and the
-        tensors whose version counters show whether they were written. `checked`: in a forward, `check_alive` was
-        called.
+        `serial` and `watched` identify the parameters for the prefetcher: a number that is the same on every rank, and
+        the tensors whose version counters show writes. `checked`: in a forward, the caller has called `check_alive`.
         """
         task = torch._C._current_graph_task_id()
         backward = task >= 0
         if backward or not checked:
             self.check_alive(operation)
         agreement = self._agreement
-        if backward and agreement.open:  # of a forward that did not end, or has not yet
+        if backward and agreement.open:  # left by a forward that failed or is still running
             agreement.settle()
         phase = agreement.forward_phase if not backward else 0 if task == agreement.passing_by else task + 1
         executor = self._communicator.executor

@@ -17,10 +17,10 @@ from rtp_ext.ring.autograd import deliver_gradient, first_order_only, run_collec
 from rtp_ext.ring.mesh import MeshRole, local_placements, mesh_roles, own_part
 
 
-def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
-    """Has writes of optimizers to the parameters on `mesh` seen by autograd, `full_tensor` of them averaged, and state
-    refused that is whole or belongs to another rank. Raises ValueError where an equal mesh stands for something else:
-    what becomes of a gradient is known by its mesh alone."""
+def register_mesh(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
+    """Registers the mesh of a ring's parameters. Optimizer steps then raise the version counters of these parameters
+    and refuse state that is whole or belongs to another rank, and gradients of `full_tensor` are averaged. Raises
+    ValueError where an equal mesh has another role: the role of a gradient follows from its mesh alone."""
     role = MeshRole(replicas, tensor)
     known = mesh_roles.get(mesh, role)
     if known != role:
@@ -37,12 +37,13 @@ def follow(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
 
 
 def rotates(tensor: Any) -> bool:
+    """Returns whether a tensor is a parameter of a ring."""
     return isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter) and tensor.device_mesh in mesh_roles
 
 
 def expect_own_shard(tensor: Any, parameter: torch.Tensor, what: str) -> None:
-    """Raises ValueError where `tensor`, which goes with a parameter, is the shard of another rank: a DTensor remembers
-    the place of the rank that pickled it."""
+    """Raises ValueError where `tensor`, which belongs to a parameter, is the shard of another rank: an unpickled
+    DTensor has the coordinates of the rank that pickled it."""
     if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
         return
     theirs, mine = tensor.device_mesh, parameter.device_mesh
@@ -70,7 +71,8 @@ def _check_state(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: A
 
 
 def _is_whole(value: Any, parameter: Any) -> bool:
-    """Whether a value of the state is a plain tensor as large as a parameter that is cut, on whatever rank."""
+    """Returns whether a value of the state is a plain tensor as large as a whole parameter that is sharded. The same on
+    every rank."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != parameter.shape:
         return False
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
@@ -78,10 +80,10 @@ def _is_whole(value: Any, parameter: Any) -> bool:
 
 
 class _FullTensor(torch.autograd.Function):
-    """A whole parameter outside its module, such as a vocabulary head of which somebody computes the loss by hand.
+    """`full_tensor` of a parameter outside its module, such as a vocabulary head in a loss that the user computes.
 
-    torch takes its gradient to be the same on every rank. Every rank has a batch of its own: gradients are averaged, as
-    those of all parameters are. Where they are the same on every rank, so is their average.
+    torch assumes that its gradient is the same on every rank. Here every rank has a batch of its own: gradients are
+    averaged, as those of all parameters are. The average of equal gradients does not change them.
     """
 
     @staticmethod
@@ -102,5 +104,5 @@ class _FullTensor(torch.autograd.Function):
         mean.div_(ranks)
         mean = own_part(mean, mesh, local_placements(ctx.spec))
         mean = mean if ctx.kept is None else ctx.kept.memory.load(mean)
-        # a copy: the gradient must not keep the whole one alive
+        # A copy: the gradient must not keep the whole one alive.
         return deliver_gradient(ctx, mean.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)), None

@@ -1,16 +1,16 @@
-"""Passes of operations as CUDA graphs: captured once, then enqueued in one call each, without the user's help.
+"""CUDA graphs of the passes of operations: each pass is captured once, and later enqueued in one call.
 
-Whether a pass is a graph decides no hop: over the transports that take graphs, a rank that replays, one that captures
-and one that enqueues hop by hop make the same hops through the same slots in the same order, and each rank does what
-its own inputs allow. What this rests on is settled for the ring, by all its ranks: that slots go to passes in a fixed
-order, and that nothing travels between passes. Other transports are refused: NCCL demands that both ends of a hop are
+Graphs do not change the hops: over the transports that support graphs, a rank that replays, one that captures and one
+that enqueues hop by hop post the same hops through the same slots in the same order, so that each rank decides by its
+own inputs. This requires that slots go to passes in a fixed order and that no shard travels between passes, which all
+ranks of a ring agree on when it is made. Other transports are refused: NCCL demands that both ends of a hop are
 captured, and the numbers of tokens differ between ranks.
 
-A graph holds addresses. It is replayed where every tensor of the call, results included, has the address that it had
+A graph contains addresses. It is replayed where every tensor of the call, results included, has the address that it had
 at the capture: in a loop of fixed shapes torch's caching allocator returns the same addresses. Copying into fixed
 tensors would read and write every activation and gradient of a layer once more, a tenth of the time of a layer.
-Where addresses change, the pass is enqueued hop by hop as ever. Results are allocated by torch before the pass,
-graph or not, so that the caller owns them.
+Where addresses change, the pass is enqueued hop by hop. torch allocates the results before the pass, with or without a
+graph, so that the caller owns them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rtp_ext.ring.links.options import RingOptions
 
 logger = logging.getLogger("rtp_ext")
 
-# What they launch follows from shapes alone. Experts and losses look at values on the host.
+# Operations whose launches follow from shapes alone. Experts and losses read values on the host.
 CAPTURED = frozenset(
     {
         _native.linear_forward,
@@ -43,9 +43,9 @@ CAPTURED = frozenset(
         _native.mlp_backward,
     }
 )
-MOST_GRAPHS = 4  # of one pass, for different addresses; the least recently used one is dropped first
-MOST_SEEN = 16  # addresses that a pass remembers to have been called with
-MOST_PASSES = 1024  # shapes and options, of all operations of a ring
+MOST_GRAPHS = 4  # graphs of one pass, for different addresses; the least recently used one is dropped first
+MOST_SEEN = 16  # sets of addresses that are kept for one pass
+MOST_PASSES = 1024  # sets of shapes and options, of all operations of a ring
 
 
 def choose_graphs(
@@ -57,7 +57,8 @@ def choose_graphs(
     late_gradients: int,
     tensor_parallel: bool,
 ) -> PassGraphs:
-    """The graphs of a new ring. All its ranks find the same. Raises ValueError for graphs 'on' where they cannot be."""
+    """Returns the graphs of a new ring; all its ranks decide the same. Raises ValueError where graphs are 'on' and
+    impossible."""
     refusal = None
     if not executor.takes_graphs():
         refusal = f"over the transport {transport} " + (
@@ -79,7 +80,7 @@ def choose_graphs(
 
 
 def _untried(options: RingOptions, tensor_parallel: bool) -> str | None:
-    """An option of the ring that no test combines with graphs."""
+    """Returns an option of the ring that no test combines with graphs; None where there is none."""
     if options.travel == "int8":
         return "travel='int8'"
     if options.gradient_travel == "int8":
@@ -88,14 +89,14 @@ def _untried(options: RingOptions, tensor_parallel: bool) -> str | None:
 
 
 _collectors = threading.Lock()
-_without_collector = 0  # threads that capture
-_collects = False  # once none does any more
+_without_collector = 0  # number of threads that capture
+_collects = False  # whether to enable the collector once no thread captures
 
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Disables the garbage collector: objects with memory on the device, such as rings, may wait for the device when
-    they are freed, which invalidates a capture of this thread."""
+    """Disables the garbage collector: freeing an object with memory on the device, such as a ring, may wait for the
+    device, which invalidates a capture of this thread."""
     global _without_collector, _collects
     with _collectors:
         if _without_collector == 0:
@@ -116,11 +117,12 @@ class Pass:
     """One operation with one set of shapes and options.
 
     Attributes:
-        results: shape and dtype of each tensor that it returns; None: it has not run, or not since slots have changed.
-        returns: what it returns, with places in `results` for tensors; None: it returns something else, and steps.
-        warm: whether it has run beside the caller's stream.
-        seen: addresses of tensors that it was called with, oldest first.
-        graphs: by addresses, the one used last at the end.
+        results: shape and dtype of each tensor that it returns; None: it has not run since the slots changed.
+        returns: its return value, with indices into `results` in place of tensors; None: the pass returns something
+            else, and is never captured.
+        warm: whether it has run on the stream that captures.
+        seen: addresses of the tensors of earlier calls, oldest first.
+        graphs: graphs by addresses, the most recently used one last.
     """
 
     results: list[tuple[torch.Size, torch.dtype]] | None = None
@@ -135,8 +137,8 @@ class PassGraphs:
 
     Attributes:
         on: whether passes become graphs.
-        reason: why, or why not.
-        captured, replayed, stepped: how many passes were captured, enqueued as graphs, and hop by hop.
+        reason: the reason for `on`.
+        captured, replayed, stepped: numbers of passes that were captured, replayed, and enqueued hop by hop.
     """
 
     def __init__(self, executor: Any, reason: str, *, on: bool, device: torch.device, required: bool = False) -> None:
@@ -154,14 +156,14 @@ class PassGraphs:
         return f"PassGraphs(on={self.on}, reason={self.reason!r}, {counts})"
 
     def run(self, operation: str, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """What `function(executor, *arguments)` returns, enqueued as a graph where there is one for these tensors."""
+        """Returns `function(executor, *arguments)`, enqueued as a graph where there is one for these tensors."""
         executor = self._executor
         if executor.captured():
             raise _native.RotationError(
                 f"{operation}: expected no CUDA graph of the caller's around it on a ring whose passes are graphs; "
                 "make the ring with graphs='off'"
             )
-        if executor.traced():  # a trace needs its steps
+        if executor.traced():  # a trace records single steps
             return self._step(function, arguments)
         if executor.generation() != self._generation:
             self.forget()
@@ -197,8 +199,8 @@ class PassGraphs:
         return self._capture(known, addresses, operation, function, arguments, results)
 
     def refuse(self, option: str) -> None:
-        """Enqueues passes hop by hop from now on: `option` and graphs were not tried together. Raises ValueError where
-        the ring was asked for graphs."""
+        """Turns graphs off, since `option` and graphs were not tested together. Raises ValueError on a ring with
+        graphs='on'."""
         if not self.on:
             return
         reason = f"{option} and graphs were not tried together"
@@ -212,14 +214,14 @@ class PassGraphs:
         return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in results]
 
     def forget(self) -> None:
-        """Drops all graphs: the slots that they use have changed, or the ring ends."""
+        """Drops all graphs. Called when the slots that they use change, and when the ring closes."""
         for each in self._passes.values():
             self._retire(each)
         self._passes.clear()
         self._generation = self._executor.generation()
 
     def _first(self, known: Pass, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """Notes the results of a pass. It may make slots, which invalidates graphs."""
+        """Runs a pass and records its results. The run may allocate slots, which invalidates graphs."""
         executor = self._executor
         executor.note_results()
         try:
@@ -246,13 +248,13 @@ class PassGraphs:
     def _aside(
         self, operation: str, function: Callable[..., Any], arguments: Sequence[Any], results: Any, *, captured: bool
     ) -> tuple[Any, Any]:
-        """What a pass returns that is run, or captured, beside the caller's stream; and its graph."""
+        """Runs or captures a pass on the stream for graphs. Returns its return value and its graph."""
         self._executor.begin_graph_stream(captured)
         try:
             returned = self._step(function, arguments, results)
             return returned, self._executor.end_graph_stream(operation)
         finally:
-            self._executor.abandon_graph_stream()  # does nothing after the orderly end
+            self._executor.abandon_graph_stream()  # does nothing after end_graph_stream
 
     def _capture(
         self,
@@ -265,8 +267,8 @@ class PassGraphs:
     ) -> Any:
         with uncollected():
             returned, graph = self._aside(operation, function, arguments, results, captured=True)
-        self.stepped -= 1  # it has not run
-        if graph.generation != self._generation:  # what it made was made in vain: it steps until slots have settled
+        self.stepped -= 1  # a capture runs nothing
+        if graph.generation != self._generation:  # the capture allocated slots, so that the graph is invalid
             self.forget()
             return self._step(function, arguments)
         known.graphs[addresses] = graph
@@ -290,8 +292,8 @@ class PassGraphs:
 
 
 def _look(argument: Any, tensors: list[torch.Tensor]) -> Any:
-    """The part of a pass's key that `argument` makes; its tensors are appended. Native descriptions compare by
-    identity, and the key keeps them alive."""
+    """Returns the part of a pass's key for `argument`, and appends its tensors to `tensors`. Native descriptions
+    compare by identity, and the key keeps them alive."""
     if isinstance(argument, torch.Tensor):
         tensors.append(argument)
         return argument.shape, argument.stride(), argument.dtype
@@ -301,8 +303,8 @@ def _look(argument: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _places(returned: Any, asked: list[tuple[int, torch.Tensor]]) -> Any:
-    """What was returned with a place among the results for each tensor, or None where one of them is not a result.
-    `asked`: the results that nothing stands for yet, with their places."""
+    """Returns `returned` with the index of a result in place of each tensor, or None where a tensor is not a result.
+    `asked`: the results without a match so far, with their indices."""
     if isinstance(returned, torch.Tensor):
         for index, (place, result) in enumerate(asked):
             alike = result.shape == returned.shape and result.stride() == returned.stride()
@@ -320,11 +322,11 @@ def _places(returned: Any, asked: list[tuple[int, torch.Tensor]]) -> Any:
 
 
 class _Nothing:
-    """Stands for None among what a pass returns."""
+    """Marks a None in the return value of a pass."""
 
 
 def _fill(places: Any, results: Sequence[torch.Tensor]) -> Any:
-    """What `_places` was made of, with these results."""
+    """Reverses `_places`: puts `results` in the place of their indices."""
     if places is _Nothing:
         return None
     if isinstance(places, int):

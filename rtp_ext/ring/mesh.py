@@ -1,4 +1,4 @@
-"""Which ranks a ring is made of, and the mesh that its parameters lie on."""
+"""The ranks of a ring, and the DeviceMesh of its parameters."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from rtp_ext._native import RotationError, shard_sizes
 
 @dataclass(frozen=True)
 class RotationDims:
-    """Which dimensions of a mesh are what, by their names.
+    """The roles of the dimensions of a mesh, by name.
 
-    Each is a name or a tuple of names, whose dimensions count as one, the last name turning fastest.
+    Each field is a name or a tuple of names; the dimensions of a tuple are flattened into one, the last name varying
+    fastest.
 
     Args:
         ring: shards rotate over it.
-        replicate: rings along it hold the same shards, and what becomes of their gradients is the outer policy's matter
-            (rtp_ext.outer); None: there is one ring.
+        replicate: rings along it hold the same shards, and the outer policy (rtp_ext.outer) combines their gradients;
+            None: there is one ring.
     """
 
     ring: str | tuple[str, ...] = "ring"
@@ -60,10 +61,10 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RingMesh:
-    """The mesh of a ring's hops, and the one of its parameters: the same, or with more dimensions before the ring.
+    """The mesh of a ring's hops, and the mesh of its parameters: the same, or with more dimensions before the ring.
 
-    `tensor`: the dimension of tensor parallelism, as a mesh of its own. Parameters lie on (replicas, tensor, ring): a
-    parameter is cut for tensor parallelism first, and each part is cut for the ring.
+    `tensor`: the dimension of tensor parallelism, as a mesh of its own. The mesh of parameters is (replicas, tensor,
+    ring): tensor parallelism shards a parameter first, and the ring shards each part.
     """
 
     hops: DeviceMesh
@@ -77,8 +78,8 @@ class RingMesh:
 
 @dataclass(frozen=True)
 class MeshRole:
-    """What parameters on a mesh are: how many replicas hold them, whether tensor parallelism cuts them, and the rings
-    that rotate them."""
+    """The role of parameters on a mesh: the number of replicas that hold them, whether tensor parallelism shards them,
+    and the rings that rotate them."""
 
     replicas: int = 1
     tensor: bool = False
@@ -89,7 +90,7 @@ mesh_roles: dict[DeviceMesh, MeshRole] = {}  # of the meshes of rings
 
 
 def role_of(mesh: DeviceMesh) -> MeshRole:
-    """The role of a mesh; without replicas and tensor parallelism where no ring was made for it."""
+    """Returns the role of a mesh; one without replicas and tensor parallelism where no ring was made for the mesh."""
     return mesh_roles.get(mesh, _NO_ROLE)
 
 
@@ -97,14 +98,14 @@ _NO_ROLE = MeshRole()
 
 
 def live_ring(mesh: DeviceMesh) -> Any:
-    """A Ring, made for the parameters on a mesh, that can be used; None where there is none."""
+    """Returns the newest usable Ring of the parameters on a mesh; None where there is none."""
     rings = (reference() for reference in reversed(role_of(mesh).rings))
     return next((ring for ring in rings if ring is not None and ring.alive), None)
 
 
 def piece_dim(spec: DTensorSpec) -> int | None:
-    """The dimension along which replicas cut the shards laid out as `spec`, so that each has a piece of its own; None
-    where they do not. Nobody cuts over replicas what tensor parallelism cuts."""
+    """Returns the dimension along which replicas split the shards with layout `spec`, so that each replica has a piece
+    of its own; None where they do not. Replicas never split a parameter that tensor parallelism shards."""
     over_replicas: Any = spec.placements[0]
     if isinstance(over_replicas, Replicate) or spec.mesh.ndim == 1 or role_of(spec.mesh).tensor:
         return None
@@ -112,13 +113,13 @@ def piece_dim(spec: DTensorSpec) -> int | None:
 
 
 def local_placements(spec: DTensorSpec) -> tuple[Placement, ...]:
-    """How the shards lie that pieces laid out as `spec` belong to, the same ones on every replica."""
+    """Returns the placements of the whole shards, which are the same on every replica, of pieces with layout `spec`."""
     return spec.placements if piece_dim(spec) is None else (Replicate(), *spec.placements[1:])
 
 
 def own_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Iterable[Placement]) -> torch.Tensor:
-    """This rank's part, a view, of a whole tensor that is to lie on `mesh`: cut once for each dimension, in order, and
-    last where a cut is one of what the others leave."""
+    """Returns this rank's part, a view, of a whole tensor under `placements` on `mesh`. Splits once for each dimension,
+    in order; strided splits come last, since they split the parts that the others leave."""
     for index, placement in sorted(enumerate(placements), key=lambda cut: isinstance(cut[1], _StridedShard)):
         if isinstance(placement, (Shard, _StridedShard)):
             sizes = shard_sizes(whole.shape[placement.dim], mesh.size(index))
@@ -127,8 +128,8 @@ def own_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Iterable[Placeme
 
 
 def ring_dim(parameter: torch.Tensor) -> int | None:
-    """The dimension along which the ring cuts a parameter; None for plain and replicated tensors. In the mesh of a
-    parameter the ring comes last."""
+    """Returns the dimension along which the ring shards a parameter; None for plain and replicated tensors. The ring is
+    the last dimension of the mesh of a parameter."""
     if not isinstance(parameter, DTensor):
         return None
     placement = parameter.placements[-1]
@@ -136,7 +137,8 @@ def ring_dim(parameter: torch.Tensor) -> int | None:
 
 
 def ring_shape(parameter: DTensor) -> tuple[int, ...]:
-    """The shape of what the ring cuts: the whole parameter, or what tensor parallelism leaves of it on this rank."""
+    """Returns the shape of the tensor that the ring shards: the whole parameter, or its part on this rank of tensor
+    parallelism."""
     shape, mesh = [*parameter.shape], parameter.device_mesh
     for index, placement in enumerate(local_placements(parameter._spec)[:-1]):
         if isinstance(placement, Shard):
@@ -149,8 +151,8 @@ def resolve_mesh(
     dims: RotationDims | None = None,
     tensor: str | None = None,
 ) -> RingMesh:
-    """The meshes that a Ring's `mesh_or_group` and `dims` stand for; `tensor` names the dimension of tensor
-    parallelism. Collective where names are flattened."""
+    """Returns the meshes for a Ring's `mesh_or_group` and `dims`; `tensor` names the dimension of tensor parallelism.
+    Collective where dimensions are flattened."""
     if isinstance(mesh_or_group, RingMesh):
         return mesh_or_group
     _check_mesh(mesh_or_group, dims)
@@ -175,7 +177,7 @@ def _check_mesh(mesh_or_group: DeviceMesh | dist.ProcessGroup | None, dims: Rota
         if mesh_or_group.ndim != 1:
             raise ValueError(
                 f"Ring: expected a one-dimensional mesh, got one with dimensions {mesh_or_group.mesh_dim_names}; pass "
-                "dims=RotationDims(ring=..., replicate=...), which says what they are by name, or one of them, "
+                "dims=RotationDims(ring=..., replicate=...), which names their roles, or one dimension, "
                 'such as mesh["ring"]'
             )
     elif mesh_or_group is not None and not isinstance(mesh_or_group, dist.ProcessGroup):
@@ -188,16 +190,15 @@ def _device_of(group: dist.ProcessGroup | None) -> str:
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The ranks that parameters are to lie on, before any mesh is made of them.
+    """The ranks of the mesh of parameters, before the mesh exists.
 
     Attributes:
-        device_type: of the mesh.
-        shape: sizes of the dimensions of the mesh of parameters: replicas, where they are named, tensor parallelism,
-            where there is some, and last the ring.
-        ranks: of the default process group, in the order of that mesh.
-        names: of these dimensions; None: they have none.
+        device_type: the device type of the mesh.
+        shape: sizes of the dimensions of the mesh: replicas, if named, tensor parallelism, if any, and last the ring.
+        ranks: the ranks of the default process group, in the order of the mesh.
+        names: the names of the dimensions; None: they are unnamed.
         place: this rank's coordinates.
-        tensor_mesh: of tensor parallelism.
+        tensor_mesh: the mesh of tensor parallelism.
     """
 
     device_type: str
@@ -217,8 +218,8 @@ class RankGrid:
 def lay_out_ranks(
     mesh_or_group: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims | None, tensor: str | None
 ) -> RankGrid:
-    """The ranks of what `resolve_mesh` makes of the same arguments, and the same refusals. No communication, and no
-    mesh or process group is made."""
+    """Returns the ranks of the meshes that `resolve_mesh` returns for the same arguments, and raises the same errors.
+    Does not communicate, and creates no mesh or process group."""
     _check_mesh(mesh_or_group, dims)
     if dims is None:
         if isinstance(mesh_or_group, DeviceMesh):
@@ -234,7 +235,7 @@ def lay_out_ranks(
     every = [name for names in several for name in names]
     known: tuple[str, ...] = mesh.mesh_dim_names or ()
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
-    # dimensions that are not named have one rank
+    # Unnamed dimensions have one rank.
     order = [known.index(name) for name in every]
     rest = [at for at in range(mesh.ndim) if at not in order]
     ranks = mesh.mesh.permute([*order, *rest]).flatten().tolist()
@@ -259,7 +260,7 @@ def lay_out_ranks(
 
 
 def _check_named(mesh: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims, tensor: str | None) -> DeviceMesh:
-    """The mesh. Raises where `dims` cannot name its dimensions."""
+    """Returns the mesh. Raises TypeError or ValueError where `dims` does not fit its dimensions."""
     if not isinstance(dims, RotationDims):
         raise TypeError(f"Ring: expected dims to be RotationDims, got {type(dims).__name__}")
     if not isinstance(mesh, DeviceMesh):
@@ -294,15 +295,15 @@ def _named(mesh: DeviceMesh, dims: RotationDims, tensor: str | None) -> RingMesh
         return RingMesh(ring, _with_tensor(mesh, dims, tensor, ring), mesh[tensor])
     if not dims.replicate_names:
         return RingMesh(ring, ring)
-    # sliced, flattened and put together of groups that exist: ranks outside of this mesh need not take part
+    # Slicing, flattening and concatenating use existing groups: ranks outside of this mesh need not take part.
     return RingMesh(ring, DeviceMesh._concatenate([_flattened(mesh, dims.replicate_names), ring]))
 
 
 def _with_tensor(mesh: DeviceMesh, dims: RotationDims, tensor: str, ring: DeviceMesh) -> DeviceMesh:
-    """The mesh (replicas, tensor, ring), over process groups that exist.
+    """Returns the mesh (replicas, tensor, ring), over existing process groups.
 
-    In this order whatever the order of `mesh`, so that each cut is a plain Shard: for a ring before tensor parallelism
-    DTensor has _StridedShard, and torch 2.14 cannot cut a whole tensor that way where sizes do not divide. It is a mesh
+    This order, independent of that of `mesh`, makes each placement a plain Shard: a ring before tensor parallelism
+    would need _StridedShard, with which torch 2.14 cannot split a whole tensor into unequal parts. The result is a mesh
     of its own, since torch does not redistribute on a slice whose dimensions are in another order than its root's.
     """
     replicas = [_flattened(mesh, dims.replicate_names)] if dims.replicate_names else []

@@ -1,4 +1,4 @@
-"""Results of the first call of an operation, kept for later calls, and the agreement of the ranks on them."""
+"""Prepared, which keeps results of an operation's first call for later calls, and the ranks' Agreement on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Agreement", "Prepared"]
 
 
 class Prepared:
-    """What one operation keeps from call to call: a layer has one, and passes it to the function that it calls.
+    """A cache that one operation keeps from call to call: a layer has one, and passes it to the function that it calls.
 
         self.prepared = rtp_ext.functional.Prepared()
         ...
@@ -24,22 +24,21 @@ class Prepared:
 
     It keeps the whole shapes of the parameters, the agreement of the ranks, the route of the weights, and native
     descriptions of the layer: everything that follows from the parameters and options alone. A call with the same
-    ring, dtypes, options, wanted gradients, and shapes and dtypes of parameters uses them and makes no collective. Any
-    other call prepares anew, which is collective unless the forward of a converted model is running. All ranks must
+    ring, dtypes, options, requested gradients, and shapes and dtypes of parameters uses them and runs no collective.
+    Any other call prepares anew, which is collective unless the forward of a converted model is running. All ranks must
     pass a Prepared, or none.
 
-    Without one, operations on DTensors keep their results with the ring, by shapes and options, which are the same on
-    every rank; no shard is sent ahead for them, since two layers may have the same shapes. The shape of one rank's
+    Without one, operations on DTensors keep these results in the ring, by shapes and options, which are the same on
+    every rank; their shards are not prefetched, since two layers may have the same shapes. The shape of one rank's
     plain shard does not identify a layer: without `prepared=` the ranks exchange their shapes in every call. The same
     holds for `ring.rotate` and `ring.collect`.
 
-    One Prepared belongs to one set of parameters, whose values may change at will. Parameters that replace them are
-    told apart by their shapes; plain shards of another whole shape need another Prepared. A copy, and an unpickled
-    one, starts empty.
+    One Prepared belongs to one set of parameters, whose values may change freely. It recognizes replaced parameters by
+    their shapes; plain shards of another whole shape need another Prepared. A copied or unpickled Prepared is empty.
 
     Args:
-        sharded: parameters have to be DTensors, as those of modules are. A plain one is refused: it may be a whole
-            parameter in the place of a shard.
+        sharded: parameters have to be DTensors, as those of modules are. A plain parameter is refused: it may be a
+            whole parameter in the place of a shard.
     """
 
     __slots__ = ("covered", "found", "most", "seen", "sharded")
@@ -47,9 +46,9 @@ class Prepared:
     def __init__(self, *, sharded: bool = False) -> None:
         self.sharded = sharded
         self.found: dict[Any, Any] = {}  # by key
-        self.covered = False  # a model has agreed on what decides its forwards
+        self.covered = False  # whether the ranks have compared the model, so that operations are compared later
         self.seen = 0  # the largest number of tokens of any call on this rank
-        self.most: int | None = None  # that of all ranks, as of their last exchange
+        self.most: int | None = None  # the largest number on any rank, as of the last exchange
 
     def __reduce__(self) -> tuple:
         return functools.partial(type(self), sharded=self.sharded), ()
@@ -59,55 +58,54 @@ _phases = itertools.count(1)
 
 
 class Agreement:
-    """What the ranks of a ring have agreed on, what they have yet to compare, and which pass the ring is in.
+    """The comparisons among the ranks of a ring, done and postponed, and the current phase of the ring.
 
-    A model's ranks agree on what decides the hops of its forwards. Which gradients are wanted decides the hops of the
-    backwards as well, and each operation finds it when it is called: the ranks compare that later, in one exchange.
+    The ranks compare a model before its forwards. The requested gradients decide the hops of the backwards, and each
+    operation finds them when it is called: the ranks compare these later, in one exchange.
 
     Attributes:
-        open: what operations were prepared for, in order, until the ranks have compared it: a table, a key of it, and
-            a text that has to be the same on every rank.
-        forward_phase: number of the forward that runs, and by which its passes are expected; 0 outside of one.
+        open: postponed comparisons, in order: a table, a key of it, and a text that has to be the same on every rank.
+        forward_phase: number of the running forward, by which its passes are expected; 0 outside of a forward.
         passing_by: id of the backward that does not change the known order of others; -1: none.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._numbers = itertools.count(1)
-        self._forwards = 0  # of models, one within another, that are running
+        self._forwards = 0  # running forwards of models, one within another
         self.open: list[tuple[dict[Any, Any], Any, str]] = []
         self.forward_phase = 0
         self.passing_by = -1
 
     def new_agreement(self) -> int:
-        """A number for what the ranks have just agreed on, the same on all of them."""
+        """Returns a number for the agreement that the ranks have just reached, the same on all of them."""
         return next(self._numbers)
 
     def begin_forward(self) -> None:
-        """A forward of a model starts: its passes are expected in the order of the one before."""
+        """Starts the phase of a model's forward, whose passes are expected in the order of the forward before."""
         self.forward_phase = next(_phases)
         self._forwards += 1
 
     def end_forward(self) -> None:
-        """The forward that `begin_forward` started has ended."""
+        """Ends the phase that `begin_forward` started."""
         self.forward_phase = 0
         self._forwards -= 1
 
     def postpone(self, prepared: Prepared, key: Any, text: str) -> bool:
-        """Whether the ranks compare later, all at once, what an operation was prepared for: in the forward of a model
-        that has agreed on what decides its hops."""
+        """Postpones the comparison of an operation in the forward of a model that the ranks have compared. Returns
+        whether it did."""
         later = prepared.covered and self._forwards > 0 and torch._C._current_graph_task_id() == -1
         if later:
             self.compare_later(prepared.found, key, text)
         return later
 
     def compare_later(self, table: dict[Any, Any], key: Any, text: str) -> None:
-        """`settle` will compare `text`, which has to be the same on every rank, else `table[key]` is deleted."""
+        """Has `settle` compare `text`. Where it is not the same on every rank, `settle` deletes `table[key]`."""
         self.open.append((table, key, text))
 
     def settle(self) -> None:
-        """The ranks compare what was postponed. Raises ValueError on every rank where it differs. Collective, where
-        there is anything."""
+        """Runs the postponed comparisons. Raises ValueError on every rank where texts differ. Collective, unless there
+        are none."""
         if not self.open:
             return
         entries, self.open = self.open, []
@@ -126,12 +124,12 @@ class Agreement:
                     )
 
     def settle_in_backward(self) -> None:
-        """The ranks compare what is open before a gather of a backward or of a recomputation, as `Ring.run` does
-        before a rotation."""
+        """Runs the postponed comparisons before a gather in a backward or a recomputation, as `Ring.run` does before a
+        rotation."""
         if self.open and torch._C._current_graph_task_id() >= 0:
             self.settle()
 
     def pass_by(self) -> None:
-        """The backward that runs computes gradients of parameters alone. Such come between backwards that compute those
-        of inputs, whose order stays known."""
+        """Marks the running backward as one of parameter gradients alone. Such backwards come between those of input
+        gradients, whose known order they do not change."""
         self.passing_by = torch._C._current_graph_task_id()

@@ -1,4 +1,5 @@
-"""The two primitives of a ring: shards that visit every rank, and sums that reach their owners."""
+"""The two primitives of a ring: `rotate`, in which shards visit every rank, and `collect`, in which sums reach their
+owners."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from rtp_ext.ring.routes.route_planner import Link
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """A tensor over the memory of `value`: a tensor, or any array with DLPack support (CuPy, NumPy)."""
+    """Returns a tensor over the memory of `value`, a tensor or any array with DLPack support (CuPy, NumPy)."""
     if isinstance(value, DTensor):
         if piece_dim(value._spec) is not None:
             raise ValueError(
@@ -40,8 +41,8 @@ class Primitives:
     """`rotate` and `collect` on one rank of a ring, and the measurement of its hops.
 
     Args:
-        serial: index of the ring within the process; part of the key under which shapes are kept.
-        hop_route: what the hops of a rotation take.
+        serial: index of the ring within the process; part of the key of stored shapes.
+        hop_route: the route of the hops of a rotation.
     """
 
     def __init__(self, communicator: Communicator, dispatcher: Dispatcher, hop_route: str, serial: int) -> None:
@@ -51,7 +52,8 @@ class Primitives:
     def shapes(
         self, tensors: Sequence[torch.Tensor], originals: Sequence[Any], prepared: Prepared | None
     ) -> list[list[list[int]]]:
-        """The shape of every owner's shard of each tensor: by the chunk rule for DTensors, else by an exchange."""
+        """Returns the shape of every owner's shard of each tensor: from torch's chunk rule for DTensors, else from an
+        exchange."""
         if all(isinstance(o, DTensor) for o in originals):
             result = []
             for original in originals:
@@ -99,19 +101,19 @@ class Primitives:
     def rotate(
         self, shard: Any, *, reverse: bool = False, prepared: Prepared | None = None
     ) -> Iterator[tuple[int, Any]]:
-        """Lets every rank's shard visit this rank while the caller computes on the one in hand.
+        """Brings every rank's shard to this rank in turn, while the caller computes on the current one.
 
         Args:
-            shard: this rank's tensor (or list of tensors that travel together), any dtype; DTensors and DLPack
-                arrays are taken too. Shards of different ranks may differ in size.
-            reverse: the order r, r+1, ... of a backward instead of r, r-1, ... On route two-level it is that of hosts,
-                and of the places on each.
-            prepared: keeps the shapes of all ranks' shards, which the ranks otherwise exchange in every call, but for
-                DTensors. One for each shard, on every rank or on none: see rtp_ext.functional.Prepared.
+            shard: this rank's tensor (or list of tensors that travel together), of any dtype; may be a DTensor or a
+                DLPack array. Shards of different ranks may differ in size.
+            reverse: visits in the order r, r+1, ... of a backward instead of r, r-1, ... On route two-level the order
+                is that of hosts, and of the ranks on each host.
+            prepared: keeps the shapes of all ranks' shards, which the ranks otherwise exchange in every call unless
+                they are DTensors. One for each shard, on every rank or on none: see rtp_ext.functional.Prepared.
 
-        Yields `(owner, view)`, this rank's own shard first; a list of views where a list was given. A view is valid
-        until the next iteration. Leaving the loop early is allowed: the remaining hops still run, so that
-        neighbours are served. Collective. Source: RTP, arXiv 2311.01635, the rotation primitive.
+        Yields `(owner, view)`, this rank's own shard first; a list of views for a list. A view is valid until the next
+        iteration. The caller may leave the loop early: the remaining hops still run, since the neighbours need them.
+        Collective. Source: RTP, arXiv 2311.01635, the rotation primitive.
         """
         tensors, shapes, single = self._shards("rotate", shard, prepared)
         execution = self._dispatcher.run(
@@ -141,16 +143,17 @@ class Primitives:
 
     @unseen
     def collect(self, add: Callable[[int, Any], None], like: Any, *, prepared: Prepared | None = None) -> Any:
-        """The dual of `rotate`: every owner's sum over all ranks, added up on the way and delivered to the owner.
+        """Sums a tensor for each owner over all ranks, along the ring, and delivers it to the owner: the dual of
+        `rotate`.
 
         Args:
-            add: called as `add(owner, partial)` once for every owner, this rank's own last; adds this rank's
-                contribution to `partial` in place.
+            add: called as `add(owner, partial)` once for every owner, for this rank last; adds this rank's contribution
+                to `partial` in place.
             like: a tensor (or list) of the shape, dtype and device of this rank's own result. Not changed.
             prepared: as in `rotate`.
 
-        Returns this rank's own sum (a list where a list was given). An exception of `add` is raised after the
-        remaining hops have run. Collective.
+        Returns this rank's own sum (a list for a list). An exception of `add` is raised after the remaining hops have
+        run. Collective.
         """
         tensors, shapes, single = self._shards("collect", like, prepared)
         local = [torch.empty_like(tensor) for tensor in tensors]
@@ -173,7 +176,7 @@ class Primitives:
     def seconds_per_hop(self, shard_bytes: int) -> float:
         """Times one rotation of shards of `shard_bytes` on this rank. Collective."""
         shard = torch.zeros(shard_bytes, dtype=torch.uint8, device=self._communicator.device)
-        self._communicator.exchange(None)  # start together
+        self._communicator.exchange(None)  # all ranks start at the same time
         start = time.perf_counter()
         for _ in self.rotate(shard):
             pass
@@ -182,8 +185,8 @@ class Primitives:
         return (time.perf_counter() - start) / (self._communicator.size - 1)
 
     def measure_link(self, shard_bytes: int, repeats: int) -> Link:
-        """Times hops of shards of `shard_bytes` for the rate, of a few bytes for the latency; the slowest rank counts.
-        Collective. Raises ValueError on a ring of one rank."""
+        """Times hops of shards of `shard_bytes` for the rate, and of a few bytes for the latency; the slowest rank
+        counts. Collective. Raises ValueError on a ring of one rank."""
         if self._communicator.size == 1:
             raise ValueError("Ring.measure_link: expected at least 2 ranks, got 1")
         large, small = (

@@ -1,8 +1,8 @@
-"""Names by which graphs of a compiler find what they cannot hold: rings by a string, their operations by a number. And
-rings by the mesh of their parameters.
+"""Registry of the objects that compiled graphs cannot contain: rings by name, owners of operations by number. And rings
+by the mesh of their parameters.
 
-A number is a tensor, so that a compiler takes it for an input: one graph then serves all layers of a kind, where a
-constant would have it compiled anew for each.
+A number is a tensor, so that a compiler treats it as an input: one graph then serves all layers of a kind, where a
+constant would cause a compilation for each.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def name_ring(ring: Any) -> None:
-    """Sets `serial`, the index of the ring within the process, and `name`, by which graphs find it. The mesh of its
-    parameters gets a reference to the ring."""
+    """Sets `serial`, the index of the ring within the process, and `name`, by which graphs find the ring. Adds a
+    reference to the ring to the role of the mesh of its parameters."""
     ring.serial = next(_serials)
     ring.name = f"ring {ring.serial}"
     _rings[ring.name] = ring
@@ -33,7 +33,8 @@ def name_ring(ring: Any) -> None:
 
 
 def register(owner: Any) -> torch.Tensor:
-    """A number by which graphs find a layer, a bundle or a model. A copy of it needs another."""
+    """Returns a number by which graphs find a layer, a bundle or a model. A copy of the owner needs a number of its
+    own."""
     number = next(_numbers)
     _owners[number] = owner
     with torch.inference_mode(False):
@@ -41,6 +42,7 @@ def register(owner: Any) -> torch.Tensor:
 
 
 def ring_named(name: str) -> Any:
+    """Returns the ring with a name. Raises RotationError where it no longer exists."""
     ring = _rings.get(name)
     if ring is None:
         raise RotationError(f"a compiled graph: expected a ring of the name {name}, which is gone")
@@ -48,7 +50,7 @@ def ring_named(name: str) -> Any:
 
 
 def owner_of(number: torch.Tensor) -> Any:
-    """The owner that `register` gave the number to."""
+    """Returns the owner that `register` was called with. Raises RotationError where it no longer exists."""
     owner = _owners.get(int(number))
     if owner is None:
         raise RotationError("a compiled graph: expected the layer that it was made for, which is gone")

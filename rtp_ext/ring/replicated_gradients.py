@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 _COMPARED = "_rtp_compared"  # attribute of a parameter
 
-# Relative to the gradient: nothing but rounding may differ. What is a gradient, and not rounding alone, is told by the
-# largest one before.
+# Gradients may differ by rounding alone, relative to their norm. A gradient that is tiny relative to the largest one so
+# far may itself be rounding, and is not compared.
 _TOLERANCE, _ROUNDING = 1e-2, 1e-4
 _largest: dict[DeviceMesh, float] = {}
 
@@ -20,12 +20,12 @@ _largest: dict[DeviceMesh, float] = {}
 def check_replicated_gradient(
     parameter: Any, gradient: torch.Tensor | None, mesh: DeviceMesh, collective: Callable[..., None]
 ) -> None:
-    """Raises ValueError on every rank where the first gradient of a parameter, which every rank of tensor parallelism
-    has a copy of, is not the same on them: the copies would drift apart. Collective over these ranks, once for each
+    """Compares the first gradient of a parameter that every rank of tensor parallelism has a copy of. Raises ValueError
+    on every rank where the gradients differ: the copies would diverge. Collective over these ranks, once for each
     parameter.
 
-    `mesh`: of the parameter; tensor parallelism is the dimension before the last one. `collective`: runs a collective,
-    see rtp_ext.ring.autograd.run_collective.
+    `mesh`: the mesh of the parameter; tensor parallelism is the dimension before the last one. `collective`: runs a
+    collective, see rtp_ext.ring.autograd.run_collective.
     """
     if _COMPARED in parameter.__dict__:
         return
@@ -39,9 +39,9 @@ def check_replicated_gradient(
     group = mesh.get_group(mesh.ndim - 2)
     collective("a copy's gradient", dist.all_gather, answers, mine, group=group)
     every = torch.stack(answers).cpu()
-    norm, apart = every[:, 0].max().item(), (every - every[0]).abs().max().item()
+    norm, difference = every[:, 0].max().item(), (every - every[0]).abs().max().item()
     largest = _largest[mesh] = max(norm, _largest.get(mesh, 0.0))
-    if norm > _ROUNDING * largest and apart > _TOLERANCE * norm:
+    if norm > _ROUNDING * largest and difference > _TOLERANCE * norm:
         raise ValueError(
             f"the gradient of a parameter of shape {tuple(parameter.shape)}, which every rank of tensor parallelism "
             f"has a copy of, is not the same on them: expected the same norm, got {every[:, 0].tolist()}. Its module "

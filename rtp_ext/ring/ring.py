@@ -1,4 +1,4 @@
-"""The ring: which ranks, over which transport, and the two primitives `rotate` and `collect`."""
+"""The Ring: a set of ranks, their transport and routes, and the two primitives `rotate` and `collect`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
 from rtp_ext.compilers import keep_compilers_out
 from rtp_ext.ring.dispatch import Dispatcher
-from rtp_ext.ring.dtensor_parameters import follow
+from rtp_ext.ring.dtensor_parameters import register_mesh
 from rtp_ext.ring.graphs import choose_graphs
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.failure_report import FailureReport
@@ -53,7 +53,7 @@ _T = TypeVar("_T")
 
 
 def _of(field: str, method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
-    """A method of a ring that calls the method of the same name of one of its fields."""
+    """Returns a method of a ring that calls the method of the same name on one of the ring's fields."""
 
     @functools.wraps(method)
     def call(ring: Any, *arguments: _P.args, **keywords: _P.kwargs) -> _T:
@@ -68,77 +68,78 @@ class Ring:
     Args:
         mesh_or_group: a one-dimensional DeviceMesh, one of more dimensions with `dims`, a process group, or None for
             the default process group.
-        dims: which dimensions of the mesh the ring runs over, and along which rings hold the same shards.
+        dims: the dimensions of the mesh that the ring runs over, and those along which rings hold the same shards.
         transport: `shm` (CPU ranks of one host), `shm+tcp` and `shm+c10d` (the same inside hosts, the other between
             them), `tcp` (CPU ranks of any hosts), `c10d` (any torch.distributed backend), `ce` (copy engines, without
             SMs: GPUs of one host that all have direct access to each other, NCCL 2.29.2 or newer), `nccl` (direct
-            NCCL), `nccl-put` (NCCL's puts and signals; what waits for a dead rank there stays stuck until the process
-            ends), or `auto`: `ce`, else `nccl` on GPUs, `shm`, `shm+tcp` or `tcp` on CPUs, else `c10d`. What was
-            chosen, and why others were not, is logged and kept in `transport` and `transport_reason`.
-        route: `ring` (every hop goes to the neighbour), `direct` (a shard comes straight from its owner), `gather`
-            (linear layers gather the whole weight first; everything else goes as `auto` chooses), `two-level` (shards
-            turn inside each host while every rank hands one on to the next host; where ranks are not spread so, what
-            `auto` takes, and `transport_reason` says why), or `auto`: two-level where it can be, and the gate decides
-            for every linear layer.
+            NCCL), `nccl-put` (NCCL's puts and signals; a wait for a dead rank there blocks until the process ends),
+            or `auto`: `ce`, else `nccl` on GPUs, `shm`, `shm+tcp` or `tcp` on CPUs, else `c10d`. The ring logs its
+            choice and the refused candidates, and keeps them in `transport` and `transport_reason`.
+        route: `ring` (every hop goes to the neighbour), `direct` (a shard comes directly from its owner), `gather`
+            (linear layers gather the whole weight first; other operations take the route that `auto` chooses),
+            `two-level` (shards rotate inside each host while every rank passes one on to the next host; where the
+            ranks are not spread evenly over hosts, the ring takes the route of `auto`, and `transport_reason` says
+            why), or `auto`: two-level where possible, else the route planner decides for every linear layer.
         gradient_route: `chain` (a partial sum of each gradient travels from rank to rank), `direct` (each contribution
             goes straight to its owner, who adds them up in float32; not on route two-level), or `auto`: direct where
-            gradients travel in fewer than 32 bits and any rank reaches any other at the cost of a neighbour.
+            gradients travel in fewer than 32 bits and every rank reaches every other as cheaply as its neighbour.
         gradient_travel: `int8`: contributions travel in 8 bits, with a scale for each 128 numbers; on gradient route
             direct only. None: in the reduce dtype.
-        timeout: seconds (or a timedelta) after which a neighbour that does not answer is an error, RingTimeout.
+        timeout: seconds (or a timedelta); a neighbour that does not answer for so long is an error, RingTimeout.
         prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
             the forward or backward before. 0 turns it off.
         gradient_halves: gradients of linear layers travel in two halves; None: where a gradient hop outlasts a dgrad.
             Not on route two-level.
         late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
-            each takes two gradient slots more. None: 1 where hops cross a network (a CPU ring over `tcp` or `c10d`),
-            else 0. On route two-level they land within the pass.
-        travel: what weights travel in: None (as they are computed with), `bfloat16`, or `int8` (rounded to the nearest
-            of 255 values in blocks of 128 numbers, each with a float32 scale: 1.03 bytes a number). Rounded
-            once, by the owner. Every rank dequantizes them before it computes, the owner too, so that all compute with
-            the same weights, in backward too. The local shard, and what the optimizer sees, stay exact; so do
-            biases, everything on a single rank, and `rotate` and `collect`. Not on route gather, and not in place.
-        slot_cap: bytes; linear, embedding and vocabulary-head shards that are larger travel in pieces, one pass after
-            the other, so that a vocabulary does not make every slot as large as itself. 0: no cap.
-        graphs: passes of linear layers and MLPs as CUDA graphs, which take the host a few calls each: `auto` (where the
-            transport takes them: `ce`, and emulated rings), `on` (elsewhere a ValueError), or `off`, the default as
-            long as none has run on a GPU. A pass is captured once for its shapes, after it has run, and replayed where
-            its tensors lie where they lay then; it is enqueued hop by hop where not. Nothing is sent ahead then:
+            each layer takes two more gradient slots. None: 1 where hops cross a network (a CPU ring over `tcp` or
+            `c10d`), else 0. On route two-level gradients arrive within the pass.
+        travel: the dtype in which weights travel: None (the compute dtype), `bfloat16`, or `int8` (rounded to the
+            nearest of 255 values in blocks of 128 numbers, each with a float32 scale: 1.03 bytes a number). The owner
+            rounds once. Every rank, the owner included, dequantizes the weights before it computes, so that all
+            compute with the same weights, in backward too. Not rounded are the local shard, which the optimizer
+            updates, biases, `rotate`, `collect`, and a single rank. Not on route gather, and not in place.
+        slot_cap: bytes; larger linear, embedding and vocabulary-head shards travel in chunks, one pass after the other,
+            so that a vocabulary does not make every slot as large as itself. 0: no cap.
+        graphs: runs passes of linear layers and MLPs as CUDA graphs, which take the host a few calls each: `auto`
+            (where the transport supports them: `ce`, and emulated rings), `on` (elsewhere a ValueError), or `off`, the
+            default until a graph has run on a GPU. A pass is captured once for its shapes, after it has run, and
+            replayed where its tensors have the same addresses; otherwise it is enqueued hop by hop. With graphs
             `prefetch` is 0. See `graphs`.
-        checksum: every hop carries a CRC-32C, and one that arrives changed is a RotationError that names it. For CPUs.
+        checksum: every hop carries a CRC-32C; a changed one raises a RotationError that names the hop. For CPUs.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
             (default 0: NCCL chooses). `blocking`: NCCL's calls return when they are done, without a thread for each
             (default False: docs/gpu.md). `registered`: `nccl` moves slots that are registered with NCCL, without copies
-            of its own (default None: where that works). `delay_us`: for race tests, every hop is held up by a random
-            time up to this; the environment's RTP_DEBUG_DELAY_US is the default. `ce_mode`: whether the sender copies
-            (`push`) or the receiver (`pull`); default `auto`: pull for weights on route `direct`, else push.
+            of its own (default None: where that works). `delay_us`: for race tests, delays every hop by a random time
+            up to this; the default is the environment variable RTP_DEBUG_DELAY_US. `ce_mode`: the sender copies
+            (`push`) or the receiver does (`pull`); default `auto`: pull for weights on route `direct`, else push.
 
     Collective: every rank of the group makes the ring at the same point. The ring owns its process groups.
 
     Attributes:
-        rank, size: this rank's place, and the number of ranks R.
+        rank, size: index of this rank in the ring, and the number of ranks R.
         options, travel: as given, see RingOptions; the same on all ranks.
         serial: index of this ring within the process.
-        token: its name in the files of its recorder, the same on all its ranks.
-        device: where shards live.
+        token: name of the ring in the files of its recorder, the same on all its ranks.
+        device: the device of the shards.
         mesh: the one-dimensional DeviceMesh of the ring; None for an emulated ring.
-        parameter_mesh: the DeviceMesh of parameters: `mesh`, or with the replicas, and then the dimension of tensor
-            parallelism, before it.
-        tensor_mesh: the DeviceMesh of tensor parallelism, as it was applied to the model; None where there is none.
-        replicas: how many rings hold the same shards.
-        link: what stands in for the wire in an emulated ring on a GPU; None for any other.
+        parameter_mesh: the DeviceMesh of parameters: `mesh`, preceded by the replicas and by the dimension of tensor
+            parallelism where there are any.
+        tensor_mesh: the DeviceMesh of tensor parallelism, as it was applied to the model; None without it.
+        replicas: the number of rings that hold the same shards.
+        link: the kind of copy that replaces the wire in an emulated ring on a GPU; None for other rings.
         hosts, per_host: the number of hosts, and of ranks on each; None where the numbers differ.
-        communicator: the process groups, their small collectives, and which rank failed.
-        route_plan: what weights and gradients take, and the options of operations that follow.
-        agreement: what the ranks have compared, or have yet to compare, of the operations.
+        communicator: the process groups, their small collectives, and the report of failures.
+        route_plan: the routes of weights and gradients, and the options of operations that follow from them.
+        agreement: the properties of operations that the ranks have compared, or have yet to compare.
         telemetry: counters, traces and records.
-        hop_route: `ring`, `direct` or `two-level`, what the hops of a rotation take.
-        gradient_route, gradient_travel, gradients: the route of gradients, their dtype, and why: see GradientRoutes.
-        graphs: whether passes are graphs, why, and how many: see PassGraphs.
-        gate: decides how each linear layer travels, and remembers it: `gate.plans`.
+        hop_route: `ring`, `direct` or `two-level`, the route of the hops of a rotation.
+        gradient_route, gradient_travel, gradients: the route of gradients, their dtype, and the reason: see
+            GradientRoutes.
+        graphs: whether passes are graphs, the reason, and their number: see PassGraphs.
+        gate: the RoutePlanner, which decides on the route of each linear layer and keeps it in `gate.plans`.
         common: the Prepared of functional forms without `prepared=` on DTensors.
-        offload_policy: what the models on the ring were converted with; None: none was yet.
-        host_memory: where their local shards stay, if that is not the memory of the device.
+        offload_policy: the policy with which models on the ring were converted; None before the first.
+        host_memory: the memory of their local shards, if that is not the memory of the device.
     """
 
     link: str | None = None
@@ -146,11 +147,11 @@ class Ring:
     parameter_mesh: DeviceMesh | None = None
     tensor_mesh: DeviceMesh | None = None
     replicas = 1
-    traceable = True  # whether graphs of a compiler can hold its operations, which then return their gradients
+    traceable = True  # whether compiled graphs can contain the ring's operations, which then return their gradients
     offload_policy: OffloadPolicy | None = None
     host_memory: HostMemory | None = None
     serial: int
-    name: str  # by which graphs of a compiler find the ring
+    name: str  # compiled graphs find the ring by it
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class Ring:
         self.mesh, self.parameter_mesh, self.tensor_mesh = meshes.hops, meshes.parameters, meshes.tensor
         self.replicas = meshes.replicas
         self.traceable = meshes.replicas == 1 and meshes.tensor is None
-        follow(meshes.parameters, meshes.replicas, meshes.tensor is not None)
+        register_mesh(meshes.parameters, meshes.replicas, meshes.tensor is not None)
         device = torch.device(meshes.hops.device_type)
         if checksum and device.type != "cpu":
             raise ValueError(f"Ring: expected checksum=False or a ring of CPU ranks, got True on {device.type}")
@@ -218,15 +219,16 @@ class Ring:
         gradient_travel: str | None = None,
         graphs: str = "off",
     ) -> Ring:
-        """A ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
+        """Returns a ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
 
-        A layer on it computes what the plain layer with this rank's shard repeated `size` times would. For
-        microbenchmarks of the timeline of one rank, and for memory per rank. `hosts`: of route two-level.
+        A layer on it computes the result of the plain layer with this rank's shard repeated `size` times. For
+        microbenchmarks of the timeline of one rank, and for memory per rank. `hosts`: the number of hosts on route
+        two-level.
 
         `link`, for a GPU: `sm-local` (a plain copy within the GPU, which runs on SMs; the default), `ce-local` or
-        `ce-local:N` (copies asked to leave the SMs alone, cut for N = 1, 2 or 4 streams), `nccl-self` or
-        `nccl-self:CTAS` (NCCL to oneself, on at most that many thread blocks), `pcie` (through pinned host memory).
-        Unknown ones are ValueErrors; one that does not work here is a RotationError.
+        `ce-local:N` (copies that avoid the SMs, split over N = 1, 2 or 4 streams), `nccl-self` or `nccl-self:CTAS`
+        (NCCL from the rank to itself, on at most that many thread blocks), `pcie` (through pinned host memory). An
+        unknown link raises ValueError; one that does not work on this machine raises RotationError.
         """
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"Ring.emulated: expected size >= 1 and 0 <= rank < size, got size {size}, rank {rank}")
@@ -253,7 +255,7 @@ class Ring:
     def _compose(
         self, ring: Communicator, options: RingOptions, connection: Connection, routes: RoutePlan, token: str
     ) -> None:
-        """Makes the executor, and the fields that use it."""
+        """Creates the executor and the fields that use it."""
         late = late_passes(options, ring.device, connection.name)
         ring.executor = executor = make_executor(ring, options, connection, routes.hop_route, late)
         self.options, self.token = options, token
@@ -282,7 +284,7 @@ class Ring:
         self._late = LateGradients(ring, late)
         name_ring(self)
         self._primitives = Primitives(ring, self._dispatcher, routes.hop_route, self.serial)
-        # Bound here, so that a call of an operation passes through no frame of this class.
+        # Bound here, so that a call of an operation adds no frame of this class.
         self.check_alive, self.run = self._dispatcher.check_alive, self._dispatcher.run
 
     # -- using and ending --------------------------------------------------------------------------------------------
@@ -293,10 +295,10 @@ class Ring:
         return self.communicator.executor.alive and not self.communicator.orphaned
 
     def close(self) -> None:
-        """Ends the ring in good order. Idempotent; collective. Does nothing in a process forked from the ring's.
+        """Shuts the ring down. Idempotent; collective. Does nothing in a process that was forked from the ring's.
 
-        A ring that is dropped unclosed releases its memory, threads and connections too, but waits for no other rank:
-        ranks that still work on it fail.
+        The destructor of a ring that was not closed releases memory, threads and connections too, but waits for no
+        other rank: ranks that still use the ring fail.
         """
         try:
             self.communicator.executor.close()
@@ -336,7 +338,7 @@ class Ring:
     seconds_per_hop = _of("_primitives", Primitives.seconds_per_hop)
 
     def measure_link(self, shard_bytes: int = 16 << 20, repeats: int = 5) -> Link:
-        """Times hops of this ring, and lets the gate reckon with them. Collective; for layers that come after it.
+        """Times hops of this ring for the route planner, which uses the result for layers that run later. Collective.
 
         The rate comes from shards of `shard_bytes`, the latency from shards of a few bytes; the slowest rank counts.
         """
@@ -347,16 +349,16 @@ class Ring:
 
     @property
     def companions(self) -> tuple[Communicator, ...]:
-        """Communicators over other ranks that end with the ring."""
+        """Communicators over other ranks that close with the ring."""
         return self.communicator.companions
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's `value` (any picklable object), in ring order. Collective."""
+        """Returns every rank's `value` (any picklable object), in ring order. Collective."""
         self.check_alive("exchange")
         return self.communicator.exchange(value)
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """Shards [n] of equal size to [R, n]. For what is too small to rotate. Collective."""
+        """Gathers shards [n] of equal size to [R, n], for tensors that are too small to rotate. Collective."""
         self.check_alive("all_gather")
         return self.communicator.all_gather(shard)
 
@@ -397,8 +399,8 @@ class Ring:
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def placements(self, dim: int | None, tensor: Placement | None = None) -> list[Placement]:
-        """How a parameter lies on `parameter_mesh` that is cut along `dim` over the ring; None: one that is whole.
-        `tensor`: how it lies over `tensor_mesh`."""
+        """Returns the placements on `parameter_mesh` of a parameter that the ring shards along `dim`; None: that it
+        replicates. `tensor`: the placement over `tensor_mesh`."""
         assert self.parameter_mesh is not None, "an emulated ring has no mesh"
         over_ring: Placement = Replicate() if dim is None else Shard(dim)
         placements: list[Placement] = [Replicate() for _ in range(self.parameter_mesh.ndim - 1)] + [over_ring]
@@ -407,11 +409,11 @@ class Ring:
         return placements
 
     def offload(self, policy: OffloadPolicy) -> None:
-        """Settles whether local shards stay on the host, for all models of the ring."""
+        """Sets whether local shards stay on the host, for all models of the ring."""
         if isinstance(policy, CPUOffloadPolicy):
             self.graphs.refuse("offload_policy=CPUOffloadPolicy")
             self.host_memory = host_memory(policy, self.device)
         self.offload_policy = policy
-        if self.host_memory is not None:  # a shard has no memory on the device before its layer runs
+        if self.host_memory is not None:  # a shard has no memory on the device until its layer runs
             self.prefetch, self.traceable = 0, False
             self.communicator.executor.prefetch(False)

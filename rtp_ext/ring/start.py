@@ -1,4 +1,4 @@
-"""How the ranks of a new ring meet, and its executor."""
+"""The start of a ring: comparison of the ranks' options, and creation of the executor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rtp_ext.ring.routes.hops import choose_ce_modes
 
 
 def agree_on(options: RingOptions, ring: Communicator) -> str:
-    """Compares the options of all ranks, and finds out where the ranks are. Returns the token of the ring. Collective;
+    """Compares the options of all ranks, and finds the hosts of the ranks. Returns the token of the ring. Collective;
     raises ValueError on every rank where options differ."""
     mine = str(options), secrets.token_hex(4), this_process()
     every, tokens, processes = zip(*ring.exchange(mine), strict=True)
@@ -27,19 +27,19 @@ def agree_on(options: RingOptions, ring: Communicator) -> str:
             raise ValueError(f"Ring: ranks disagree: expected {every[0]} (rank 0), got {theirs} on rank {rank}")
     ring.placed = find_hosts(ring)
     if ring.failure_report is not None:
-        ring.failure_report.know(ring.members, processes, ring.placed.of)
+        ring.failure_report.add_processes(ring.members, processes, ring.placed.of)
     return tokens[0]
 
 
 def late_passes(options: RingOptions, device: torch.device, transport: str) -> int:
-    """Of how many operations gradients may still be arriving while a backward continues."""
+    """Returns the number of operations whose gradients may still be arriving while a backward continues."""
     if options.late_gradients is not None:
         return options.late_gradients
     return int(device.type == "cpu" and transport in NETWORKED)
 
 
 def make_executor(ring: Communicator, options: RingOptions, connection: Connection, hop_route: str, late: int) -> Any:
-    """The native executor of one rank. `late`: see `late_passes`."""
+    """Returns the native executor of one rank. `late`: see `late_passes`."""
     if connection.name == "ce":
         choose_ce_modes(connection.native, hop_route, options.transport_options.ce_mode)
     native = _native.CheckedTransport(connection.native, ring.size) if options.checksum else connection.native

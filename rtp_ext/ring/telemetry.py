@@ -1,4 +1,4 @@
-"""What a ring reports of its own work: counters, traces of its streams, and the record of its last passes."""
+"""Telemetry of a ring: counters, traces of its streams, and the record of its last passes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ logger = logging.getLogger("rtp_ext")
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """What one lane did from `start` to `end`, in seconds.
+    """The work of one stream from `start` to `end`, in seconds.
 
     Attributes:
-        rank: of the ring.
-        lane: `compute`, `side` (a second lane of computes), `weight` or `gradient` (hops), `outer weight` or
-            `outer gradient` (hops between hosts, on route two-level).
-        label: of the step, as in the table of the schedule.
-        step: its position in the schedule; of a wait, that of the step that waited; -1 at either end of a pass.
-        pass_: the number of its pass; -1: a hop that was sent ahead for a pass that did not come.
+        rank: the rank in the ring.
+        lane: the stream: `compute`, `side` (a second stream of computes), `weight` or `gradient` (hops), `outer weight`
+            or `outer gradient` (hops between hosts, on route two-level).
+        label: the name of the step, as in the table of the schedule.
+        step: index of the step in the schedule; for a wait, of the step that waited; -1 at either end of a pass.
+        pass_: the number of the pass; -1: a hop that was prefetched for a pass that did not follow.
         operation: such as `rotated_linear forward`.
-        posted: when a hop was posted, which starts once those before it on its channel have arrived; else the start.
+        posted: the time at which a hop was posted; the hop starts once those before it on its channel have arrived. For
+            other kinds, the start.
         kind: `step`; `wait`: the compute stream waits for a hop, and on a CPU also while it posts one; `stage`: local
             shards are copied, or cast, before they travel.
     """
@@ -50,7 +51,7 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class TracePass:
-    """One pass of one operation. `options`: keywords of `make_schedule`; `end` is NaN where it has not ended."""
+    """One pass of one operation. `options`: keywords of `make_schedule`; `end` is NaN for a pass that has not ended."""
 
     number: int
     operation: str
@@ -61,12 +62,12 @@ class TracePass:
 
 @dataclass
 class Trace:
-    """What one rank recorded; empty until the recording has ended.
+    """The recording of one rank; empty until the recording has ended.
 
     Attributes:
         passes, events: in the order in which the rank began them, in seconds from the start of the recording.
-        zero: that start, in seconds of the clock of `host`.
-        captured: passes that were captured in a CUDA graph. They are not recorded, nor are replays.
+        zero: the start of the recording, in seconds of the clock of `host`.
+        captured: number of passes that were captured in a CUDA graph. The trace contains neither them nor replays.
     """
 
     rank: int
@@ -84,8 +85,8 @@ class Telemetry:
     """Counters and recordings of one rank of a ring.
 
     Args:
-        communicator: of the ring, whose executor counts and records.
-        connection: its transport.
+        communicator: the communicator of the ring; its executor counts and records.
+        connection: the transport of the ring.
         token: name of the ring in the files of its recorder, the same on all its ranks.
     """
 
@@ -99,8 +100,8 @@ class Telemetry:
     # -- counters ----------------------------------------------------------------------------------------------------
 
     def slot_count(self, channel: str) -> Any:
-        """Slots of `weight` or `gradient`: .slots and .bytes that exist, .peak_slots leased at once, .peak_bytes,
-        .allocations ever. `scratch`: places of this rank where weights are dequantized that travel in fewer bits."""
+        """Returns the counts of `weight` or `gradient` slots: .slots and .bytes allocated, .peak_slots leased at once,
+        .peak_bytes, and .allocations in all. `scratch`: the buffers in which this rank dequantizes weights."""
         return (
             self._communicator.executor.scratch()
             if channel == "scratch"
@@ -108,7 +109,7 @@ class Telemetry:
         )
 
     def reset_peak(self) -> None:
-        """Starts the peaks of `slot_count` anew."""
+        """Resets the peaks of `slot_count`."""
         self._communicator.executor.reset_peak()
 
     def clear_slots(self) -> None:
@@ -116,42 +117,47 @@ class Telemetry:
         self._communicator.executor.clear_slots()
 
     def hops(self, channel: str) -> int:
-        """Hops of `weight` or `gradient` that this rank has posted."""
+        """Returns the number of `weight` or `gradient` hops that this rank has posted."""
         return self._communicator.executor.hops(channel)
 
     def landed_late(self) -> int:
-        """Gradients that arrived after the backward pass of their layer had ended."""
+        """Returns the number of gradients that arrived after the backward pass of their layer had ended."""
         return self._communicator.executor.landed_late()
 
     def prefetched(self) -> tuple[int, int]:
-        """First hops that were sent before their layer was called, and how many of them it could use."""
+        """Returns the number of first hops that were posted before their layer was called, and of those that the layer
+        used."""
         return self._communicator.executor.prefetched()
 
     def bytes_sent(self, channel: str) -> int:
-        """Bytes of `weight` or `gradient` that this rank has sent."""
+        """Returns the bytes of `weight` or `gradient` that this rank has sent."""
         return self._communicator.executor.bytes_sent(channel)
 
     def bytes_between_hosts(self, channel: str) -> int:
-        """Bytes of `weight` or `gradient` that this rank has sent to other hosts. Raises RotationError where the
-        transport does not count them apart from those that stayed on its own host: only `shm+c10d` does."""
+        """Returns the bytes of `weight` or `gradient` that this rank has sent to other hosts. Raises RotationError
+        where the transport does not count them separately: on several hosts with several ranks only composite
+        transports do."""
         if self._communicator.hosts == 1:
             return 0
         if self._communicator.hosts == self._communicator.size:
             return self._communicator.executor.bytes_sent(channel)
         if not isinstance(self._native, _native.CompositeTransport):
-            raise RotationError(f"transport {self._transport} does not tell what left the host from what stayed there")
+            raise RotationError(
+                f"transport {self._transport} does not count the bytes that leave the host separately: expected "
+                "shm+tcp or shm+c10d"
+            )
         return self._native.bytes_between_hosts(channel)
 
     # -- recordings --------------------------------------------------------------------------------------------------
 
     def record(self) -> str:
-        """Writes what this rank's end of the ring did last (passes, computes, hops, waits; times and peers) to a file,
-        and returns its path. Not collective, and cheap: it may be called at any time, from any thread.
+        """Writes the latest work of this rank's end of the ring (passes, computes, hops, waits; times and peers) to a
+        file, and returns its path. Not collective, and cheap: may be called at any time, from any thread.
 
-        The same is written when the ring fails, and for all rings of a process that gets SIGUSR1. The folder is that of
-        the environment variable RTP_RECORD_DIR, or else the temporary one. `python -m rtp_ext record FILES` says what
-        the files of all ranks tell together: who was late, who skipped an operation, which hop no rank posted. On a GPU
-        times are those at which the host enqueued.
+        The ring writes the same record when it fails, and all rings of a process do on SIGUSR1. The folder is that of
+        the environment variable RTP_RECORD_DIR, or else the temporary one. `python -m rtp_ext record FILES` evaluates
+        the files of all ranks together: late ranks, skipped operations, hops that no rank posted. On a GPU the times
+        are those at which the host enqueued.
 
         Raises OSError where the file cannot be written.
         """
@@ -161,12 +167,12 @@ class Telemetry:
             raise OSError(str(error)) from error
 
     def trace(self) -> AbstractContextManager[Trace]:
-        """Records when every stream works on which step: `with ring.trace() as trace: ...`, and then `trace.events`.
+        """Records the steps of every stream with their times: `with ring.trace() as trace: ...`, then `trace.events`.
 
-        By timing events on CUDA streams, which are read when the block ends; by the host's clock on a CPU, where a
-        compute lasts until the next step is requested, and a hop from its posting until it arrives (over `c10d`: until
-        the wait that found it there). Collective, at either end; a hop that was sent ahead is waited for there. What
-        to do with a trace: rtp_ext.trace.
+        On GPUs the times come from timing events on CUDA streams, which are read when the block ends; on a CPU from the
+        host's clock, where a compute lasts until the next step is requested, and a hop from its posting until it
+        arrives (over `c10d`: until the wait that finds it complete). Collective at the start and at the end, both of
+        which wait for prefetched hops. rtp_ext.trace evaluates and prints traces.
 
         Raises ValueError where the ring is being recorded already, RotationError for `c10d` between GPUs, whose
         streams cannot be timed.

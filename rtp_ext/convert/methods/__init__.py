@@ -1,1 +1,1 @@
-"""Methods of converted models: those of `fully_shard` that a model answers, `save_pretrained`, `generate`."""
+"""Methods of converted models: those of `fully_shard`, `save_pretrained`, `generate`."""

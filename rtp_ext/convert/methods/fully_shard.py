@@ -1,4 +1,4 @@
-"""Methods of converted models: those that run as forward does, and those of FSDPModule that are not there."""
+"""Methods of converted models: those that run within a forward's scope, and errors for those of FSDPModule."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rtp_ext.convert.scopes import OpenScope, close_root, is_inside, open_root, 
 from rtp_ext.dtensor_hooks import refuse_ddp, refuse_fully_shard
 from rtp_ext.parameters.live import LiveModule, extended_class
 
-_FORWARD_METHOD = "_rtp_forward_method"  # attribute of what register_forward_method made
+_FORWARD_METHOD = "_rtp_forward_method"  # attribute of methods that register_forward_method has wrapped
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Has a method of a converted model, or of a module in it, run as its forward does.
+    """Makes a method of a converted model, or of a module in it, run as its forward does.
 
     A call from outside opens the same scope: the ranks compare their models, parameters of modules that do not rotate
-    are gathered, and where fully_rotate was called with `module` inputs and outputs are cast as its policy says. Calls
-    from within a forward are fine. Copies of the module keep it.
+    are gathered, and, if `module` was the argument of fully_rotate, inputs and outputs are cast by its policy. Calls
+    from within a forward are valid. Copies of the module keep the method.
 
-    Raises ValueError where the module has not been converted, or has no such method, or where that returns before its
-    body has run (generators and coroutines). As torch.distributed.fsdp.register_fsdp_forward_method.
+    Raises ValueError where the module has not been converted, or has no such method, or where the method returns before
+    its body has run (generators and coroutines). Counterpart of torch.distributed.fsdp.register_fsdp_forward_method.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"register_forward_method: expected a torch.nn.Module, got {type(module).__name__}")
@@ -85,7 +85,7 @@ _LEARNED = "leave it out: what to send ahead is learned from the pass before; `R
 _TRANSPORT = "choose what shards travel by: `fully_rotate(model, transport=...)`"
 _FACTOR = "call `rtp_ext.set_gradient_divide_factor(model, factor)`, and for each part that was converted before"
 
-# Method of FSDPModule: what to do in its place. docs/usage.md has the same table.
+# Methods of FSDPModule, and their replacements. docs/usage.md has the same table.
 INSTEAD = {
     "unshard": "leave it out: a weight is never whole; `parameter.full_tensor()` gathers one",
     "reshard": _NOTHING_WHOLE,
@@ -113,15 +113,15 @@ INSTEAD = {
 }
 
 
-def answer_for_fully_shard(module: nn.Module) -> None:
-    """Has a module say what to do where code calls methods of FSDPModule. These are AttributeErrors still, so that code
-    which looks for such methods does not find them. Classes that look up attributes in a way of their own keep it."""
+def explain_fsdp_methods(module: nn.Module) -> None:
+    """Makes methods of FSDPModule on a module raise an AttributeError that names the replacement, so that `hasattr`
+    stays False. Classes with a `__getattr__` of their own keep it."""
     if type(module).__getattr__ is nn.Module.__getattr__:
         module.__class__ = extended_class(type(module), {"__getattr__": _look_up})
 
 
 def _look_up(self: Any, name: str) -> Any:
-    # Parameters, buffers and modules are looked up here, too, and take no longer than by nn.Module's own.
+    # This also looks up parameters, buffers and modules, in the same time as nn.Module's own lookup.
     own = self.__dict__
     if "_modules" in own and name in own["_modules"]:
         return own["_modules"][name]

@@ -1,10 +1,10 @@
-"""generate of models of the transformers package, on ranks that need different numbers of forwards for it.
+"""`generate` for models of the transformers package, on ranks that need different numbers of forwards.
 
-A forward of a converted model takes all ranks of a ring, while ranks stop generating when their own sequences end.
-Under `synced_gpus` transformers lets a rank that has finished go on in its own loop: that writes to its caches, runs
-past the end of a static one and of a table of positions, does not go with assisted generation, and asks the ranks of
-the world rather than those of the ring. Here ranks agree before each call of the model instead, and a rank that has
-nothing to compute answers with a call of one token, without a cache. So it does not matter how tokens are chosen.
+A forward of a converted model needs all ranks of a ring, while ranks stop generating when their own sequences end.
+Under `synced_gpus` transformers continues the loop of a finished rank: this writes to its caches, runs past the end of
+a static cache and of a table of positions, excludes assisted generation, and synchronizes the ranks of the world rather
+than those of the ring. Here ranks agree before each call of the model instead, and a finished rank joins with a call of
+one token, without a cache. This works for every way to choose tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rtp_ext.outer import ZeroOuter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
 
-# Arguments of a forward that do not decide which layers run, and that a call of one token needs none of.
+# Arguments of a forward that do not decide which layers run, and that a call of one token does not need.
 _OPTIONAL = {
     "attention_mask",
     "cache_params",
@@ -45,18 +45,18 @@ _OPTIONAL = {
 }
 _TOKENS = ("input_ids", "token_type_ids")  # ends of names: integers [rows, length]; any value is valid
 _EMBEDDED = "inputs_embeds"  # end of a name: [rows, length, features]
-_ENCODED = {"encoder_outputs", "input", "input_features", "input_values"}  # what a rank needs to have had itself
-_CROSS = "cross_attention_cache"  # of an encoder's keys and values: where there is one, they are not computed again
+_ENCODED = {"encoder_outputs", "input", "input_features", "input_values"}  # inputs that a rank cannot make up
+_CROSS = "cross_attention_cache"  # cache of an encoder's keys and values, which are then not computed again
 
-# Ways to draft tokens that call layers of the model on their own, or fewer of them than a forward does.
+# Options that draft tokens by calls of single layers of the model, or of fewer layers than a forward.
 _REFUSED = ("assistant_early_exit", "use_mtp")
 
 _running: list[_Generation] = []
 
 
-def let_it_generate() -> None:
-    """Has `generate` of transformers' models, where parts of them rotate, call the model as often on all ranks. Models
-    that do not rotate generate as before."""
+def synchronize_generate() -> None:
+    """Patches `generate` of transformers' models so that all ranks call a model with rotating parts equally often.
+    Models that do not rotate generate as before."""
     patch_generate(generate=_in_step, init_continuous_batching=_refusing)
 
 
@@ -67,7 +67,7 @@ def _in_step(method: Any) -> Any:
         ring = _ring_of(self)
         if ring is None or any(self is part for each in _running for part in each.parts.values()):
             return call(**keywords)
-        if _running:  # on another ring, too: how often an assistant is called depends on one rank's tokens
+        if _running:  # refused for other rings, too: one rank's tokens decide how often an assistant is called
             raise ValueError(
                 f"generate of {type(self).__name__} within that of {type(_running[0].model).__name__}: expected one "
                 "converted model to generate at a time: an assistant_model that is not converted"
@@ -83,7 +83,7 @@ def _refusing(method: Any) -> Any:
         if _ring_of(self) is not None:
             raise ValueError(
                 f"continuous batching of {type(self).__name__}: a thread of its own calls the model, as often as this "
-                "rank's requests want, which cannot be combined with rotation: expected generate without "
+                "rank's requests require, which cannot be combined with rotation: expected generate without "
                 "cache_implementation='paged', with the same number of calls on every rank"
             )
         return method(self, *arguments, **keywords)
@@ -92,7 +92,7 @@ def _refusing(method: Any) -> Any:
 
 
 def _ring_of(model: Any) -> Ring | None:
-    """The ring that a model's parts rotate on; None where its forwards wait for no other rank."""
+    """Returns the ring of a model's rotating parts; None where its forwards wait for no other rank."""
     parts = model.modules() if isinstance(model, nn.Module) else ()
     ring = next((ring for part in parts if (ring := ring_of_module(part)) is not None), None)
     if ring is None or ring.mesh is None or (ring.size == 1 and _replicas_of(model) is None):
@@ -101,14 +101,14 @@ def _ring_of(model: Any) -> Ring | None:
 
 
 def _replicas_of(model: nn.Module) -> ZeroOuter | None:
-    """The outer policy of a model, if forwards of replicas wait for each other."""
+    """Returns the outer policy of a model, if forwards of replicas wait for each other."""
     handlers = (parameter.__dict__.get(GRADIENT_HANDLER) for parameter in model.parameters())
     policy = next((handler.policy for handler in handlers if handler is not None), None)
     return policy if isinstance(policy, ZeroOuter) and policy.replicas is not None else None
 
 
 class _Call(NamedTuple):
-    """A call of the model, or of a part of it outside of its forward, as far as it decides which layers run."""
+    """The properties of a call that decide which layers run: a call of the model, or of a part outside its forward."""
 
     part: str  # "": the model
     inputs: tuple[str, ...]
@@ -119,10 +119,10 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class _Turn:
-    """What a rank tells the others before a call.
+    """The message of a rank to the others before a call.
 
-    call: what it wants to call next; None: nothing any more. seen: inputs, as (part, name), that it can give to a call
-    that only others want, besides those that it can make. problem: what its generation has failed with.
+    call: its next call; None: it has finished. seen: stored inputs, as (part, name), that it can use in a call that
+    only others need, besides those that it can make up. problem: the error of its generation.
     """
 
     model: str
@@ -139,14 +139,14 @@ class _Generation:
     """One call of `generate` on a rank, in step with those of the other ranks.
 
     Attributes:
-        parts: the modules that it may call by themselves, by name: the model, its encoder and the like, its embeddings.
+        parts: the modules that it may call alone, by name: the model, its encoder and the like, its embeddings.
     """
 
     def __init__(self, model: Any, ring: Ring) -> None:
         self.model, self.ring, self.replicas = model, ring, _replicas_of(model)
         self.parts = {name: part for name, part in model.named_modules() if self._may_be_called(part)}
-        self._inputs: dict[tuple[str, str], Any] = {}  # of the latest calls: what cannot be made
-        self._depth = 0  # calls of parts, one within another, that are running
+        self._inputs: dict[tuple[str, str], Any] = {}  # inputs of the latest calls that cannot be made up
+        self._depth = 0  # number of running calls of parts, one within another
         self._others_failed = False
 
     def _may_be_called(self, part: nn.Module) -> bool:
@@ -166,14 +166,14 @@ class _Generation:
         _running.append(self)
         try:
             self._refuse(keywords)
-            if keywords.get("synced_gpus"):  # transformers' own way, see above
+            if keywords.get("synced_gpus"):  # see the docstring of this file
                 keywords = {**keywords, "synced_gpus": False}
             result = generate(**keywords)
             while (call := self._agree(None)) is not None:
                 self._stand_in(call)
             return result
         except Exception as error:
-            # Within a call of the model the other ranks wait in hops; after a failure they exchange nothing more.
+            # Within a call of the model the other ranks wait in hops; after a failure they exchange no more messages.
             if self._depth == 0 and not self._others_failed and self.ring.alive:
                 self._tell(f"{type(error).__name__}: {error}")
             raise
@@ -197,10 +197,11 @@ class _Generation:
     # -- agreeing ----------------------------------------------------------------------------------------------------
 
     def _agree(self, call: _Call | None) -> _Call | None:
-        """What all ranks call now; None: no rank calls anything any more. `call`: what this one wants to. Collective.
+        """Agrees on the next call of all ranks, and returns it; None: all ranks have finished. `call`: the next call of
+        this rank. Collective.
 
         Raises RuntimeError where another rank's generation has failed, ValueError where ranks generate with different
-        models, or want calls that the others have nothing to join with.
+        models, or where a rank lacks the inputs to join a call.
         """
         seen = frozenset(key for key, value in self._inputs.items() if key[1] != _CROSS or _is_filled(value))
         turns = self._exchange(_Turn(type(self.model).__name__, call, seen))
@@ -230,12 +231,12 @@ class _Generation:
         return None
 
     def _tell(self, problem: str) -> None:
-        """Has the others' generations fail, too. Collective."""
-        with contextlib.suppress(Exception):  # what has failed here is raised
+        """Makes the generations of the other ranks fail, too. Collective."""
+        with contextlib.suppress(Exception):  # the caller raises this rank's own error
             self._exchange(_Turn(type(self.model).__name__, None, problem=problem))
 
     def _exchange(self, turn: _Turn) -> list[_Turn]:
-        """The turns of all ranks that a forward waits for."""
+        """Returns the turns of all ranks that a forward waits for."""
         try:
             answers = self.ring.exchange(turn)
             if self.replicas is not None:
@@ -253,7 +254,7 @@ class _Generation:
         return answers if self.ring.tensor_mesh is None else self._compared(answers)
 
     def _compared(self, answers: list[_Turn]) -> list[_Turn]:
-        """Ranks of tensor parallelism have the same batch, and decide alike."""
+        """Compares the answers on the ranks of tensor parallelism, which have the same batch and have to agree."""
         assert self.ring.tensor_mesh is not None
         group = self.ring.tensor_mesh.get_group()
         rows: list[Any] = [None] * dist.get_world_size(group)
@@ -277,12 +278,12 @@ class _Generation:
 
     @eager
     def before(self, name: str, part: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:
-        """This rank calls a part of the model: all ranks do, with what it is called with or with anything else."""
+        """Runs before a call of a part on this rank: all ranks call it, with their own inputs or with any others."""
         if self._depth == 0:
             given = inspect.signature(part.forward).bind_partial(*arguments).arguments if arguments else {}
-            wanted = self._note(name, {**given, **keywords})
-            while (call := self._agree(wanted)) != wanted:
-                assert call is not None, "this rank wants one"
+            own = self._note(name, {**given, **keywords})
+            while (call := self._agree(own)) != own:
+                assert call is not None, "this rank has a call"
                 self._stand_in(call)
         self._depth += 1
 
@@ -291,7 +292,7 @@ class _Generation:
         self._depth -= 1
 
     def _note(self, name: str, given: Mapping[str, Any]) -> _Call:
-        """The call that a part gets, and of its inputs what another call will need."""
+        """Returns the call of a part, and stores the inputs that a later call will need."""
         inputs = [
             key for key, value in given.items() if key not in _OPTIONAL and any(map(_is_tensor, tree_leaves(value)))
         ]
@@ -304,7 +305,7 @@ class _Generation:
 
     @torch.no_grad()
     def _stand_in(self, call: _Call) -> None:
-        """Takes part in a call that other ranks want, and changes nothing here by it."""
+        """Joins a call that other ranks need, without an effect on this rank's generation."""
         part = self.parts[call.part]
         accepted = inspect.signature(part.forward).parameters
         given: dict[str, Any] = {name: self._inputs[call.part, name] for name in call.inputs if name in _ENCODED}
@@ -337,7 +338,7 @@ def _is_filled(cache: Any) -> bool:
 
 
 def _beside(cache: Any) -> Any:
-    """A cache with the same keys and values of the encoder, and none of the decoder."""
+    """Returns a cache with the same keys and values of the encoder, and none of the decoder."""
     return type(cache)(sys.modules[type(cache).__module__].DynamicCache(), cache.cross_attention_cache)
 
 

@@ -21,11 +21,11 @@ from rtp_ext.parameters.whole import whole_state
 from rtp_ext.ring import Ring
 
 
-def let_it_save(root: nn.Module, ring: Ring) -> None:
-    """Has save_pretrained of a converted model, and of the models in it, gather what is sharded.
+def install_save_pretrained(root: nn.Module, ring: Ring) -> None:
+    """Makes save_pretrained of a converted model, and of the models in it, gather sharded parameters.
 
-    Every rank calls it; rank 0 writes, the others wait for that, and where it fails all raise. With a `state_dict` of
-    whole tensors, as frameworks pass it, nothing is gathered, and any rank may call it on its own.
+    Every rank calls it; rank 0 writes, the others wait, and all raise if it fails. With a `state_dict` of whole
+    tensors, as frameworks pass it, it gathers nothing, and any rank may call it alone.
     """
     if ring.mesh is None:
         return
@@ -59,7 +59,7 @@ def _saver(method: Any) -> Any:
 
 def _gather_and_write(method: Any, model: Any, given: dict[str, Any]) -> None:
     ring = _ring_of(model)
-    if ring is None:  # nothing of it is sharded any more
+    if ring is None:  # none of its parameters is sharded any more
         method(model, **given)
         return
     writes = dist.get_rank() == 0
@@ -80,10 +80,10 @@ def _gather_and_write(method: Any, model: Any, given: dict[str, Any]) -> None:
 
 
 def whole_to_save(model: nn.Module, keep: bool, options: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """What save_pretrained, called with `options`, writes of a converted model; {} on ranks that do not `keep` it.
+    """Returns the tensors that save_pretrained with `options` writes for a converted model; {} on ranks without `keep`.
     Collective."""
     ring = _ring_of(model)
-    if ring is not None:  # whoever calls it alone gets a RingTimeout
+    if ring is not None:  # a rank that calls it alone gets a RingTimeout
         ring.exchange(type(model).__name__)
     return whole_state(model, keep, _names(model, options))
 
@@ -93,7 +93,7 @@ def _ring_of(model: nn.Module) -> Ring | None:
 
 
 def _names(model: Any, given: Mapping[str, Any]) -> set[str] | None:
-    """What is saved of a model of the peft package: its adapters. None: of any other, everything."""
+    """Returns the names of the saved parameters of a model of the peft package: its adapters. None: all parameters."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return None

@@ -1,1 +1,1 @@
-"""What modules of a model become beside the layers of `rtp_ext.nn`: bundles, heads, what is gathered or stays whole."""
+"""Classes of converted modules besides the layers of `rtp_ext.nn`: bundles, heads, gathered and whole modules."""

@@ -23,7 +23,7 @@ OWN_HOOKS = "_rtp_hook"  # attribute of hooks that bundling may skip
 
 
 def unhooked(module: nn.Module) -> bool:
-    """Whether nobody but this package sees the calls of a module, or answers them."""
+    """Returns whether a module has neither hooks of other code nor a replaced forward."""
     hooks = (
         *module._forward_hooks.values(),
         *module._forward_pre_hooks.values(),
@@ -36,9 +36,9 @@ def unhooked(module: nn.Module) -> bool:
 class BundledMLP(LiveModule):
     """Mixin of MLP blocks of other models; the block's own class comes second.
 
-    Where the block is no longer what was converted (an adapter around a layer, another activation), or somebody hooked
-    into what a bundle does not call, the block's own forward runs, and its layers rotate one by one. A warning says so:
-    whatever changes a block has to do it on every rank.
+    Where the block has changed since its conversion (an adapter around a layer, another activation), or a module that
+    the bundle does not call has hooks, the block's own forward runs, its layers rotate one by one, and a warning is
+    logged: such a change has to happen on every rank.
     """
 
     mlp_spec: MLPSpec | None = None
@@ -54,7 +54,7 @@ class BundledMLP(LiveModule):
         self.__dict__["_rtp_number"] = register(self)
 
     def _parts(self, spec: MLPSpec) -> list[Any]:
-        """What stands between the layers, and the names of the block's modules."""
+        """Returns the modules between the layers, and the names of the block's modules."""
         found: list[Any] = [tuple(self._modules)]  # type: ignore[attr-defined]
         for path in spec.between:
             part: Any = self
@@ -89,7 +89,7 @@ class BundledMLP(LiveModule):
     def is_intact(self) -> bool:
         return self.intact
 
-    is_intact._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked when a graph is made
+    is_intact._dynamo_marked_constant = True  # type: ignore[attr-defined]  # evaluated when a graph is compiled
 
     def _bound(self, _operation: str) -> Bound:
         assert self.mlp_spec is not None
@@ -105,7 +105,7 @@ class BundledMLP(LiveModule):
 
 
 def _along(block: nn.Module, path: str) -> Iterator[nn.Module]:
-    """The modules on a path below a block."""
+    """Yields the modules on a path below a block."""
     part: Any = block
     for name in path.split("."):
         part = getattr(part, name, None)
@@ -114,7 +114,8 @@ def _along(block: nn.Module, path: str) -> Iterator[nn.Module]:
 
 
 def _replaceable(block: nn.Module, path: str) -> bool:
-    """Whether nobody sees the calls that a bundle leaves out: of the layer at `path`, and of what lies between."""
+    """Returns whether a bundle may skip the calls of the layer at `path`, and of the modules above it in the block:
+    none of them has hooks."""
     parts = list(_along(block, path))
     layer = parts[-1] if parts else None
     rotated = mixin_of(layer) is RotatedLinear or isinstance(layer, RotatedTransposedLinear)
@@ -122,7 +123,7 @@ def _replaceable(block: nn.Module, path: str) -> bool:
 
 
 class BundledForward(BundledMLP):
-    """A block whose forward is the MLP and nothing else."""
+    """A block whose forward is the MLP alone."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.bundled(x) if self.is_intact() else super().forward(x)  # type: ignore[misc]
@@ -158,7 +159,7 @@ class BundledTransformerLayer(BundledMLP):
         return last(self.bundled(x))
 
 
-# what runs a block of each kind of `families.blocks.MLPBlock`
+# The class for each kind of `families.blocks.MLPBlock`.
 MIXINS: dict[str, type[BundledMLP]] = {
     "forward": BundledForward,
     "dropout": BundledDropoutForward,

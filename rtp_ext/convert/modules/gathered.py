@@ -1,9 +1,9 @@
 """Modules whose parameters are too small or too special to rotate: norms, stray parameters, unknown modules.
 
-The registered Parameter is a DTensor shard and stays registered. While a forward of the converted model runs, the
-module sees the gathered parameter instead, through a property of its subclass; autograd's backward of the gather
-averages the gradient over the ring. Outside, the module shows the Parameter. What tensor parallelism has replicated is
-seen as a DTensor on its mesh, whose backward sums what the ranks there have of the gradient.
+The registered Parameter is a DTensor shard and stays registered. While a forward of the converted model runs, a
+property of the module's subclass returns the gathered parameter instead; the backward of the gather averages the
+gradient over the ring. Outside of forwards the property returns the Parameter. A parameter that tensor parallelism has
+replicated is returned as a DTensor on its mesh, whose backward sums the gradients of the ranks there.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from rtp_ext.ring.autograd import first_order_only, unseen
 from rtp_ext.ring.registry import register
 from rtp_ext.ring.replicated_gradients import check_replicated_gradient
 
-# Bytes of a module's whole parameters, up to which they are gathered together with those of all other such modules,
-# once in a forward. Autograd keeps them for backward in any case; larger ones are gathered when they are used.
+# Up to this many bytes of whole parameters a module is small: the parameters of all small modules are gathered
+# together, once in a forward. Autograd keeps them for backward in any case. Others are gathered at their use.
 _SMALL = 1 << 20
 
 
 class ForwardScope:
-    """How deep one converted model is inside forwards, and what was gathered for the outermost one."""
+    """The nesting depth of a converted model's forwards, and the parameters gathered for the outermost one."""
 
     def __init__(self, ring: Ring, mp_policy: MixedPrecisionPolicy) -> None:
         self.ring = ring
         self.mp_policy = mp_policy
         self.depth = 0
-        self.root_depth = 0  # of forwards of the whole model
-        self.split = False  # a backward may compute the gradients of the inputs first, those of parameters later
-        self.small: list[GatheredModule] = []  # gathered all at once in a forward of the whole model
+        self.root_depth = 0  # nesting depth of forwards of the whole model
+        self.split = False  # whether a backward may compute input gradients first, and parameter gradients later
+        self.small: list[GatheredModule] = []  # modules that a forward of the whole model gathers in one collective
         self.gathered: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}  # by id of the owner
-        # For what a compiler traces:
+        # For compiled graphs:
         self._rtp_number = register(self)
         self.handed = False  # whether the small ones have been gathered for the forward that runs
-        self.in_graph: list[torch.Tensor] | None = None  # the same, where the whole forward is one graph that is made
+        self.in_graph: list[torch.Tensor] | None = None  # their parameters, while the whole forward is traced
 
     def enter(self) -> None:
         self.depth += 1
 
     def hand_out(self) -> None:
-        """A forward of the whole model has begun: gathers the small ones at once. Within another forward, or where one
-        was left without its end, those that have been gathered are right unless they were written since."""
+        """Gathers the small modules at the beginning of a forward of the whole model. Within another forward, or after
+        one without an end, earlier gathered parameters remain valid unless they were written since."""
         if not self.small or torch._C._current_graph_task_id() != -1:
             return
         if self.handed and all(_serves(self.gathered[id(each)][0], each) for each in self.small):
@@ -83,7 +83,7 @@ class ForwardScope:
         return twin
 
     def parameter(self, owner: GatheredModule, name: str) -> Any:
-        """The parameter `name` of `owner`: gathered inside a forward, the registered one outside."""
+        """Returns the parameter `name` of `owner`: the gathered one inside a forward, else the registered one."""
         if torch.compiler.is_compiling() and traced.tracing(self.ring):
             return self.parameters_in_graph(owner)[owner._rtp_gathered.index(name)]
         registered = owner._parameters[name]
@@ -101,18 +101,18 @@ class ForwardScope:
         return self.gathered[id(owner)][1][name]
 
     def parameters_in_graph(self, owner: GatheredModule) -> list[torch.Tensor]:
-        """The whole parameters of `owner` while a compiler makes a graph."""
+        """Returns the whole parameters of `owner` while a compiler traces."""
         if self.in_graph is not None and owner._rtp_first >= 0:
             return self.in_graph[owner._rtp_first : owner._rtp_first + len(owner._rtp_gathered)]
         handed = owner._rtp_wholes
         return self.gather_in_graph(owner) if handed is None else handed
 
     def gather_in_graph(self, owner: GatheredModule) -> list[torch.Tensor]:
-        """For a part that is called without the model around it, or is not small."""
+        """Gathers the parameters of `owner` in a graph: a part that is called without the model, or is not small."""
         return traced.gather(owner, self.ring, [*owner.rtp_sharded().values()], self.mp_policy)
 
     def gather_small_in_graph(self) -> None:
-        """The forward of the whole model begins in a graph."""
+        """Gathers the small modules where a forward of the whole model begins in a graph."""
         if self.small:
             parameters = [parameter for each in self.small for parameter in each.rtp_sharded().values()]
             self.in_graph = traced.gather(self, self.ring, parameters, self.mp_policy)
@@ -123,10 +123,10 @@ class ForwardScope:
 
     @unseen
     def _gather(self, owners: list[GatheredModule]) -> list[dict[str, torch.Tensor]]:
-        """The whole parameters of each owner, by one collective."""
+        """Returns the whole parameters of each owner, gathered by one collective."""
         own = [owner.rtp_sharded() for owner in owners]
-        # A pipeline that computes the gradients of inputs first, and those of parameters later, does the latter for one
-        # node of autograd after the other, and frees what lies between the places where its parameters are used.
+        # A pipeline that computes input gradients first computes parameter gradients later, for one node of autograd
+        # after the other, and frees the graph between the uses of its parameters.
         counts = None
         if self.split or self.root_depth == 0:
             counts = [count for owner in owners for count in owner.rtp_used_together()]
@@ -141,24 +141,24 @@ class ForwardScope:
         ]
 
     def _shown(self, owner: GatheredModule, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What a module gets to see of a whole parameter."""
+        """Returns the tensor that stands for a whole parameter in its module."""
         if name not in owner._rtp_replicated:
             return whole
-        assert self.ring.tensor_mesh is not None, "somebody replicated it"
+        assert self.ring.tensor_mesh is not None, "tensor parallelism replicated it"
         shown = DTensor.from_local(whole, self.ring.tensor_mesh, [Replicate()], run_check=False)
         share_version(shown, owner._parameters[name])
         return shown
 
 
 def _version(owner: GatheredModule) -> tuple[bool, Any]:
-    """Whether gradients are wanted, and what changes whenever what was gathered of an owner is out of date."""
+    """Returns whether gradients are enabled, and a value that changes whenever gathered parameters become outdated."""
     state = tuple((held(p).data_ptr(), p._version, p.dtype, p.requires_grad) for p in owner.rtp_sharded().values())
     return torch.is_grad_enabled(), state
 
 
 def _serves(gathered: tuple[bool, Any], owner: GatheredModule) -> bool:
-    """Whether what was gathered of an owner, at that version, is what it is to see now. What was gathered with
-    gradients does without them as well: the first forward of a reentrant checkpoint, in which graphs use it, too."""
+    """Returns whether parameters that were gathered at a version are valid now. Parameters gathered with gradients also
+    serve without them: in the first forward of a reentrant checkpoint, where graphs use them too."""
     (had_grad, then), (grad, now) = gathered, _version(owner)
     return then == now and (had_grad or not grad)
 
@@ -170,41 +170,41 @@ class GatheredModule(LiveModule):
     _modules: dict[str, Any]
     _rtp_scope: ForwardScope
     _rtp_gathered: tuple[str, ...]
-    _rtp_replicated: frozenset[str]  # of those: DTensors of tensor parallelism
-    _rtp_first: int  # where its parameters begin among those of all small ones; -1: it is not small
-    _rtp_wholes: list[torch.Tensor] | None  # what was gathered, for the graphs of a compiler
+    _rtp_replicated: frozenset[str]  # those that are DTensors of tensor parallelism
+    _rtp_first: int  # index of its first parameter among those of all small modules; -1: it is not small
+    _rtp_wholes: list[torch.Tensor] | None  # the gathered parameters, for compiled graphs
 
     def rtp_sharded(self) -> dict[str, torch.Tensor]:
-        """The registered parameters that are gathered, by name."""
+        """Returns the registered parameters that are gathered, by name."""
         return {name: self._parameters[name] for name in self._rtp_gathered}
 
     def _gather_plan(self) -> GatherPlan:
         return GatherPlan([*self.rtp_sharded().values()], self._rtp_scope.ring, self._rtp_scope.mp_policy)
 
     def rtp_is_handed(self) -> bool:
-        """Whether a forward of the whole model has gathered its parameters."""
+        """Returns whether a forward of the whole model has gathered its parameters."""
         return self._rtp_first >= 0 and (self._rtp_scope.handed or self._rtp_scope.in_graph is not None)
 
     def rtp_gather_own(self) -> None:
-        """While a graph is made: once for all uses of its parameters in its forward."""
+        """Gathers its parameters while a compiler traces, once for all uses in its forward."""
         if not self.rtp_is_handed():
             self._rtp_wholes = self._rtp_scope.gather_in_graph(self)
 
     def rtp_used_together(self) -> list[int]:
-        """How many of the parameters that are gathered are used at one place, with no other module in between."""
+        """Returns numbers of gathered parameters that are used at one place, with no other module in between."""
         count = len(self._rtp_gathered)
         return [1] * count if self._modules else [count]
 
 
 class GatheredRNN(GatheredModule):
-    """Recurrent layers keep a list of their weights, in which what was gathered would outlive the forward."""
+    """A recurrent layer. It keeps a list of its weights, in which gathered parameters would outlive the forward."""
 
     _flat_weights: list[Any]
     _flat_weight_refs: list[Any]
     _flat_weights_names: list[str]
 
     def list_registered(self) -> None:
-        """Has the list show the registered parameters; the next forward makes another one."""
+        """Fills the list with the registered parameters; the next forward makes another list."""
         for index, name in enumerate(self._flat_weights_names):
             if name in self._rtp_gathered:
                 self._flat_weights[index] = self._parameters[name]
@@ -222,13 +222,13 @@ class GatheredRNN(GatheredModule):
         return twin
 
 
-_NOTHING: weakref.ref[Any] = weakref.ref(set())  # to something that is gone
+_NOTHING: weakref.ref[Any] = weakref.ref(set())  # a dead reference
 
 _CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
 
 
 def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict[int, nn.Parameter]) -> None:
-    """Shards the module's own parameters along their first dimension and shows them gathered in forwards."""
+    """Shards the module's own parameters along their first dimension, to be gathered in forwards."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     replicated = frozenset(name for name, parameter in own.items() if isinstance(parameter, DTensor))
     for name, parameter in own.items():
@@ -264,24 +264,24 @@ _WATCHED = "_rtp_averaged"  # attribute of a whole parameter: the serial of the 
 
 
 def is_averaged(parameter: torch.Tensor, ring: Ring) -> bool:
-    """Whether `average_gradient` has been told of a whole parameter."""
+    """Returns whether `average_gradient` was called with a whole parameter."""
     return parameter.__dict__.get(_WATCHED) == ring.serial
 
 
 def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: OuterPolicy | None, unit: Unit) -> bool:
-    """Averages every new gradient of a whole parameter over the ring and its replicas, in each backward, whatever the
-    outer policy leaves for later. Returns whether it did not yet. Raises in the first backward where ranks of tensor
-    parallelism have different gradients."""
+    """Averages every new gradient of a whole parameter over the ring and its replicas, in each backward, even where the
+    outer policy postpones others. Returns False if an earlier call has arranged this. Raises in the first backward
+    where ranks of tensor parallelism have different gradients."""
     if is_averaged(parameter, ring):
         return False
-    # what is compared, not the parameter itself: torch swaps tensors only while nobody refers to them
+    # A stand-in for the comparison: torch swaps tensors only while nothing refers to the parameter itself.
     compared = types.SimpleNamespace(shape=parameter.shape, device=parameter.device)
 
     @first_order_only
     def average(_: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:
             return None
-        if isinstance(gradient, DTensor):  # of a scalar that was used with DTensors of tensor parallelism
+        if isinstance(gradient, DTensor):  # a scalar that was used with DTensors of tensor parallelism has one
             gradient = gradient.full_tensor()
         dense = ring.all_reduce(gradient.to_dense().clone(memory_format=torch.contiguous_format)).div_(ring.size)
         if outer is not None:
@@ -290,9 +290,9 @@ def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: Oute
             check_replicated_gradient(compared, dense, ring.parameter_mesh, ring.communicator.collectively)
         return dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
 
-    # Not when the gradient has accumulated: torch.autograd.grad, which zero-bubble pipelines use, accumulates nothing.
+    # A hook after accumulation would not run under torch.autograd.grad, which zero-bubble pipelines use.
     hook = torch.utils.hooks.unserializable_hook(functools.partial(average, types.SimpleNamespace()))
-    # torch.utils.swap_tensors leaves hooks listed, and nobody calls them, ours or others', until the list is set again.
+    # After torch.utils.swap_tensors the listed hooks do not run until the list is set again.
     holder: Any = parameter
     holder._post_accumulate_grad_hooks = holder._post_accumulate_grad_hooks
     listed = holder._backward_hooks or {}

@@ -21,7 +21,7 @@ _IGNORED = -100  # transformers' own
 
 
 class FusedHead(RotatedLinear):
-    """A vocabulary head that hands its input on while its model computes head and loss as one."""
+    """A vocabulary head that returns its input while its model computes head and loss as one operation."""
 
     fusing = False
 
@@ -40,7 +40,7 @@ class FusedLossModel(LiveModule):
     own forward runs.
     """
 
-    NAME_PREFIX = ""  # transformers writes the name of the class into the model's configuration
+    NAME_PREFIX = ""  # transformers writes the class name into the model's configuration
 
     lm_head: nn.Module
 
@@ -64,15 +64,15 @@ class FusedLossModel(LiveModule):
         return output if by_name else output.to_tuple()
 
     def place_of_labels(self) -> int:
-        """Among the arguments of the model's own forward."""
+        """Index of the labels among the arguments of the model's own forward."""
         return [*inspect.signature(super().forward).parameters].index("labels")  # type: ignore[misc]
 
     def fuses(self) -> bool:
-        """Whether head and loss are still what was converted."""
+        """Whether head and loss are unchanged since the conversion."""
         head: Any = self.lm_head
         return mixin_of(head) is FusedHead and unhooked(head) and has_usual_loss(self)
 
-    place_of_labels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked when a graph is made
+    place_of_labels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # evaluated when a graph is compiled
     fuses._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @property
@@ -96,7 +96,7 @@ class FusedLossModel(LiveModule):
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """The loss of next tokens from what the head was given, [..., T, D]; as transformers' ForCausalLMLoss."""
+        """Returns the loss of next tokens from the head's input, [..., T, D], as transformers' ForCausalLMLoss does."""
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         head: Any = self.lm_head

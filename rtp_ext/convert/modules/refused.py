@@ -1,4 +1,4 @@
-"""What cannot be added to a converted model."""
+"""Refusal of weights and parameters that a converted model does not support."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rtp_ext.ring.dtensor_parameters import rotates
 
 
 def refuse_additions(root: nn.Module, ring: Ring, ignored: Collection[str]) -> None:
-    """Raises ValueError, on every rank alike, where a converted model has been given what it cannot have: weights that
-    are computed from others, and trained parameters that are tensor subclasses. `ignored`: names of parameters."""
-    if ring.mesh is None:  # one process, in which all that is not rotated is left as it is
+    """Raises ValueError, on every rank, where a converted model has unsupported additions: weights that are computed
+    from others, and trained parameters that are tensor subclasses. `ignored`: names of parameters."""
+    if ring.mesh is None:  # an emulated ring leaves modules that do not rotate unchanged
         return
     live: list[tuple[str, Any]] = [(name, part) for name, part in root.named_modules() if isinstance(part, LiveModule)]
     for name, part in live:
@@ -63,11 +63,11 @@ def _refuse_shard(parameter: Any) -> None:
 
 
 def _refuse_named(module: nn.Module, name: str) -> None:
-    for key in (name, f"{name}_orig"):  # what was pruned before has the second one
+    for key in (name, f"{name}_orig"):  # pruning has renamed the parameter to the second name
         if rotates(module._parameters.get(key)):
             raise ValueError(_too_late(f"{name} of a {type(module).__name__}"))
 
 
 def guard_parametrizations() -> None:
-    """Has torch's ways to compute a weight from other parameters refuse shards."""
+    """Makes torch's utilities that compute a weight from other parameters refuse shards."""
     patch_parametrizations(_refuse_shard, _refuse_named)

@@ -24,10 +24,11 @@ logger = logging.getLogger("rtp_ext")
 
 
 class SharedInput:
-    """Computes all its layers in one rotation when the first one is called, and hands out the rest when asked.
+    """Layers with the same input, all computed in one rotation when the first is called; later calls return the stored
+    outputs.
 
-    What was computed belongs to one tensor (the same object, unchanged) and to the weights as they were; each output is
-    handed out once. Where the layers turn out to be called with different inputs, they rotate one by one from then on.
+    Stored outputs are valid for one input (the same object, unchanged) and unchanged weights; each is returned once.
+    After a call with different inputs the layers rotate one by one.
     """
 
     def __init__(self, layers: Sequence[RotatedLinear], name: str) -> None:
@@ -36,19 +37,19 @@ class SharedInput:
         self.shared = True
         self.prepared = Prepared(sharded=True)
         self._rtp_number = register(self)
-        self.in_graph: Any = None  # an input, modes, and outputs that nobody has asked for yet, while a graph is made
-        self._source: Any = None  # weak, so that an input lives no longer than it would
+        self.in_graph: Any = None  # while a compiler traces: the input, modes, and outputs not returned yet
+        self._source: Any = None  # weak reference to the input, which it must not keep alive
         self._key: Any = None
-        self._waiting: dict[int, torch.Tensor] = {}  # outputs that nobody has asked for yet, by place of their layer
+        self._waiting: dict[int, torch.Tensor] = {}  # outputs not returned yet, by index of their layer
 
     def clear(self) -> None:
         self._source = self._key = None
         self._waiting.clear()
 
     def forward(self, layer: RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
-        """The output of `layer` for `x`, or None where it has to rotate on its own."""
+        """Returns the output of `layer` for `x`, or None where it has to rotate on its own."""
         if not self.shared or not isinstance(x, torch.Tensor) or x.is_inference():
-            return None  # nobody could tell whether an inference tensor has changed since
+            return None  # an inference tensor has no version counter that would show writes
         place = next(i for i, each in enumerate(self.layers) if each is layer)
         key = self._state(x)
         if self._source is not None and self._source() is x and self._key == key and place in self._waiting:
@@ -67,7 +68,7 @@ class SharedInput:
         return self._waiting.pop(place)
 
     def traced(self, layer: RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
-        """The same while a compiler makes a graph."""
+        """Does the same as `forward` while a compiler traces."""
         if not self.shared or not isinstance(x, torch.Tensor):
             return None
         place: int = layer.shared_input_place  # type: ignore[assignment]
@@ -108,14 +109,14 @@ class SharedInput:
 
     def __deepcopy__(self, memo: dict) -> SharedInput:
         twin = type(self)([], self.name)
-        memo[id(self)] = twin  # before its layers, which hold it
+        memo[id(self)] = twin  # before the copies of its layers, which refer to it
         twin.layers = copy.deepcopy(self.layers, memo)
         twin.shared = self.shared
         return twin
 
 
 def join(block: nn.Module, names: Sequence[str], label: str) -> None:
-    """Lets the layers `names` of a block, all cut along their outputs, travel together."""
+    """Makes the layers `names` of a block, all sharded along their outputs, travel together."""
     layers = [block.get_submodule(name) for name in names]
     group = SharedInput(layers, f"{label}.({', '.join(names)})")  # type: ignore[arg-type]
     for place, layer in enumerate(layers):
@@ -124,7 +125,7 @@ def join(block: nn.Module, names: Sequence[str], label: str) -> None:
 
 
 class _Clear:
-    """Outputs that an earlier forward left behind, such as one that failed, belong to nobody."""
+    """Hook that drops the outputs of an earlier forward, such as one that failed."""
 
     def __init__(self, group: SharedInput) -> None:
         self.group = group

@@ -1,4 +1,4 @@
-"""Embeddings whose table stays whole on every rank, because a row depends on what all ranks look up."""
+"""Embeddings whose table stays whole on every rank, because a row depends on the ids of all ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rtp_ext.ring.autograd import first_order_only, unseen
 class WholeEmbedding(LiveModule):
     """Mixin of embeddings with max_norm, scale_grad_by_freq or sparse; the embedding's own class comes second.
 
-    It computes what the plain module computes in one process on the batches of all ranks: rows that any rank looks up
-    are renormalised, and gradients are scaled by the counts of all ranks. Every rank has to call it as often as the
-    others. The table is a DTensor Replicate(), so that optimizers and clip_grad_norm_ see one kind of parameter; with
-    sparse gradients, which DTensors do not have, it stays a plain parameter.
+    It computes the result of the plain module in one process on the batches of all ranks: rows that any rank looks up
+    are renormalized, and gradients are scaled by the counts of all ranks. All ranks have to call it equally often. The
+    table is a DTensor Replicate(), so that optimizers and clip_grad_norm_ get one kind of parameter; with sparse
+    gradients, which DTensors do not have, it stays a plain parameter.
 
     Input [...] of ids, this rank's own batch; output [..., embedding_dim], in the compute dtype. Collective.
     """
@@ -36,11 +36,11 @@ class WholeEmbedding(LiveModule):
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
-        """Whether a module computes as nn.Embedding does, from a weight and nothing else."""
+        """Returns whether a module computes as nn.Embedding does, from a weight alone."""
         return type(module).forward is nn.Embedding.forward and module._parameters.keys() == {"weight"}
 
     def keep_whole(self: Any, ring: Ring, name: str, mp_policy: MixedPrecisionPolicy, memo: dict) -> None:
-        """`memo` maps parameters that were converted before (tied weights)."""
+        """Converts the module. `memo` maps parameters that were converted before (tied weights)."""
         self.ring, self.qualified_name, self.mp_policy = ring, name, mp_policy
         weight = self._parameters["weight"]
         if not self.sparse:
@@ -49,7 +49,7 @@ class WholeEmbedding(LiveModule):
             self._parameters["weight"] = memo[id(weight)]
 
     def reset_parameters(self) -> None:
-        """The initialisation of the plain module: the same values under the same seed. Collective."""
+        """Initializes the table as the plain module does: the same values under the same seed. Collective."""
         plain = super().reset_parameters  # type: ignore[misc]
         with torch.no_grad():
             init_weights(self, lambda _: plain())  # type: ignore[arg-type]
@@ -78,12 +78,12 @@ class WholeEmbedding(LiveModule):
         rows = self.ring.all_reduce(looked_up).nonzero().view(-1)
         with torch.no_grad():
             torch.embedding_renorm_(table, rows, self.max_norm, self.norm_type)
-        if isinstance(self.weight, DTensor):  # which does not see what is written to the tensor that it holds
+        if isinstance(self.weight, DTensor):  # its version does not count writes to the local tensor
             torch.autograd.graph.increment_version(self.weight)
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a whole table [V, E]; the gradient is the average over the ranks, with the counts of all of them."""
+    """Lookup of rows in a whole table [V, E]; the gradient is the average over the ranks, with the counts of all."""
 
     @staticmethod
     def forward(ctx, call: Call, padding_idx: int | None, scaled: bool, sparse: bool, ids, table):
@@ -102,7 +102,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def _dense_gradient(ctx: Any, ids: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """[V, E]"""
+    """Returns the dense gradient [V, E]."""
     ring = ctx.call.ring
     summing = torch.promote_types(dy.dtype, torch.float32)  # many rows may add up to one
     own = torch.ops.aten.embedding_dense_backward(dy.to(summing), ids, ctx.rows, ctx.padding_idx, False)
@@ -116,9 +116,10 @@ def _dense_gradient(ctx: Any, ids: torch.Tensor, dy: torch.Tensor) -> torch.Tens
 
 
 def _sparse_gradient(ctx: Any, ids: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """[V, E], an entry for each of the ids of all ranks, as torch has one for each id of a batch."""
+    """Returns the sparse gradient [V, E], with an entry for each id of all ranks, as torch has one for each id of a
+    batch."""
     ring = ctx.call.ring
-    if ctx.scaled:  # as torch
+    if ctx.scaled:  # torch raises the same error
         raise RuntimeError(f"{ctx.call.name}: scale_grad_by_freq is not supported with sparse gradients")
     counts = ring.all_gather(torch.tensor([ids.numel()], device=ids.device)).view(-1).tolist()
     width = dy.shape[-1]

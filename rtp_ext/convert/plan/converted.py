@@ -35,7 +35,7 @@ from rtp_ext.parameters.live import mixin_of, plain_class
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.mesh import ring_dim, ring_shape
 
-REASON = "_rtp_reason"  # attribute of a module that does not rotate: why, as it was when the module was converted
+REASON = "_rtp_reason"  # attribute of a module that does not rotate: the reason at its conversion
 
 SCALAR = "a scalar has no dimension to cut"
 EMULATED = "an emulated ring has no other ranks to shard it over"
@@ -48,20 +48,20 @@ DIVIDED = "attention gathers it, and it rotates in three parts, since query, key
 
 
 def dtypes_of(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """The compute dtype of a parameter of `dtype` under a policy, and the dtype in which its gradient travels."""
+    """Returns, for a parameter of `dtype` under a policy, the compute dtype and that in which its gradient travels."""
     compute = policy.param_dtype or dtype
     return compute, policy.reduce_dtype or (torch.float64 if compute == torch.float64 else torch.float32)
 
 
 def attention_reason(module: nn.MultiheadAttention, key: str) -> str | None:
-    """Why a parameter of attention itself does not rotate; None where it does."""
+    """Returns why a parameter of attention itself does not rotate; None if it does."""
     if key in ("bias_k", "bias_v"):
         return APPENDED
     return DIVIDED if key == "in_proj_bias" and not module._qkv_same_embed_dim else None
 
 
 class Reader:
-    """Reads a model, or the parts of one, that rotates on a ring.
+    """A reader of a model, or of the parts of one, that rotates on a ring.
 
     Attributes:
         ignored: ids of the parameters that are the caller's.
@@ -84,7 +84,7 @@ class Reader:
     # -- modules -----------------------------------------------------------------------------------------------------
 
     def module(self, name: str, part: nn.Module) -> ModulePlan | None:
-        """The plan of a module that has been converted, or stands in a converted model; None where it owns nothing."""
+        """Returns the plan of a converted module, or of one in a converted model; None where it owns no parameters."""
         if id(part) in self.inside:
             return None
         if isinstance(part, Flyweight):
@@ -159,7 +159,8 @@ class Reader:
         return self._still(name, part, REPLICATED, rows, part.mp_policy, layer="whole embedding")
 
     def _plain(self, name: str, part: nn.Module) -> ModulePlan:
-        """A module that no conversion has changed: its parameters are the caller's, or whole on every rank."""
+        """Returns the plan of a module that no conversion has changed: its parameters are ignored, or whole on every
+        rank."""
         several = part.modules() if isinstance(part, nn.MultiheadAttention) else [part]
         beside = any(id(p) in self.ignored for each in several for p in own_parameters(each).values())
         rows = []
@@ -258,7 +259,7 @@ class Reader:
     # -- bundles -----------------------------------------------------------------------------------------------------
 
     def bundles(self) -> list[BundlePlan]:
-        """Of all modules that have been converted."""
+        """The bundles of all converted modules."""
         found = []
         for name, part in self.root.named_modules():
             label = name or plain_class(part).__name__

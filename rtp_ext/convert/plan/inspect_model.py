@@ -57,7 +57,7 @@ def inspect_model(request: Request) -> RotationPlan:
 
 
 class Inspection:
-    """Plans one model. Modules that it does not recognise are gathered; `validate` refuses what cannot be converted."""
+    """The planning of one model. Unknown modules are gathered; `validate` refuses those that cannot be converted."""
 
     def __init__(self, request: Request) -> None:
         self.request, self.facts = request, request.place.facts
@@ -98,8 +98,8 @@ class Inspection:
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def _is_free(self, block: nn.Module, layers: list[nn.Module], what: str) -> bool:
-        """Whether layers can be cut as their block needs it: no other module shares their parameters, and none is
-        ignored, computes by rules of its own or was cut by tensor parallelism."""
+        """Returns whether layers can be sharded as their block requires: no other module shares their parameters, and
+        none is ignored, a tensor subclass with its own rules, or sharded by tensor parallelism."""
         own = [id(parameter) for layer in layers for parameter in layer.parameters()]
         taken = any(others.intersection(own) for others in (self.request.ignored, self.tied, self.extended))
         if taken:
@@ -130,7 +130,7 @@ class Inspection:
         return found
 
     def _heads(self) -> list[tuple[str, str]]:
-        """Names of models that will compute head and loss as one operation, and of their heads."""
+        """Returns the names of models that will compute head and loss as one operation, and of their heads."""
         if self.request.options.loss_head is None:
             return []
         models: list[tuple[str, Any]] = [(name, part) for name, part in self.modules if blocks.causal_model(part)]
@@ -187,7 +187,7 @@ class Inspection:
         return self._rotated(name, part, layer_of(cls), self._cuts(part, cls, by_inputs))
 
     def _cuts(self, part: Any, cls: type, by_inputs: bool) -> dict[str, int]:
-        """The dimension that each parameter is cut along, where it is not the first."""
+        """Returns the dimension along which each parameter is sharded, where it is not the first."""
         if issubclass(cls, RotatedEmbedding):
             # a tied table is also the weight [vocabulary, features] of a head, cut along its outputs
             return {"weight": 0 if id(part.weight) in self.tied else 1}
@@ -334,7 +334,7 @@ class Inspection:
         dtype: torch.dtype,
         over_tensor: Placement | None,
     ) -> tuple[tuple[Placement, ...], int]:
-        """How a parameter will lie on the mesh of parameters, and this rank's bytes of it."""
+        """Returns the placements of a parameter on the mesh of parameters, and this rank's bytes of it."""
         facts, own = self.facts, list(whole)
         if dim is not None:
             own[dim] = shard_sizes(whole[dim], facts.ranks)[facts.rank]

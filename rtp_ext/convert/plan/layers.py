@@ -1,4 +1,4 @@
-"""The rules by which plain modules rotate, are gathered, or stay whole."""
+"""The rules that decide whether plain modules rotate, are gathered, or stay whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rtp_ext.nn import (
 from rtp_ext.parameters.extensions import is_extended
 from rtp_ext.parameters.live import LiveModule
 
-# layer of torch: its rotated class
+# The rotated class of each layer of torch.
 DROP_INS: dict[type[nn.Module], type] = {
     nn.Linear: RotatedLinear,
     nn.Embedding: RotatedEmbedding,
@@ -31,7 +31,7 @@ DROP_INS: dict[type[nn.Module], type] = {
     nn.MultiheadAttention: RotatedMultiheadAttention,
 }
 
-# rotated class: how a plan names the layer; a convolution stands for every operation that is driven from Python
+# The name of each rotated class in a plan; "convolution" covers all operations that are driven from Python.
 _LAYERS: dict[type, str] = {
     RotatedLinear: "linear",
     RotatedEmbedding: "embedding",
@@ -40,44 +40,44 @@ _LAYERS: dict[type, str] = {
 
 
 def drop_in(part: nn.Module) -> type | None:
-    """The rotated class of a layer of torch, or of a subclass that computes like one; None for any other module."""
+    """Returns the rotated class for a layer of torch, or for a subclass that computes like one; else None."""
     return next((rotated for base, rotated in DROP_INS.items() if computes_like(part, base)), None)
 
 
 def layer_of(rotated: type) -> str:
-    """How a plan names layers of a rotated class."""
+    """Returns the name in a plan of layers of a rotated class."""
     return _LAYERS.get(rotated, "convolution")
 
 
 def unlike(part: nn.Module) -> type[nn.Module] | None:
-    """The layer of torch that a module is a subclass of without computing as it does."""
+    """Returns the layer of torch from which a module inherits without computing as that layer does; else None."""
     return next((base for base in DROP_INS if isinstance(part, base)), None)
 
 
 def own_parameters(part: Any) -> dict[str, torch.Tensor]:
-    """The parameters that a module owns itself, by name."""
+    """Returns the parameters that a module owns itself, by name."""
     return {key: parameter for key, parameter in part._parameters.items() if parameter is not None}
 
 
 def tied_parameters(modules: Iterable[tuple[str, nn.Module]]) -> set[int]:
-    """Ids of parameters that more than one module owns."""
+    """Returns the ids of parameters that more than one module owns."""
     owners = Counter(id(parameter) for _, part in modules for parameter in own_parameters(part).values())
     return {parameter for parameter, count in owners.items() if count > 1}
 
 
 def extended_parameters(modules: Iterable[tuple[str, nn.Module]], ignored: Collection[int]) -> set[int]:
-    """Ids of the parameters that are gathered through extensions of their class."""
+    """Returns the ids of the parameters that are gathered through extensions of their class."""
     plain = (part for _, part in modules if not isinstance(part, LiveModule))
     own = (parameter for part in plain for parameter in own_parameters(part).values())
     return {id(parameter) for parameter in own if id(parameter) not in ignored and is_extended(parameter)}
 
 
 def stray_parameters(layer: nn.Module) -> str | None:
-    """Why a layer of weight and bias cannot rotate, such as one with weight_norm or pruning; None if it can."""
+    """Returns why a layer of weight and bias cannot rotate, such as one with weight_norm or pruning; None if it can."""
     stray = layer._parameters.keys() - {"weight", "bias"}
     return f"it has parameters of its own: {', '.join(sorted(stray))}" if stray else None
 
 
 def table_problem(part: nn.Module) -> str | None:
-    """Why the table of an embedding can be neither rotated nor gathered; None if it can, and for other modules."""
+    """Returns why the table of an embedding can be neither rotated nor gathered; None otherwise."""
     return RotatedEmbedding.refusal(part) if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) else None

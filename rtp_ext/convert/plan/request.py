@@ -58,7 +58,7 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """The options among `arguments`, which are by name. An iterator of ignored_params is read once, here."""
+        """Returns the options among `arguments`, by name. Consumes an iterator of ignored_params."""
         given = {each.name: arguments[each.name] for each in fields(cls)}
         ignored = given["ignored_params"]
         if isinstance(ignored, Iterable) and not isinstance(ignored, torch.Tensor):
@@ -67,23 +67,23 @@ class Options:
 
     @property
     def of_ring(self) -> dict[str, Any]:
-        """The options of a Ring among them."""
+        """The options of a Ring among these."""
         names = ("transport", "route", "gradient_route", "gradient_travel", "travel", "timeout")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class Place:
-    """The ranks that a model is to be spread over.
+    """The ranks over which a model is sharded.
 
     Attributes:
         facts: the properties that decide routes and bytes.
-        ring: the ring, where there is one already.
+        ring: the ring, if it exists already.
         tensor_mesh: the mesh of tensor parallelism; None: there is none.
-        tensor: the name of that dimension.
-        has_replicas: whether the mesh of parameters has a dimension of replicas, be it of one.
-        members: equal on places over the same ranks.
-        words: the place in an error message.
+        tensor: the name of the dimension of tensor parallelism.
+        has_replicas: whether the mesh of parameters has a dimension of replicas, even of size one.
+        members: equal for places over the same ranks.
+        words: the description of the place for error messages.
     """
 
     facts: RingFacts
@@ -106,9 +106,9 @@ class Request:
     options: Options
     members: list[nn.Module]
     root: nn.Module  # the one member, or the group of all
-    parts: Parts  # of it, which were converted before
-    ignored: frozenset[int]  # ids of parameters that this call leaves alone
-    not_ours: frozenset[int]  # and of those that calls for the parts left alone
+    parts: Parts  # its parts that were converted before
+    ignored: frozenset[int]  # ids of parameters that this call ignores
+    not_ours: frozenset[int]  # ids of these, and of those that the calls for the parts ignored
     place: Place
     outer: OuterPolicy
     offload: OffloadPolicy
@@ -123,24 +123,24 @@ class Request:
 
     @property
     def keeps_on_host(self) -> bool:
-        """Whether local shards will be in another memory than the device's."""
+        """Whether local shards stay in a memory other than the device's."""
         ring = self.place.ring
         return self.offloads and (self.place.device != "cpu" or (ring is not None and ring.host_memory is not None))
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of the model that have not been converted."""
+        """Yields the modules of the model that have not been converted."""
         return ((name, part) for name, part in self.root.named_modules() if not is_inside(part))
 
 
 def state_in(part: nn.Module) -> RotationState:
-    """The state of a part."""
+    """Returns the state of a part."""
     state = state_of(part)
     assert state is not None, "a part has a state"
     return state
 
 
 def ignored_in(parts: Parts) -> set[int]:
-    """Ids of the parameters that calls for the parts left alone."""
+    """Returns the ids of the parameters that the calls for the parts ignored."""
     found: set[int] = set()
     for _, part in parts:
         names = dict(part.named_parameters(remove_duplicate=False))
@@ -149,7 +149,7 @@ def ignored_in(parts: Parts) -> set[int]:
 
 
 def describe(where: Ring | DeviceMesh) -> str:
-    """A ring or mesh in an error message."""
+    """Returns the description of a ring or mesh for error messages."""
     mesh = where.parameter_mesh if isinstance(where, Ring) else where
     if mesh is None:
         assert isinstance(where, Ring)
@@ -162,7 +162,7 @@ def _words(names: tuple[str, ...] | None, ranks: list[Any]) -> str:
 
 
 def place_of_ring(ring: Ring) -> Place:
-    """The ranks of a ring that exists."""
+    """Returns the place of an existing ring."""
     mesh = ring.parameter_mesh
     if mesh is None:
         members: tuple = ("emulated", ring.device.type, ring.rank, ring.size)
@@ -181,7 +181,7 @@ def place_of_ring(ring: Ring) -> Place:
 
 
 def place_of_grid(grid: RankGrid, options: Options) -> Place:
-    """The ranks of a ring that is to be made."""
+    """Returns the place of a ring that does not exist yet."""
     names = None if grid.tensor_mesh is None else grid.tensor_mesh.mesh_dim_names
     facts = RingFacts.expected(
         grid.device_type,
@@ -204,10 +204,10 @@ def place_of_grid(grid: RankGrid, options: Options) -> Place:
 
 
 def place_alone(ranks: int, rank: int, device: str, options: Options) -> Place:
-    """The place of one of `ranks` that no process group has."""
+    """Returns the place of rank `rank` of `ranks` without a process group."""
     return place_of_grid(RankGrid(device, (ranks,), tuple(range(ranks)), None, (rank,)), options)
 
 
 def names_of(parameters: Collection[int], root: nn.Module) -> set[str]:
-    """All names in a model of parameters that are given by their ids."""
+    """Returns all names in a model of parameters, given their ids."""
     return {name for name, p in root.named_parameters(remove_duplicate=False) if id(p) in parameters}

@@ -20,20 +20,20 @@ ROTATED, GATHERED, REPLICATED, IGNORED = "rotated", "gathered", "replicated", "i
 
 @dataclass(frozen=True)
 class Owned:
-    """A parameter as one module owns it.
+    """A parameter with one module that owns it.
 
     Attributes:
         key: its name in the module.
-        shape: of the whole parameter.
-        ring_shape: before the ring cuts it; smaller than `shape` where tensor parallelism has cut the parameter.
+        shape: the shape of the whole parameter.
+        ring_shape: the shape that the ring shards; smaller than `shape` where tensor parallelism shards the parameter.
         moved: `rotated`, `gathered` (sharded, and gathered while its module uses it), `replicated` (whole on every
-            rank, its gradient averaged) or `ignored` (plain, and the caller's).
-        dim: the dimension that the ring cuts; None: it does not.
-        placements: over the dimensions of the mesh of parameters; empty for plain tensors.
-        held: bytes of this rank.
-        tied_to: the first name of the parameter, where this is not the first.
+            rank, its gradient averaged) or `ignored` (plain, left to the caller).
+        dim: the dimension that the ring shards; None: the ring does not shard it.
+        placements: placements over the dimensions of the mesh of parameters; empty for plain tensors.
+        held: bytes on this rank.
+        tied_to: the first name of the parameter, if this is another one.
         reason: why it does not rotate.
-        sparse: whether its gradient has the rows of the ids that were looked up, and no others.
+        sparse: whether its gradient has only the rows of the ids that were looked up.
     """
 
     key: str
@@ -55,18 +55,18 @@ class ModulePlan:
     """The conversion of one module that owns parameters.
 
     Attributes:
-        name: in the model, the first of `named_modules`.
+        name: its name in the model, the first of `named_modules`.
         kind: the name of its plain class.
-        moved: as in `Owned`, of most of its parameters.
-        layer: how its parameters rotate: `linear`, `embedding`, `convolution`, `attention`, `experts`, `head`; None
-            where they do not, but `whole embedding` for tables that stay whole.
+        moved: as in `Owned`, for most of its parameters.
+        layer: the kind of rotation: `linear`, `embedding`, `convolution`, `attention`, `experts`, `head`; None for
+            modules that do not rotate, but `whole embedding` for tables that stay whole.
         transposed: whether a linear layer's weight is stored as [in_features, out_features].
-        style: how tensor parallelism has cut it before: `colwise`, `rowwise`, `replicated`; None: not.
-        compute_dtype, reduce_dtype: of computes with shards, and of gradients that travel.
-        in_place: whether its local shards themselves are to travel.
+        style: the style of tensor parallelism: `colwise`, `rowwise`, `replicated`; None: without.
+        compute_dtype, reduce_dtype: the dtypes of computes with shards, and of gradients that travel.
+        in_place: whether the local shards themselves travel.
         reason: why it does not rotate.
-        notice: the warning to log: `refused`, or `unlike` the layer that it is a subclass of; None: no warning.
-        is_new: whether this conversion is to change it.
+        notice: the warning to log: `refused`, or `unlike` its base class, a layer of torch; None: no warning.
+        is_new: whether this conversion changes it.
     """
 
     name: str
@@ -96,8 +96,8 @@ class ModulePlan:
 class BundlePlan:
     """Linear layers of one module that rotate together.
 
-    kind: `mlp` or `shared input`. name: of the module. paths: of the layers below it. layers: their names in the model.
-    recompute: of an MLP, it keeps no hidden value for backward. block: of an MLP that is to be bundled, how.
+    kind: `mlp` or `shared input`. name: the module's name. paths: the layers' names in the module. layers: their names
+    in the model. recompute: an MLP keeps no hidden value for backward. block: the kind of a new MLP's block.
     """
 
     kind: str
@@ -118,21 +118,21 @@ class ParameterPlan:
     """One row of a plan: a parameter under one of its names.
 
     Attributes:
-        name: in the model.
-        shape, dtype, trained: of the whole parameter; whether it requires a gradient.
-        tied_to: its first name, where this is another one.
+        name: its name in the model.
+        shape, dtype, trained: shape and dtype of the whole parameter; whether it requires a gradient.
+        tied_to: its first name, if this is another one.
         module, module_class: the owner under this name.
         moved: `rotated`, `gathered`, `replicated` or `ignored`.
-        bundle: the operation that moves it, with the layers that travel together; None where it does not rotate.
-        placements: over the mesh of parameters.
-        cut: the dimension that the ring cuts, and the sizes of all ranks' shards along it; None, ().
-        route, gradient_route: of weights and of gradients: `ring`, `direct`, `two-level`, `gather`;
-            `chain`, `direct`; of parameters that do not rotate `all-gather` and `all-reduce`. None: nothing is sent.
+        bundle: the operation that moves it, with the layers that travel together; None if it does not rotate.
+        placements: its placements over the mesh of parameters.
+        cut: the dimension that the ring shards, and the sizes of all ranks' shards along it; None, ().
+        route, gradient_route: the routes of weights (`ring`, `direct`, `two-level`, `gather`) and of gradients
+            (`chain`, `direct`); `all-gather` and `all-reduce` for parameters that do not rotate. None: not sent.
         travel, reduce: dtypes in which weights and gradients travel.
-        held_bytes: of this rank.
-        forward_bytes, backward_bytes, gradient_bytes: sent by hops of this rank in a step: weights in forward, weights
-            in backward, gradients. `Ring.bytes_sent` counts them.
-        collective_bytes: sent by collectives of this rank in a step, if these go around a ring; None: not known before.
+        held_bytes: bytes on this rank.
+        forward_bytes, backward_bytes, gradient_bytes: bytes that hops of this rank send in a step: weights in forward,
+            weights in backward, gradients. `Ring.bytes_sent` counts them.
+        collective_bytes: bytes that ring collectives of this rank send in a step; None: not known in advance.
         reason: why it does not rotate.
     """
 
@@ -161,7 +161,7 @@ class ParameterPlan:
 
     @property
     def sent_bytes(self) -> int:
-        """By hops."""
+        """Bytes that hops send."""
         return self.forward_bytes + self.backward_bytes + self.gradient_bytes
 
 
@@ -176,8 +176,8 @@ class RotationPlan:
 
     Attributes:
         ring: the properties that decide routes and bytes.
-        modules: that own parameters, in the order of `named_modules`.
-        bundles: layers that rotate together.
+        modules: the modules that own parameters, in the order of `named_modules`.
+        bundles: the layers that rotate together.
         fused: names of models that compute vocabulary head and loss as one operation.
         kind: the class of the model.
         notes: further lines for the log, one for each module.
@@ -223,7 +223,7 @@ class RotationPlan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan in values that JSON has."""
+        """Returns the plan in values for JSON."""
         facts = {key: value for key, value in dataclasses.asdict(self.ring).items() if key != "gradients"}
         facts |= {"gradient_route": self.ring.gradients.route, "gradient_travel": self.ring.gradients.travel}
         return {
@@ -239,7 +239,7 @@ class RotationPlan:
     # -- operations --------------------------------------------------------------------------------------------------
 
     def _operations(self) -> Iterator[tuple[str, Passes, list[tuple[ModulePlan, Owned, Shards]]]]:
-        """Everything that rotates: its title, how, and the parameters that travel together."""
+        """Yields all rotated operations: title, kind of rotation, and the parameters that travel together."""
         together = {layer: bundle for bundle in self.bundles for layer in bundle.layers}
         modules = {module.name: module for module in self.modules}
         for bundle in self.bundles:
@@ -276,7 +276,7 @@ class RotationPlan:
             dtypes = module.compute_dtype, module.reduce_dtype
             collective = gathered_traffic(owned.ring_shape, owned.dim, *dtypes, owned.trained, ranks).total
             if owned.sparse:
-                collective = None  # it follows from the ids of all ranks
+                collective = None  # depends on the ids of all ranks
         if not owned.trained:
             gradient_route = reduce = None
         name = f"{module.name}.{owned.key}" if module.name else owned.key
@@ -308,7 +308,7 @@ class RotationPlan:
 
 
 def _kind_of(module: ModulePlan) -> str:
-    """The kind of rotation of a layer on its own, as `Passes` names it."""
+    """Returns the kind of rotation of a single layer, as in `Passes`."""
     if module.layer == "attention":
         return "linear"
     if module.layer == "linear":
@@ -330,12 +330,12 @@ def _passes(module: ModulePlan, kind: str, name: str) -> Passes:
 
 
 def _members(module: ModulePlan) -> list[tuple[ModulePlan, Owned, Shards]]:
-    """The parameters of a module that travel with its rotation."""
+    """Returns the parameters of a module that travel with its rotation."""
     dims = 3 if module.layer == "experts" else 2
     found = []
     for owned in module.parameters:
         if module.layer == "attention" and owned.moved != ROTATED:
-            if owned.key == "in_proj_bias":  # gathered, and then cut as the three weights that it goes with
+            if owned.key == "in_proj_bias":  # gathered, then split like the three weights that it belongs to
                 part = Shards((owned.shape[0] // 3,), 0, True, owned.trained)
                 found += [(module, owned, part)] * 3
             continue

@@ -22,8 +22,8 @@ _RIGHT = {"held", "sent", "by collectives"}
 
 
 def table(kind: str, ring: Any, rows: Sequence[Any], totals: dict[str, int]) -> str:
-    """The rows of a plan under a head line, with totals and reasons. Rows of layers that are alike are one line, with a
-    star for the number of the layer, their count and the sums of their bytes.
+    """Returns the rows of a plan under a head line, with totals and reasons. Rows of equal layers become one line, with
+    a star for the number of the layer, their count and the sums of their bytes.
 
     ring: RingFacts. rows: ParameterPlan. totals: bytes by name.
     """
@@ -66,7 +66,7 @@ def _title(kind: str, ring: Any, rows: Sequence[Any]) -> str:
 
 
 def _alike(rows: Sequence[Any]) -> list[list[Any]]:
-    """Rows that differ in numbers within names alone, such as those of the layers of a transformer, together."""
+    """Groups rows that differ only in numbers within names, such as those of the layers of a transformer."""
     found: dict[tuple, list[Any]] = {}
     for row in rows:
         form = (
@@ -84,7 +84,7 @@ def _without_numbers(name: str) -> str:
 
 
 def _looks(row: Any) -> tuple[str, ...]:
-    """The cells of a row that are no names and no bytes."""
+    """Returns the cells of a row other than names and bytes."""
     travels = row.travel or "-"
     if row.reduce is not None and row.reduce != row.travel:
         travels = f"{travels}, gradients {row.reduce}"
@@ -94,7 +94,7 @@ def _looks(row: Any) -> tuple[str, ...]:
 
 
 def _cells(rows: Sequence[Any]) -> list[str]:
-    """One line for rows that are alike: bytes are their sums."""
+    """Returns one line for a group of rows, with the sums of their bytes."""
     row, count = rows[0], len(rows)
     shown: Callable[[str], str] = str if count == 1 else _without_numbers
     name = shown(row.name) if row.tied_to is None else f"{shown(row.name)} = {shown(row.tied_to)}"
@@ -114,7 +114,7 @@ def _cells(rows: Sequence[Any]) -> list[str]:
 
 
 def _sizes(sizes: Sequence[int]) -> str:
-    """5+5+5+2 as 3x5+2."""
+    """Formats sizes: 5+5+5+2 as 3x5+2."""
     parts: list[str] = []
     for size in dict.fromkeys(sizes):
         count = list(sizes).count(size)
@@ -128,7 +128,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _bytes(count: int) -> str:
-    """In the largest unit that leaves at least 1, exact below 10 KiB."""
+    """Formats a count in the largest unit that leaves at least 1, exact below 10 KiB."""
     if count < 10_240:
         return f"{count} B"
     size, unit = count / 1024, "KiB"

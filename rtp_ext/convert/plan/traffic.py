@@ -1,7 +1,7 @@
 """Bytes that one rank sends in a training step, counted from the engine's own schedules.
 
 A training step is one forward and one backward of every rotated operation. The rules are those of csrc/ops: which
-parameters of an operation travel in which pass, in which dtype, and where shards above the slot cap are cut.
+parameters of an operation travel in which pass, in which dtype, and how shards above the slot cap are split.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from rtp_ext._native import SLOT_CAP, shard_sizes
 from rtp_ext.ring import Ring
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 
-BUNDLES = ("mlp", "experts", "head", "flyweight")  # their weight gradients need what their input gradients compute
-_ALIGNMENT = 16  # bytes, of a parameter in the flat buffer of a gather; see rtp_ext.parameters.gather
+BUNDLES = ("mlp", "experts", "head", "flyweight")  # their weight gradients need results of their input gradients
+_ALIGNMENT = 16  # bytes; alignment of a parameter in the flat buffer of a gather, see rtp_ext.parameters.gather
 
 
 @dataclass(frozen=True)
 class RingFacts:
-    """The properties of a ring that routes and bytes follow from.
+    """The properties of a ring that decide routes and bytes.
 
     Attributes:
         ranks, rank: R, and the rank whose bytes are counted.
-        replicas, replica: rings that hold the same shards, and which of them this rank is in.
+        replicas, replica: the number of rings that hold the same shards, and the index of this rank's ring.
         tensor_ranks: ranks of tensor parallelism; 1: there is none.
         device: type of the device.
-        emulated: whether one process stands for the ring.
+        emulated: whether one process emulates the ring.
         hop_route: `ring`, `direct` or `two-level`.
         gathers: whether linear layers gather the whole weight (route `gather`).
-        hosts: that take part; schedules of route two-level need it.
+        hosts: the number of hosts; schedules of route two-level need it.
         gradients: their route, and the dtype in which they travel.
         travel: the dtype in which weights travel; None: the compute dtype.
         gradient_halves: whether gradients of linear layers travel in two halves.
         slot_cap: bytes; larger shards of single layers travel in chunks. 0: no cap.
         receives_anywhere: whether hops can land outside slots, so that local shards can travel in place.
-        layer_routes: (name, route, halves) of layers that the ring routes otherwise than all others.
+        layer_routes: (name, route, halves) of layers whose route differs from that of the ring.
         assumed: whether no ring exists yet: routes are those of ranks on one host.
     """
 
@@ -65,7 +65,7 @@ class RingFacts:
 
     @classmethod
     def of(cls, ring: Ring) -> RingFacts:
-        """The facts of a ring that exists. No communication."""
+        """Returns the facts of an existing ring. No communication."""
         halves = bool(ring.gate.gradient_halves)
         usual = ("gather" if ring.gate.gathers else ring.hop_route, halves and not ring.gate.gathers)
         routes = {name: (plan.route, plan.halves) for name, plan in ring.gate.plans.items()}
@@ -104,7 +104,7 @@ class RingFacts:
         gradient_travel: str | None = None,
         travel: str | None = None,
     ) -> RingFacts:
-        """The facts of the ring that such options make of ranks on one host. No communication."""
+        """Returns the facts of a new ring with these options, with all ranks on one host. No communication."""
         if transport == "auto":
             transport = "shm" if device == "cpu" else "ce"
         everywhere = transport in ("shm", "ce") or (device == "cuda" and transport.startswith("nccl"))
@@ -136,8 +136,8 @@ class RingFacts:
         )
 
     def route_of(self, name: str, planned: bool) -> tuple[str, bool]:
-        """The route of an operation, and whether its gradients travel in halves. `planned`: the route planner decides
-        on it."""
+        """Returns the route of an operation, and whether its gradients travel in halves. `planned`: the route planner
+        decides on it."""
         if not planned:
             return self.hop_route, False
         for layer, route, halves in self.layer_routes:
@@ -158,15 +158,16 @@ def _receives_anywhere(transport: str) -> bool:
 
 @dataclass(frozen=True)
 class Shards:
-    """A parameter as an operation moves it: its shape before the ring cuts it along `dim`."""
+    """A parameter that an operation moves: its shape, which the ring shards along `dim`."""
 
     shape: tuple[int, ...]
     dim: int
-    is_bias: bool  # it never travels in fewer bits than it is computed with
+    is_bias: bool  # a bias always travels in the compute dtype
     trained: bool
 
     def elements(self, owner: int, ranks: int, chunk: int = 0, rows: int = 0, half: int = 0) -> int:
-        """Numbers of the shard of `owner`; of a chunk of at most `rows` of its rows, and of a half of that (1, 2)."""
+        """Returns the count of numbers in the shard of `owner`, in a chunk of at most `rows` of its rows, or in a half
+        of that (1, 2)."""
         shape = [*self.shape]
         shape[self.dim] = _sizes(shape[self.dim], ranks)[owner]
         if rows:
@@ -179,9 +180,9 @@ class Shards:
 
 @dataclass(frozen=True)
 class Passes:
-    """How an operation rotates.
+    """The rotation of an operation.
 
-    kind: `linear` (one layer or several, cut along outputs), `partial linear` (one, cut along inputs), `embedding`,
+    kind: `linear` (one layer or several, sharded along outputs), `partial linear` (one, along inputs), `embedding`,
     `convolution` (any operation whose passes are driven from Python), `mlp`, `experts`, `head` or `flyweight`.
     """
 
@@ -213,7 +214,7 @@ class Traffic:
 
 
 def rotation_traffic(passes: Passes, shards: Sequence[Shards], facts: RingFacts) -> list[Traffic]:
-    """The traffic of each parameter of one operation. Its input requires a gradient, unless it is an embedding."""
+    """Returns the traffic of each parameter of one operation. Its input requires a gradient, except for embeddings."""
     route, halves = facts.route_of(passes.name, passes.is_planned)
     count, rows = _chunks(passes, shards, route, facts)
     alone = count == 1
@@ -271,8 +272,8 @@ def gathered_traffic(
     trained: bool,
     ranks: int,
 ) -> Traffic:
-    """Bytes that collectives send for a parameter that is gathered in forward and reduced in backward. Ring algorithms
-    are assumed: an all-gather of aligned shards of equal size, and an all-reduce of the whole."""
+    """Returns the bytes that collectives send for a parameter that is gathered in forward and reduced in backward, with
+    ring algorithms: an all-gather of aligned shards of equal size, and an all-reduce of the whole."""
     gathered = 0
     if dim is not None:
         largest = Shards(tuple(shape), dim, True, trained).elements(0, ranks) * compute_dtype.itemsize
@@ -282,7 +283,7 @@ def gathered_traffic(
 
 
 def _chunks(passes: Passes, shards: Sequence[Shards], route: str, facts: RingFacts) -> tuple[int, int]:
-    """In how many chunks the shards travel, and the rows of the largest."""
+    """Returns the number of chunks in which the shards travel, and the rows of the largest."""
     capped = passes.kind in ("linear", "head") and sum(not each.is_bias for each in shards) == 1
     if not (capped or passes.kind == "embedding") or passes.transposed:
         return 1, 0
@@ -304,7 +305,7 @@ def _sizes(extent: int, ranks: int) -> list[int]:
 
 @functools.lru_cache(maxsize=1024)
 def _hops(ranks: int, rank: int, channel: str, **options: object) -> Counter[tuple[int, int]]:
-    """How often one pass of this rank sends the shard of an owner: by owner, and half (0: whole, 1, 2)."""
+    """Counts how often one pass of this rank sends the shard of an owner: by owner, and half (0: whole, 1, 2)."""
     schedule = _native.make_schedule(ranks, rank, **options)
     return Counter(
         (step.send_owner, step.half) for step in schedule.steps if step.action == "hop" and step.channel == channel

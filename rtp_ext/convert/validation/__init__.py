@@ -1,4 +1,4 @@
-"""The second phase of a conversion: every refusal, before a ring is made or anything is changed."""
+"""The second phase of a conversion: all refusals, before a ring is created or a module is changed."""
 
 from rtp_ext.convert.validation.call import read_call
 from rtp_ext.convert.validation.model import validate

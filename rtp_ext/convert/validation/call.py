@@ -35,11 +35,11 @@ from rtp_ext.ring.mesh import lay_out_ranks
 
 
 def read_call(given: Any, options: Options, alone: Place | None = None) -> Request:
-    """The call of fully_rotate with a module or a list of them. Changes nothing, and sends nothing.
+    """Reads a call of fully_rotate with a module or a list of them. Changes nothing, and sends nothing.
 
-    `alone`: the ranks to plan for where no process group has them.
+    `alone`: the ranks to plan for, without a process group.
 
-    Raises TypeError, ValueError and RotationError as `fully_rotate` says, where the arguments do not go together or do
+    Raises TypeError, ValueError and RotationError as `fully_rotate` does, where the arguments cannot be combined or do
     not fit the model and its parts.
     """
     members = _members_of(given)
@@ -93,7 +93,7 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
 
 
 def _members_of(given: Any) -> list[nn.Module]:
-    """The modules that fully_rotate is called with: one, or those of a list."""
+    """Returns the modules in the argument of fully_rotate: one, or those of a list."""
     if isinstance(given, nn.Module):
         return [given]
     if not isinstance(given, (list, tuple)):
@@ -122,8 +122,8 @@ def _members_of(given: Any) -> list[nn.Module]:
 
 
 def _parts_of(members: list[nn.Module], root: nn.Module) -> Parts:
-    """The outermost modules in the members of `root` that were converted before, by name. Raises ConversionError where
-    a member was."""
+    """Returns the outermost modules in the members of `root` that were converted before, by name. Raises
+    ConversionError where a member itself was."""
     for member in members:
         if is_inside(member):
             how = "already was" if state_of(member) is not None else "is a part of one that already was"
@@ -154,7 +154,7 @@ def _refuse_uninitialized(root: nn.Module, ignored: Collection[int]) -> None:
 
 
 def _tensor_dimension(root: nn.Module, options: Options, ignored: frozenset[int]) -> str | None:
-    """The name of the dimension of tensor parallelism. Raises ValueError where there are several."""
+    """Returns the name of the dimension of tensor parallelism. Raises ValueError where there are several."""
     if not isinstance(options.mesh, DeviceMesh) or not isinstance(options.dims, RotationDims):
         return None
     found = tensor_dimensions(root, options.mesh, options.dims, ignored)
@@ -165,7 +165,7 @@ def _tensor_dimension(root: nn.Module, options: Options, ignored: frozenset[int]
 
 
 def _place_of(options: Options, parts: Parts, tensor: str | None) -> Place:
-    """The ranks of the ring that a model gets: of the ring of its first part, where it has parts.
+    """Returns the ranks of the ring for a model: those of the ring of its first part, if it has parts.
 
     Raises ValueError for parts over other ranks than `mesh`, on another ring than a given one, or on rings that differ
     in their options.
@@ -221,7 +221,7 @@ def _options(ring: Ring) -> dict[str, Any]:
 
 
 def _check_options(ring: Ring, transport: str, route: str, timeout: float | datetime.timedelta | None) -> None:
-    """Raises ValueError where a model asks for something else than the ring of its parts has; None: for nothing."""
+    """Raises ValueError where the options of a model differ from those of the ring of its parts; None accepts any."""
     if isinstance(timeout, (int, float)):
         timeout = datetime.timedelta(seconds=timeout)
     for what, asked, actual in (
@@ -236,7 +236,7 @@ def _check_options(ring: Ring, transport: str, route: str, timeout: float | date
 
 
 def _check_travels(ring: Ring, travel: str | None, gradient_route: str, gradient_travel: str | None) -> None:
-    """The same for the dtypes and routes of weights and gradients; None and `auto` accept those of the ring."""
+    """Does the same for the dtypes and routes of weights and gradients; None and `auto` accept those of the ring."""
     check_requested(gradient_route, gradient_travel, ring.hop_route, ring.gate.gradient_halves)
     requested = {"travel": travel, "gradient_route": gradient_route, "gradient_travel": gradient_travel}
     for what, asked in requested.items():
@@ -249,7 +249,7 @@ def _check_travels(ring: Ring, travel: str | None, gradient_route: str, gradient
 
 
 def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Place) -> OuterPolicy:
-    """The outer policy that a model gets: the given one, the one of its first part, or a new one."""
+    """Returns the outer policy for a model: the given one, the one of its first part, or a new one."""
     if outer is not None and not isinstance(outer, OuterPolicy):
         raise TypeError(f"fully_rotate: expected outer to be a policy of rtp_ext.outer, got {outer!r:.100}")
     if outer is not None and not place.has_replicas:
@@ -276,15 +276,15 @@ def _policy_of(outer: OuterPolicy | None, parts: Parts, place: Place) -> OuterPo
     if place.tensor_mesh is not None and not policy.allows_tensor_parallel:
         raise ValueError(
             f"fully_rotate: {type(policy).__name__} cannot be combined with tensor parallelism (over "
-            f"{place.tensor_mesh.mesh_dim_names}), of whose parts it knows nothing: expected outer=outer.AllReduce(), "
+            f"{place.tensor_mesh.mesh_dim_names}), which it does not support: expected outer=outer.AllReduce(), "
             "or a model that parallelize_module has not cut"
         )
     return policy
 
 
 def _offload_of(given: OffloadPolicy | None, place: Place) -> OffloadPolicy:
-    """The offload policy: the requested one, or that of the other models of the ring. Raises TypeError
-    for other objects, ValueError where the ring has another policy."""
+    """Returns the offload policy: the requested one, or that of the other models of the ring. Raises TypeError for
+    other objects, ValueError where the ring has another policy."""
     if given is not None and type(given) not in (OffloadPolicy, CPUOffloadPolicy):
         raise TypeError(
             "fully_rotate: expected offload_policy to be a CPUOffloadPolicy or OffloadPolicy of "

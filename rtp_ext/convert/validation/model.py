@@ -175,7 +175,7 @@ def _not_with_extended(request: Request) -> str | None:
 
 
 def _check_tables(request: Request, modules: list[tuple[str, nn.Module]]) -> None:
-    """Gathered copies of a table lose the writes and counts of such embeddings."""
+    """Raises ValueError for embeddings whose writes and counts a gathered copy of their table would lose."""
     extended = extended_parameters(modules, request.ignored)
     inside = {id(part) for _, f in modules if isinstance(f, Flyweight) for part in f.modules()}
     for name, part in modules:
@@ -193,7 +193,7 @@ def _check_tables(request: Request, modules: list[tuple[str, nn.Module]]) -> Non
 
 
 def _check_ties(request: Request, modules: list[tuple[str, Any]]) -> None:
-    """A parameter cannot stay whole for one of its owners and be sharded for another."""
+    """Raises ValueError where a parameter would stay whole for one of its owners and be sharded for another."""
     whole: dict[int, str] = {}
     sharded: dict[int, str] = {}
     for name, part in modules:

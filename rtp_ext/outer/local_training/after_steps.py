@@ -41,7 +41,7 @@ from rtp_ext.outer.local_training.replica_dim import (
 from rtp_ext.outer.policy import Unit
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
-from rtp_ext.ring.dtensor_parameters import follow
+from rtp_ext.ring.dtensor_parameters import register_mesh
 
 
 class AfterSteps(Means):
@@ -100,7 +100,7 @@ class AfterSteps(Means):
     def handle_gradients(self, root: nn.Module) -> None:
         super().handle_gradients(root)
         if self.acts:
-            follow(self._ring_mesh, 1, False)
+            register_mesh(self._ring_mesh, 1, False)
             for _, parameter in self._handled():
                 place_on_ring(parameter, self._ring_mesh)
                 if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""A ring as autograd sees it: refused transforms, double backward, delivery of gradients, operands that are memory."""
+"""The ring's rules for autograd: refused transforms, double backward, delivery of gradients, checks of operands."""
 
 from rtp_ext.ring.autograd.double_backward import first_order_only, wanted
 from rtp_ext.ring.autograd.gradient_delivery import (

@@ -12,7 +12,7 @@ from rtp_ext.ring.autograd.transforms import unseen
 
 
 class _FirstOrder(torch.autograd.Function):
-    """Gradients that depend on tensors in a way that autograd cannot follow: a backward through them raises."""
+    """Identity on gradients that rotated operations cannot differentiate again: its backward raises."""
 
     @staticmethod
     def forward(ctx, name: str, count: int, *tensors: torch.Tensor):
@@ -30,9 +30,9 @@ class _FirstOrder(torch.autograd.Function):
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward of an autograd Function whose results cannot be differentiated again.
 
-    torch's once_differentiable looks at the incoming gradients alone; results depend on what was saved, which the
-    backward leaves in `ctx.unpacked`, and on the parameters of `ctx.call` as well. A later backward through any of them
-    raises RuntimeError and is never cut short.
+    torch's once_differentiable considers the incoming gradients alone; results also depend on the saved tensors, which
+    the backward leaves in `ctx.unpacked`, and on the parameters of `ctx.call`. A later backward through any of them
+    raises RuntimeError and never stops silently.
     """
 
     @unseen
@@ -58,14 +58,14 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wanted(ctx: Any) -> tuple[bool, ...]:
-    """Of which arguments of an autograd Function this backward wants gradients: what `ctx.needs_input_grad` says, less
-    what the engine will not follow.
+    """Returns for each argument of an autograd Function whether the running backward computes its gradient: where
+    `ctx.needs_input_grad` is set and the engine executes the argument's node.
 
     Zero-bubble pipelines, and torch.autograd.grad of some tensors, run a backward for inputs alone or parameters alone,
-    of which `needs_input_grad` knows nothing. In a backward only, and for Functions that take inputs before parameters.
+    which `needs_input_grad` does not show. Valid in a backward only, for Functions that take inputs before parameters.
     """
-    nodes = [node for node, _ in ctx.next_functions if node is not None]  # of the arguments that need a gradient
-    if not nodes:  # an operator of a graph, which is made for what it returns
+    nodes = [node for node, _ in ctx.next_functions if node is not None]  # one for each argument with a gradient
+    if not nodes:  # an operator of a compiled graph, which uses all of its results
         return ctx.needs_input_grad
     executed = [_will_be_executed(node) for node in nodes]
     call = getattr(ctx, "call", None)
@@ -79,7 +79,7 @@ def _will_be_executed(node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError as error:
-        # It tells all but the leaves whose gradients torch.autograd.grad was asked for: those it refuses to tell.
+        # torch raises for the leaves that are inputs of torch.autograd.grad, which the engine does execute.
         if "A leaf node was passed" not in str(error):
             raise
         return True

@@ -24,34 +24,34 @@ class GradientHandler(Protocol):
     """Reduces the gradients of one parameter for an outer policy."""
 
     def reduce(self, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Called in backward with this rank's gradient of the parameter, averaged over the ring, which is the policy's
-        to write to; None where nobody on the ring used it. Returns what goes on to the parameter now, if anything: laid
-        out as the parameter is, or a DTensor."""
+        """Reduces, in backward, this rank's gradient of the parameter, averaged over the ring, which the policy may
+        write to; None where no rank of the ring used the parameter. Returns the gradient that the parameter receives
+        now: with the layout of the parameter, or a DTensor; None for no gradient now."""
         ...
 
     def local(self, parameter: DTensor) -> torch.Tensor:
-        """This rank's shard, which rotates. Outside forwards and backwards of its model it may be collective over the
-        replicas."""
+        """Returns this rank's shard, which rotates. Outside forwards and backwards of its model it may be collective
+        over the replicas."""
         ...
 
     @property
     def alone(self) -> bool:
-        """Whether no replica has a part in its gradients."""
+        """Whether gradients are not combined with those of replicas."""
         ...
 
     @property
     def ring(self) -> Any:
-        """The Ring of the parameter, which reports failures of collectives; None before it is known."""
+        """The Ring of the parameter, which reports failures of collectives; None before it is set."""
         ...
 
 
 def gradient_handler_of(parameter: DTensor) -> GradientHandler | None:
-    """The gradient handler of a parameter; None where no outer policy has it."""
+    """Returns the gradient handler of a parameter; None where it belongs to no outer policy."""
     return parameter.__dict__.get(GRADIENT_HANDLER)
 
 
 def offloaded_shard_of(parameter: torch.Tensor) -> Any:
-    """The OffloadedShard (rtp_ext.ring.offload) of a parameter; None where its shard is on the device."""
+    """Returns the OffloadedShard (rtp_ext.ring.offload) of a parameter; None where its shard is on the device."""
     return parameter.__dict__.get(OFFLOADED)
 
 
@@ -60,8 +60,8 @@ def run_collective(
 ) -> None:
     """Runs a torch.distributed collective over ranks of the mesh of a parameter.
 
-    Its failure ends the ring of the parameter, whose failure report says which rank failed: the ring of its handler,
-    else a live ring that was made for this mesh. Without any ring the error of torch stays.
+    A failure ends the ring of the handler, else the newest live ring on this mesh, and the ring's failure report names
+    the rank that failed. Without a live ring torch's error is raised.
     """
     ring = None if handler is None else handler.ring
     if ring is None or not ring.alive:
@@ -73,16 +73,16 @@ def run_collective(
 
 
 def save_delivery(ctx: Any, parameter: DTensor) -> None:
-    """In the forward of a function whose backward calls `deliver_gradient`."""
+    """Saves on `ctx`, in a forward, the fields that `deliver_gradient` uses in the backward."""
     ctx.spec, ctx.handler, ctx.kept = parameter._spec, gradient_handler_of(parameter), offloaded_shard_of(parameter)
 
 
 def deliver_gradient(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The gradient of a parameter as a DTensor, of this rank's part of it: in the backward of a function that called
-    `save_delivery`. None where it is delivered at the end of the backward, by a policy or from the host.
+    """Returns the gradient of a parameter as a DTensor, given this rank's part of it, in the backward of a function
+    that called `save_delivery`. None where a policy or the host delivers it at the end of the backward.
 
-    Raises RotationError where replicas hold the parameter and nobody would bring its gradients together; ValueError
-    where ranks of tensor parallelism, which each have a copy of it, have different gradients.
+    Raises RotationError where replicas hold the parameter and no policy combines its gradients; ValueError where ranks
+    of tensor parallelism, which each have a copy of the parameter, have different gradients.
     """
     mesh = ctx.spec.mesh
     role = role_of(mesh)
@@ -101,7 +101,7 @@ def deliver_gradient(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | 
         return gradient
     gradient = gradient.detach().contiguous()
     if ctx.kept is not None:
-        # Waited for where somebody reads it before the backward ends, or as soon as it does.
+        # A gradient that is read within the backward has to be on the host now; any other is delivered at its end.
         if parameter is not None and (ctx.handler is None or ctx.handler.alone) and not read_within(ctx, parameter):
             ctx.kept.deliver(parameter, gradient, functools.partial(as_gradient, spec=ctx.spec))
             return None
@@ -110,26 +110,27 @@ def deliver_gradient(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | 
 
 
 def read_within(ctx: Any, parameter: torch.Tensor) -> bool:
-    """Whether the backward that runs hands on the gradient of a parameter to somebody: the user, who asked for it with
-    torch.autograd.grad, a graph of this backward, or a hook."""
+    """Returns whether the gradient of a parameter has a reader within the running backward: torch.autograd.grad, a
+    graph of this backward, or a hook."""
     return ctx.create_graph or hooked(parameter) or not accumulates(ctx.next_functions[0][0])
 
 
 def hooked(parameter: Any) -> bool:
-    """Whether a hook sees the gradient of a parameter."""
+    """Returns whether the gradient of a parameter has a hook."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def accumulates(node: Any) -> bool:
-    """Whether the backward that runs adds to the gradient of a leaf, and does not just return what it would add."""
+    """Returns whether the running backward accumulates into the .grad of a leaf; False where torch.autograd.grad
+    returns the gradient instead."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch's answer for torch.autograd.grad
+    except RuntimeError:  # torch raises this under torch.autograd.grad
         return False
 
 
 def as_gradient(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """A DTensor laid out as a parameter is, which may be of another dtype."""
+    """Returns `local` as a DTensor with the layout `spec` of a parameter; the dtype may differ."""
     meta = spec.tensor_meta
     if meta is not None and meta.dtype != local.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
@@ -137,20 +138,21 @@ def as_gradient(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def as_parameter(data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """What `nn.Parameter` makes of a tensor. That detaches it: a DTensor asks its rules then, 5 ms for each shape."""
+    """Returns `nn.Parameter(data)`, without its detach, for which DTensor evaluates sharding rules: 5 ms for each
+    shape."""
     if not isinstance(data, DTensor):
         return nn.Parameter(data, requires_grad=requires_grad)
-    # The shard is no view: aliases of a view would not have the version that it shares with its parameter.
+    # The shard must not be a view: an alias of a view does not have the version counter of its parameter.
     made = as_gradient(data._local_tensor.data, data._spec)
     made._is_param = True  # type: ignore[attr-defined]
     return cast(nn.Parameter, made.requires_grad_(requires_grad))
 
 
-_WIDE = "_rtp_wide"  # attribute of a rounded gradient: what it was rounded from, and its version then
+_WIDE = "_rtp_wide"  # attribute of a rounded gradient: the gradient before rounding, and its version at that time
 
 
 def rounded(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A gradient in the dtype that autograd wants of it. `unrounded` finds what it was."""
+    """Returns a gradient in the dtype that autograd expects. `unrounded` returns it without the rounding."""
     result = gradient.to(dtype)
     if dtype.itemsize < gradient.dtype.itemsize:
         setattr(result, _WIDE, (gradient, result._version))
@@ -158,7 +160,7 @@ def rounded(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def unrounded(gradient: torch.Tensor) -> torch.Tensor:
-    """What a gradient was before it was rounded, in float32 at least: many may be added up."""
+    """Returns a gradient as it was before `rounded`, in float32 at least, for sums of many."""
     wide, version = getattr(gradient, _WIDE, (None, None))
     if wide is not None and version == gradient._version:  # autograd has added nothing to it
         return wide

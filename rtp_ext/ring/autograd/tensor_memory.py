@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-_OWN_RULES: Any = torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]  # what classes without any have
+_OWN_RULES: Any = torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]  # of classes that define none
 
 
 def holds_memory(kind: type[torch.Tensor]) -> bool:
-    """Whether tensors of a class are memory that native code can read. A class with a `__torch_dispatch__` of its own
-    is a wrapper around other tensors (quantized weights, DTensor, fake tensors), whose address is 0."""
+    """Returns whether tensors of a class are memory that native code can read. A class with its own
+    `__torch_dispatch__` wraps other tensors (quantized weights, DTensor, fake tensors), and has the address 0."""
     return kind.__torch_dispatch__ is _OWN_RULES
 
 
-# How functions of torch treat the classes of torch, and subclasses that say nothing of it.
+# `__torch_function__` of torch's own classes, and of subclasses that do not override it.
 _OWN_FUNCTIONS: Any = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 
 
 def computes_plainly(kind: type[torch.Tensor]) -> bool:
-    """Whether tensors of a class are memory, and every function of torch computes with them by torch's own rules."""
+    """Returns whether tensors of a class are memory, and all functions of torch apply torch's own rules to them."""
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return True
     function: Any = kind.__torch_function__
@@ -30,8 +30,8 @@ def computes_plainly(kind: type[torch.Tensor]) -> bool:
 
 
 def expect_memory(operation: str, values: Sequence[Any]) -> Sequence[Any]:
-    """`values`, in which what functional collectives have returned has arrived. Raises TypeError where another tensor
-    among them, or in lists among them, is not memory."""
+    """Returns `values` after waiting for results of functional collectives among them. Raises TypeError where another
+    tensor among them, or in lists among them, is not memory."""
     found: list[Any] | None = None
     for place, value in enumerate(values):
         kind = type(value)

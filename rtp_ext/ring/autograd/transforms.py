@@ -1,4 +1,4 @@
-"""Transforms and dispatch modes that may not see a rotation: which are refused, which are hidden from it."""
+"""Transforms and dispatch modes around a rotation: transforms are refused, selective checkpointing is bypassed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODES = {_Mode.FAKE: "fake tensors", _Mode.PROXY: "make_fx", _Mode.FUNCTIONAL: 
 
 
 def refuse_transforms(operation: str) -> None:
-    """Raises RuntimeError where what is computed now is traced or transformed: hops cannot be."""
+    """Raises RuntimeError where the current call is traced or transformed, which hops do not support."""
     found = None
     if torch._C._functorch.peek_interpreter_stack() is not None:
         found = "a transform of torch.func (grad, vjp, jvp, vmap, ...)"
@@ -35,26 +35,26 @@ def refuse_transforms(operation: str) -> None:
         )
 
 
-# The dispatch modes of a region's forward and of its recomputation. In the recomputation the second one returns what
-# the first one has stored for an operator, by how often that was called, and calls the others again.
+# The dispatch modes of a region's forward and of its recomputation. In the recomputation the second mode returns the
+# results that the first has stored, by the count of calls of an operator, and runs other operators again.
 _STORING, _RETURNING = (type(context) for context in create_selective_checkpoint_contexts([]))
 
 
 def storing_modes() -> list[Any]:
-    """The modes of selective activation checkpointing that see what is computed now, the outermost first."""
+    """Returns the active modes of selective activation checkpointing, the outermost first."""
     if torch._C._len_torch_dispatch_stack() == 0:
         return []
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, (_STORING, _RETURNING))]
 
 
 def returns(mode: Any) -> bool:
-    """Whether a mode of `storing_modes` is that of a recomputation."""
+    """Returns whether a mode of `storing_modes` belongs to a recomputation."""
     return isinstance(mode, _RETURNING)
 
 
 @contextlib.contextmanager
 def seen_by(modes: Sequence[Any]) -> Iterator[None]:
-    """What runs within is seen by these dispatch modes, the last one first, and by no other."""
+    """Activates exactly these dispatch modes, the last one innermost."""
     before = _get_current_dispatch_mode_stack()
     for _ in before:
         _pop_mode()
@@ -70,15 +70,15 @@ def seen_by(modes: Sequence[Any]) -> Iterator[None]:
 
 
 def other_modes() -> list[Any]:
-    """The dispatch modes that see what is computed now, but for those of selective activation checkpointing."""
+    """Returns the active dispatch modes other than those of selective activation checkpointing."""
     return [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, (_STORING, _RETURNING))]
 
 
 def unseen(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, of which selective activation checkpointing sees nothing, and other dispatch modes as much as ever.
+    """Decorates a function to run outside of selective activation checkpointing; other dispatch modes stay active.
 
-    For all that a forward does beside what a user has asked for: it may do more in a recomputation than in the forward,
-    or less, and it writes to memory that what was stored would not write to again.
+    For internal work of a forward: a recomputation may do more or less of it than the forward, and it writes to memory
+    that the results stored by a checkpoint would not write to again.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Where the other ranks find this one."""
+"""The network address of this rank."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def own_address(exchange: Callable[[Any], list[Any]]) -> str:
-    """The address of this host, in numbers, at which the other ranks find it: that of the interface that
-    GLOO_SOCKET_IFNAME names, else the one that packets to the rendezvous leave from. Where the rendezvous is on this
-    host: the one that packets to another rank leave from. Collective.
+    """Returns the numeric address at which other ranks reach this host: that of the interface in GLOO_SOCKET_IFNAME,
+    else the source address of packets to the rendezvous, or, where the rendezvous is on this host, of packets to
+    another rank. Collective.
 
     Raises RotationError where there is none.
     """
@@ -36,7 +36,7 @@ def own_address(exchange: Callable[[Any], list[Any]]) -> str:
 
 
 def _rendezvous() -> str:
-    """The host where the ranks of this job met; the name of this one where they met in a file."""
+    """Returns the host of the rendezvous of this job; the name of this host for a rendezvous in a file."""
     store: Any = dist.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -44,7 +44,7 @@ def _rendezvous() -> str:
 
 
 def _toward(host: str) -> str:
-    """As `_native.address_toward`; that of this host alone where the name of the other means nothing here."""
+    """Returns `_native.address_toward(host)`; the loopback address where the name of the host cannot be resolved."""
     try:
         return _native.address_toward(host)
     except RotationError:

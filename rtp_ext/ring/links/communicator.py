@@ -1,4 +1,4 @@
-"""The ranks of a ring as torch.distributed sees them: their process groups, small collectives, and what ends both."""
+"""The process groups of a ring's ranks in torch.distributed, their small collectives, and their shutdown."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from rtp_ext.ring.links.failure_report import FailureReport, broken_links, cut
 from rtp_ext.ring.links.groups import all_gather_single, destroy, make_group
 from rtp_ext.ring.links.hosts import Hosts
 
-_FIRST_BYTES = 1024  # of a value and its length, that go in the first of two gathers; few values are longer
+_FIRST_BYTES = 1024  # bytes of a value and its length in the first of two gathers; few values are longer
 
 
 class Communicator:
     """Process groups over some ranks, and the collectives for values that are too small to rotate.
 
     Args:
-        rank, size: the place of this rank among the members, and how many there are.
-        device: where tensors of `all_gather` and `all_reduce` are.
-        timeout: after which a member that does not answer is an error.
-        members: their ranks in the world. None: this process stands for all of them, and there are no groups.
+        rank, size: the index of this rank among the members, and the number of members.
+        device: the device of tensors of `all_gather` and `all_reduce`.
+        timeout: a member that does not answer for so long is an error.
+        members: the global ranks of the members. None: this process emulates all of them, and there are no groups.
 
     Attributes:
         members: as given; empty without groups.
         world: the default process group that the groups belong to; None without groups.
-        placed: which members share a host.
-        executor: fails when the groups fail, and the reverse. None until the ring has one; replicas have none.
+        placed: the hosts of the members.
+        executor: the ring's executor, which fails with the groups, and the reverse. None until the ring has one;
+            replicas have none.
         failure_report: finds out which rank failed; None without groups.
-        companions: communicators that end with this one.
+        companions: communicators that close with this one.
     """
 
     placed: Hosts
@@ -68,14 +69,14 @@ class Communicator:
         dropped.atexit = False
         if size > 1:
             self._control = self.new_group("gloo")
-            # One of its own on CPUs, too: gloo ends the process of a rank that compares models while another sends it
-            # a longer tensor, and replicas may have sent different numbers of buckets when they meet.
+            # A separate group on CPUs, too: gloo aborts the process of a rank that compares models while another rank
+            # sends it a longer tensor, and replicas may have sent different numbers of buckets at that point.
             self._collective = self.new_group("nccl" if device.type == "cuda" else "gloo")
 
     # -- the groups --------------------------------------------------------------------------------------------------
 
     def new_group(self, backend: str) -> dist.ProcessGroup:
-        """Another process group of the same members, which ends with the others. Collective."""
+        """Creates another process group of the same members, which closes with the others. Collective."""
         group = make_group(self.members, backend, self.timeout)
         self._groups.append(group)
         return group
@@ -103,12 +104,12 @@ class Communicator:
 
     @property
     def hosts(self) -> int:
-        """How many hosts the members are on."""
+        """The number of hosts of the members."""
         return self.placed.count
 
     @property
     def per_host(self) -> int | None:
-        """How many members each host has; None where the numbers differ."""
+        """The number of members on each host; None where the numbers differ."""
         return self.placed.per_host
 
     @property
@@ -139,8 +140,9 @@ class Communicator:
         near: Sequence[int] | None = None,
         ended: float | None = None,
     ) -> None:
-        """Drops the groups of a ring that has failed, so that neighbours in a collective fail too. Appends to the text
-        of `error` which rank failed: see FailureReport, also for `ended`. Does nothing to a ring that still works."""
+        """Drops the groups of a ring that has failed, so that neighbours in a collective fail too. Appends the rank
+        that failed to the text of `error`; for the arguments see FailureReport.call. Does nothing to a ring that has
+        not failed."""
         if self.executor is not None and self.executor.alive:
             return
         own = not isinstance(error, RingTimeout)
@@ -148,7 +150,7 @@ class Communicator:
         broken, seen = set() if own else broken_links(groups), time.time()
         cut(groups)
         self.drop_groups()
-        # A forked process is no rank, and its connection to the store is its parent's.
+        # A forked process is no rank, and shares its parent's connection to the store.
         if self.failure_report is None or self.world is not dist.group.WORLD or os.getpid() != self._owner:
             return
         note: str = "" if self.executor is None else self.executor.fail("")
@@ -166,13 +168,13 @@ class Communicator:
         near: Sequence[int] | None = None,
         ended: float | None = None,
     ) -> None:
-        """Fails the executor with `error`, and drops the groups. Appends to the text of `error` which rank failed."""
+        """Fails the executor with `error`, and drops the groups. Appends the rank that failed to the error's text."""
         if self.executor is not None:
             error.args = (str(error) + self.executor.fail(str(error)),)
         self.abandon(error, suspects, near, ended)
 
     def _open_groups(self) -> list[dist.ProcessGroup]:
-        """The process groups that end with this communicator."""
+        """Returns the process groups that close with this communicator."""
         if self.world is None or self.world is not dist.group.WORLD or os.getpid() != self._owner:
             return []
         return [*self._groups, *(group for companion in self.companions for group in companion._open_groups())]
@@ -180,8 +182,8 @@ class Communicator:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def collectively(self, operation: str, post: Callable[..., Any], *tensors: Any, group: Any) -> None:
-        """Runs `post`, a torch.distributed collective. A failure that the process group reports ends the ring; an error
-        before anything was posted does not."""
+        """Runs `post`, a torch.distributed collective. A failure that the process group reports fails the ring; an
+        error before the collective is posted does not."""
         start, posted = time.monotonic(), False
         recorded = 0 if self.executor is None else self.executor.begin_collective(operation)
         try:
@@ -198,9 +200,9 @@ class Communicator:
     def _lost(
         self, operation: str, waited: float, cause: Exception, suspects: Sequence[int] | None = None
     ) -> Exception:
-        """Ends the ring, since a collective has failed, and returns the error to raise. `suspects`: the only members
-        that this rank waited for."""
-        # Gloo ends the connections of a group that runs out of time: those of other ranks break then, not later.
+        """Fails the ring after the failure of a collective, and returns the error to raise. `suspects`: the only
+        members that this rank waited for."""
+        # Gloo closes the connections of a group at its timeout: other ranks see them break at that time, not later.
         late = waited - self.timeout.total_seconds()
         ended = time.time() - late if late >= 0 else None
         hop = self.last_hop()
@@ -211,11 +213,11 @@ class Communicator:
         return error
 
     def last_hop(self) -> str:
-        """The last hop that this rank posted, in words; empty before the first."""
+        """Returns the last hop that this rank posted, in words; empty before the first."""
         return "" if self.executor is None else self.executor.last_hop()
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's `value` (any picklable object), in ring order. Collective."""
+        """Returns every rank's `value` (any picklable object), in ring order. Collective."""
         self.check_alive("exchange")
         if self._control is None:
             return [value] * self.size
@@ -228,14 +230,14 @@ class Communicator:
         return [pickle.loads((first[8:] + rest)[:size]) for first, rest, size in every]
 
     def _gather_bytes(self, mine: bytes, width: int) -> list[bytes]:
-        """The first `width` bytes of every rank's `mine`, filled up with zeros. Collective."""
+        """Returns the first `width` bytes of every rank's `mine`, padded with zeros. Collective."""
         padded = torch.frombuffer(bytearray(mine[:width].ljust(width, b"\0")), dtype=torch.uint8)
         gathered = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")  # the default device may be another
         self.collectively("exchange", all_gather_single, gathered, padded, group=self._control)
         return [text.numpy().tobytes() for text in gathered.view(self.size, width)]
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """Shards [n] of equal size to [R, n], for shards that are too small to rotate. Collective."""
+        """Gathers shards [n] of equal size to [R, n], for tensors that are too small to rotate. Collective."""
         self.check_alive("all_gather")
         if self._collective is None:
             return shard.unsqueeze(0).repeat(self.size, 1)

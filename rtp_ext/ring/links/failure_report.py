@@ -1,8 +1,8 @@
 """Finds out which rank failed, through the store of the process group, once a ring has failed.
 
-A collective that fails does not say which rank did not answer; a hop names the neighbour, which may have given up
-because of another rank. So every rank whose ring has failed writes what it has seen under a key of its own, waits a
-moment for the keys of the others, and names the ranks without one.
+The error of a collective does not name the rank that did not answer; the error of a hop names the neighbour, which may
+have failed because of another rank. So every rank whose ring has failed writes a report under its own key of the store,
+waits briefly for the keys of the others, and names the ranks without a key.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ import torch.distributed as dist
 
 __all__ = ["FailureReport", "Process", "broken_links", "cut", "this_process"]
 
-GRACE = 0.6  # seconds that others have to answer: every error is to come within the timeout and a second
-PATIENCE = 5.0  # seconds, where they may be many steps apart
+GRACE = 0.6  # seconds for the others to answer: every error has to come within the timeout and one second
+PATIENCE = 5.0  # the same, where ranks may be many steps apart
 _POLL = 0.03  # seconds
-_STORE = 0.35  # seconds that the store has for a first answer
+_STORE = 0.35  # seconds for the store's first answer
 _MOMENT = 0.05  # seconds
-_SLACK = 0.15  # seconds beyond the grace that the store may take
-_TAG = 0x7074  # of messages that probe a link; one more is never sent
-_SOME = 8  # ranks, or operations, that an error lists
+_SLACK = 0.15  # seconds beyond the grace for the store
+_TAG = 0x7074  # tag of messages that probe a link; no message has the next tag
+_SOME = 8  # the most ranks, or operations, that an error lists
 _FOUND = "found"  # the key of the final verdict
 
-Process = tuple[int, int]  # its id, and when it started, by the kernel's clock
+Process = tuple[int, int]  # process id, and start time by the kernel's clock
 
-# By world: how many rings were made there over the same ranks.
+# For each world, how many rings were made there over the same ranks.
 _made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 class FailureReport:
-    """The failure report of a ring and its replicas. Made at the same point on all its ranks, like the ring, before the
-    first collective of its own; uses the store alone.
+    """The failure report of a ring and its replicas. All their ranks create it at the same point, like the ring, before
+    the ring's first collective; it uses the store alone.
 
     Attributes:
-        ranks: all that may be missed, as the world counts them.
-        neighbours: processes of ranks on this host, by rank: whether these run can be seen.
+        ranks: the global ranks of the ring and its replicas.
+        neighbours: processes of ranks on this host, by global rank; the kernel shows whether they run.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -59,17 +59,17 @@ class FailureReport:
         counts[self.ranks] += 1
         name = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
         stock: Any = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"rtp_ext/roll/{name}/{counts[self.ranks]}", stock)
+        self._store = dist.PrefixStore(f"rtp_ext/failure_report/{name}/{counts[self.ranks]}", stock)
         self._keeper = _keeper(stock)
         self._called = False
-        # torchrun's agent keeps the store of an earlier run: its entries are deleted, those of all ranks of the ring
-        # before any of them has ended a first collective.
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # of a store that deletes nothing
+        # torchrun's agent keeps the store after a restart. All ranks of the ring delete their old entries before any of
+        # them ends its first collective.
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # some stores cannot delete
             for key in (str(self.me), _FOUND):
                 self._store.delete_key(key)
 
-    def know(self, ranks: Sequence[int], processes: Sequence[Process | None], hosts: Sequence[int]) -> None:
-        """Notes the processes of those `ranks` that are on the host of this one."""
+    def add_processes(self, ranks: Sequence[int], processes: Sequence[Process | None], hosts: Sequence[int]) -> None:
+        """Adds the processes of those `ranks` that are on the host of this rank to `neighbours`."""
         here = hosts[[*ranks].index(self.me)]
         every = zip(ranks, processes, hosts, strict=True)
         self.neighbours |= {rank: process for rank, process, host in every if process is not None and host == here}
@@ -84,18 +84,19 @@ class FailureReport:
         near: Sequence[int] = (),
         ended: float | None = None,
     ) -> str:
-        """Reports this rank's failure, and returns the addition to the error `text`: which ranks failed, because they
-        do not report, or because others say so. Once for a ring; empty after that. Takes less than a second, or less
-        than six with `suspects`, even if the store does not answer.
+        """Reports this rank's failure, and returns the addition to the error `text`, which names the ranks that failed:
+        those that do not report, or those that the reports of others name. Returns an empty text in later calls. Takes
+        less than a second, or less than six with `suspects`, even if the store does not answer.
 
         Args:
-            own: whether this rank failed for a reason of its own: it then waits for no other rank.
-            broken: ranks to whom connections were broken at `seen`, in seconds of the clock, before this rank gave up
-                its own.
-            suspects: ranks that this one waited for, where the others may not have noticed a failure yet.
-            near: ranks that would have noticed, those of the ring. Another rank may be busy with a pass, and counts as
-                missing only if none of these is missing.
-            ended: when this rank's own connections ended at the earliest: a collective that runs out of time ends
+            text: the text of this rank's error.
+            own: whether the cause is in this rank itself: it then waits for no other rank.
+            broken: ranks whose connections to this rank were broken at `seen`, in seconds of the clock, before this
+                rank closed its own.
+            suspects: the ranks that this one waited for, where the others may not have detected a failure yet.
+            near: ranks that must have detected the failure, those of the ring. Another rank may be busy with a pass,
+                and counts as missing only if none of these is missing.
+            ended: the earliest time at which this rank's own connections closed: a collective that times out closes
                 them before a rank checks. None: not before `seen`.
         """
         grace = GRACE if suspects is None else PATIENCE
@@ -105,7 +106,7 @@ class FailureReport:
         deadline = time.monotonic() + grace
         mine = {"text": text[:300], "own": own, "broken": sorted(broken), "seen": seen}
         mine["ended"] = seen if ended is None else min(ended, seen)
-        heard: list[str] = []  # from the thread
+        heard: list[str] = []  # verdict of the thread
         answers = threading.Event()
 
         def ask() -> None:
@@ -113,18 +114,18 @@ class FailureReport:
                 self._store.check([_FOUND])
                 answers.set()
                 heard.append(self._ask(mine, suspects, near, grace, deadline))
-            except Exception as error:  # of the store: of DistError, or what torch makes of a socket's
+            except Exception as error:  # of the store: DistError, or torch's error for that of a socket
                 heard.append("" if own else self._without_store(str(error)))
 
-        # A store whose keeper is stopped answers nothing, and waits for ever: not this thread, then.
+        # A request to a store whose process is stopped blocks for ever: another thread makes it.
         thread = threading.Thread(target=ask, name="rtp roll call", daemon=True)
         try:
             thread.start()
-        except (RuntimeError, MemoryError):  # no memory for it, as the error says
+        except (RuntimeError, MemoryError):  # there is no memory for a thread; `text` reports that
             return ""
-        # Where it answers nothing, it is not waited for as long as ranks are.
+        # The wait for a store without any answer is shorter than the wait for ranks.
         thread.join(_STORE)
-        if answers.is_set():  # suspects may answer at last, and then have a grace of their own
+        if answers.is_set():  # suspects may answer at the end of the grace, and then have one of their own
             latest = deadline + _SLACK + (0.0 if suspects is None else GRACE)
             thread.join(latest - time.monotonic())
         return (heard or ["" if own else self._without_store("no answer in time", slow=answers.is_set())])[0]
@@ -144,13 +145,13 @@ class FailureReport:
         while True:
             if self._store.check([_FOUND]):
                 return self._read(_FOUND)
-            # A rank that has answered may have ended since: only silent ranks are checked.
+            # A process that ends after its report is no cause: this checks silent ranks alone.
             ended = [rank for rank in others if rank in self.neighbours and self._state(rank) is not None]
             if gone := self._gone(self._silent(ended)):
                 return self._found(gone)
             if time.monotonic() > deadline or self._answered(others):
                 break
-            if suspects is not None and not prompt and self._answered(suspects):  # they have found who it was, or will
+            if suspects is not None and not prompt and self._answered(suspects):  # the suspects search for the cause
                 prompt, deadline = True, time.monotonic() + GRACE
             time.sleep(_POLL)
         silent = self._silent(others)
@@ -158,7 +159,7 @@ class FailureReport:
         if suspects is None and not missed:
             missed = silent
         answers = {rank: json.loads(self._read(str(rank))) for rank in self.ranks if rank not in silent}
-        # A rank that is seen to run may only be slow, if another cause is known.
+        # A silent rank whose process runs may only be slow, if another cause is known.
         seen_to_run = all(rank in self.neighbours for rank in missed)
         if missed and not (seen_to_run and (_own(answers) or _lost_links(answers))):
             return self._found(_verdict(missed, f"no answer to the roll call within {grace} s"))
@@ -168,7 +169,7 @@ class FailureReport:
         return not ranks or self._store.check([str(rank) for rank in ranks])
 
     def _silent(self, ranks: Sequence[int]) -> list[int]:
-        """Of `ranks`, those without an answer: halved, so that few questions find few among many."""
+        """Returns the `ranks` without an answer. Bisects, so that few requests find few ranks among many."""
         if self._answered(ranks):
             return []
         if len(ranks) == 1:
@@ -177,7 +178,7 @@ class FailureReport:
         return self._silent(ranks[:half]) + self._silent(ranks[half:])
 
     def _found(self, verdict: str) -> str:
-        """Writes the verdict for ranks that come later, and for one that was only stopped."""
+        """Writes the verdict for ranks that fail later, such as one that was only stopped."""
         self._store.set(_FOUND, verdict)
         return verdict
 
@@ -185,22 +186,22 @@ class FailureReport:
         return self._store.get(key).decode()
 
     def _without_store(self, problem: str, slow: bool = False) -> str:
-        """The verdict where the store does not answer, or is too `slow` for all requests."""
+        """Returns the verdict where the store does not answer, or is too `slow` for all requests."""
         if gone := self._gone([rank for rank in self.neighbours if rank != self.me]):
             return gone
         if slow:
             return "; nobody could be asked who failed: the store of the process group answers too slowly"
-        if self._keeper is None or self._keeper in self.neighbours:  # one that is seen to run, or this rank
+        if self._keeper is None or self._keeper in self.neighbours:  # its process runs, or is this one
             return f"; nobody could be asked who failed: the store of the process group does not answer: {problem}"
         return _verdict([self._keeper], f"it keeps the store of the process group, which does not answer: {problem}")
 
     def _gone(self, ranks: Iterable[int]) -> str:
-        """The verdict on those of `ranks`, all on this host, whose processes do not run; empty: all of them do."""
+        """Returns the verdict on those of `ranks`, all on this host, whose processes do not run; empty if all run."""
         states = {rank: state for rank in ranks if (state := self._state(rank)) is not None}
         return _verdict(states, *sorted(set(states.values()))) if states else ""
 
     def _state(self, rank: int) -> str | None:
-        """The fault of the process of a rank on this host; None: it runs."""
+        """Returns the fault of the process of a rank on this host; None: it runs."""
         process, start = self.neighbours[rank]
         found = _stat(process)
         if found is None or found[1] != start or found[0] in "ZXx":
@@ -214,8 +215,8 @@ def _verdict(ranks: Iterable[int], *reasons: str) -> str:
 
 
 def _first(answers: Mapping[int, dict[str, Any]]) -> str:
-    """Of ranks that have answered: who was the first to fail, for a reason of its own if anybody has one; where none
-    has, and they waited in different operations, which ones."""
+    """Returns the verdict where all ranks have answered: the first rank to fail, preferring ranks whose cause is their
+    own. Without such a rank it also names the operations in which ranks waited, if they differ."""
     first = min(answers, key=lambda rank: (not answers[rank]["own"], answers[rank]["seen"]))
     verdict = f"; nobody is missed, and the first error was that of global rank {first}: {answers[first]['text']}"
     places: dict[str, list[int]] = {}
@@ -228,12 +229,12 @@ def _first(answers: Mapping[int, dict[str, Any]]) -> str:
 
 
 def _operation(text: str) -> str:
-    """The operation in which a rank failed, from the text of its error."""
+    """Returns the operation in which a rank failed, from the text of its error."""
     return re.split(r", | on (?:rank|replica) \d|: ", text, maxsplit=1)[0]
 
 
 def _some(values: Iterable[Any]) -> str:
-    """The first of many."""
+    """Returns a list of the first values."""
     every = [*map(str, values)]
     return ", ".join([*every[:_SOME], *(["..."] if len(every) > _SOME else [])])
 
@@ -243,7 +244,8 @@ def _own(answers: Mapping[int, dict[str, Any]]) -> bool:
 
 
 def _lost_links(answers: Mapping[int, dict[str, Any]]) -> set[tuple[int, int]]:
-    """Between which of the ranks that have answered a connection broke before either end gave up its own."""
+    """Returns the pairs of ranks, among those that have answered, whose connection broke before either end closed its
+    own."""
     return {
         (min(rank, other), max(rank, other))
         for rank, each in answers.items()
@@ -253,7 +255,7 @@ def _lost_links(answers: Mapping[int, dict[str, Any]]) -> set[tuple[int, int]]:
 
 
 def _links(answers: Mapping[int, dict[str, Any]]) -> str:
-    """The verdict where all ranks have answered, none with a reason of its own: a connection broke."""
+    """Returns the verdict where all ranks have answered, and none has a cause of its own: a connection broke."""
     links = _lost_links(answers)
     if not links:
         return _first(answers)
@@ -263,13 +265,13 @@ def _links(answers: Mapping[int, dict[str, Any]]) -> str:
 
 
 def this_process() -> Process | None:
-    """This process, for others on this host; None where the kernel does not say."""
+    """Returns this process, for others on this host; None where the kernel does not show it."""
     found = _stat(os.getpid())
     return None if found is None else (os.getpid(), found[1])
 
 
 def _stat(process: int) -> tuple[str, int] | None:
-    """The state of a process, and when it started. Source: proc(5)."""
+    """Returns the state of a process, and its start time; None for no such process. Source: proc(5)."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -278,8 +280,9 @@ def _stat(process: int) -> tuple[str, int] | None:
 
 
 def _keeper(store: Any) -> int | None:
-    """The rank in whose process the store is; None: in none, or unknown, as of a store that the caller has given
-    to `init_process_group` and that is not where the environment says. Source: torch's rendezvous.py."""
+    """Returns the rank whose process holds the store; None: no rank does, or it is unknown, as for a store that the
+    caller has passed to `init_process_group` and that is not at the address in the environment. Source: torch's
+    rendezvous.py."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -290,9 +293,9 @@ def _keeper(store: Any) -> int | None:
 
 
 def broken_links(groups: Iterable[Any]) -> set[int]:
-    """The ranks, as the world counts them, to whom no process group of `groups` has a connection: those of Gloo refuse
-    at once what is to be sent over one that broke. A group one of whose operations ran out of time has none at all, so
-    that one alone says nothing. Where one connection of a rank broke first, the others follow within a moment."""
+    """Returns the global ranks to which no process group of `groups` has a connection: Gloo refuses at once to send
+    over a broken one. A group in which an operation timed out has no connections at all, so that one group alone is no
+    evidence. When one connection of a rank breaks, the others follow within a moment."""
     of_gloo = [group for group in groups if dist.get_backend(group) == "gloo"]
     deadline = time.monotonic() + _MOMENT
     while True:
@@ -308,16 +311,16 @@ def broken_links(groups: Iterable[Any]) -> set[int]:
 
 
 def cut(groups: Iterable[Any]) -> None:
-    """Ends the connections of process groups at once, so that the ranks at their other ends fail. Destroyed, a
-    group of Gloo keeps them for as long as anybody holds a work of it, such as a frame of an error that is on its way.
-    It closes all of them where a wait runs out of time. Source: gloo's transport/tcp/unbound_buffer.cc."""
+    """Closes the connections of process groups at once, so that the ranks at their other ends fail. A destroyed group
+    of Gloo keeps its connections while a reference to one of its works exists, such as in a frame of a traceback. It
+    closes all of them where a wait times out. Source: gloo's transport/tcp/unbound_buffer.cc."""
     for group in groups:
         if dist.get_backend(group) != "gloo":
             continue
         for rank in dist.get_process_group_ranks(group):
             if rank == dist.get_rank():
                 continue
-            with contextlib.suppress(RuntimeError):  # it is broken, or runs out of time
+            with contextlib.suppress(RuntimeError):  # the connection is broken, or the wait times out
                 work: Any = dist.irecv(torch.zeros(1, device="cpu"), rank, group=group, tag=_TAG + 1)
                 work.wait(datetime.timedelta(milliseconds=1))
 

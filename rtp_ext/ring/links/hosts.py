@@ -1,4 +1,4 @@
-"""Which ranks of a ring share a host, and whether it may run on two levels: inside hosts, and between them."""
+"""The hosts of a ring's ranks, and the conditions of two levels: rotation inside hosts, and between them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Hosts:
     """The hosts of a ring, the same on every rank.
 
     Attributes:
-        of: for each rank, which host it is on, numbered in the order of the ring.
-        unlevel: why the ring has not several hosts, each with the same number, two or more, of neighbouring ranks;
-            None where it has.
-        apart: which ranks are where, if they are not all on one host; None if they are.
+        of: for each rank, the number of its host, in the order of the ring.
+        unlevel: why two levels are impossible; None if the ring has several hosts, each with the same number, at least
+            two, of neighbouring ranks.
+        spread: the hosts of the ranks, in words; None if all ranks are on one host.
     """
 
     of: tuple[int, ...]
@@ -33,7 +33,7 @@ class Hosts:
 
     @property
     def per_host(self) -> int | None:
-        """How many ranks each host has; None where they do not have equally many."""
+        """The number of ranks on each host; None where the numbers differ."""
         sizes = self._sizes()
         return sizes[0] if len(set(sizes)) == 1 else None
 
@@ -42,15 +42,15 @@ class Hosts:
 
     @classmethod
     def among(cls, places: list[Any], spread: str | None = None) -> Hosts:
-        """Of ranks that say where they are: in any values that are equal on those that reach each other's memory."""
+        """Returns the hosts of ranks, by any values that are equal for ranks that can access each other's memory."""
         numbers: dict[Any, int] = {}
         hosts = cls(tuple([numbers.setdefault(place, len(numbers)) for place in places]), None)
         return cls(hosts.of, hosts._unlevel(), spread)
 
     @classmethod
     def even(cls, ranks: int, hosts: int, route: str) -> Hosts:
-        """Of `ranks` neighbours that share `hosts` hosts evenly. Raises ValueError where they cannot, or not take the
-        route."""
+        """Returns `hosts` hosts with equal numbers of neighbouring ranks. Raises ValueError where `ranks` is no
+        multiple of `hosts`, or where they cannot take the route."""
         if hosts < 1 or ranks % hosts:
             raise ValueError(f"Ring: expected hosts of equally many of {ranks} ranks, got {hosts} hosts")
         made = cls.among([rank * hosts // ranks for rank in range(ranks)])
@@ -80,8 +80,8 @@ class Ranks(Protocol):
 def find_hosts(ring: Ranks) -> Hosts:
     """Exchanges the places of all ranks. Collective.
 
-    Ranks share a host where they can reach each other's memory: one kernel, and one namespace of processes, so that
-    each container is a host of its own. A rank that cannot find its place counts as a host.
+    Ranks share a host where they can access each other's memory: they have the same kernel and the same namespace of
+    processes, so that each container is a host of its own. A rank that cannot find its place counts as a host.
     """
     try:
         mine = Place.here()
@@ -92,7 +92,7 @@ def find_hosts(ring: Ranks) -> Hosts:
 
 
 def levels_refusal(hosts: Hosts, device: torch.device, gradient_halves: bool | None) -> str | None:
-    """Why a ring cannot take the route two-level; None if it can. The same on every rank."""
+    """Returns why a ring cannot take the route two-level; None if it can. The same on every rank."""
     if hosts.unlevel is not None:
         return hosts.unlevel
     if device.type != "cpu":

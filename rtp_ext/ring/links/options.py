@@ -1,4 +1,4 @@
-"""The options of a ring and of its transports, checked as far as no other rank is needed."""
+"""The options of a ring and of its transports, with the checks that need no other rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class TransportOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> TransportOptions:
-        """The options of a Ring's `transport_options`, with the environment's RTP_DEBUG_DELAY_US as default delay."""
+        """Returns the options of a Ring's `transport_options`; the environment variable RTP_DEBUG_DELAY_US is the
+        default delay."""
         given = dict(given or {})
         known = [each.name for each in fields(cls)]
         for name, value in given.items():
@@ -88,7 +89,7 @@ class RingOptions:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> RingOptions:
-        """The options among `arguments`, which are by name; the others keep their defaults."""
+        """Returns the options among `arguments`, by name; the others keep their defaults."""
         given = {each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
         if not isinstance(timeout := given.get("timeout", cls.timeout), datetime.timedelta):
             given["timeout"] = datetime.timedelta(seconds=timeout)
@@ -124,7 +125,7 @@ def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def check_travel(travel: str | None, route: str) -> None:
-    """Raises ValueError where the weights of a ring on this route cannot travel so."""
+    """Raises ValueError where the weights of a ring on this route cannot travel in this dtype."""
     if travel not in TRAVELS:
         raise ValueError(f"Ring: expected travel to be None, 'bfloat16' or 'int8', got {travel!r}")
     if travel is not None and route == "gather":
@@ -164,5 +165,5 @@ def check_in_place(name: str, travel: str | None, route: str) -> None:
 
 
 def wire_itemsize(travel: str | None, dtype: torch.dtype) -> float:
-    """Bytes of one number of a travelling weight of this compute dtype, with its share of the scales."""
+    """Returns the bytes on the wire of one number of a weight of this compute dtype, with its share of the scales."""
     return _native.wire_bytes(128, travel, dtype.itemsize) / 128

@@ -1,4 +1,4 @@
-"""Which host each rank of a ring is on, and what ranks share."""
+"""The place of a process: its host, kernel and container."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rtp_ext import _native
 
 __all__ = ["Place", "describe"]
 
-PRETENDED = "RTP_DEBUG_HOST"  # of the environment, for tests: ranks with another value are on another host
+PRETENDED = "RTP_DEBUG_HOST"  # environment variable for tests: ranks with another value are on another host
 
 
 @dataclass(frozen=True)
 class Place:
-    """What processes that can open each other's memory have in common.
+    """The place of a process; processes with equal `memory` can open each other's memory.
 
-    hostname: what the host calls itself; neither unique nor shared by all containers of a machine. kernel: its boot id.
-    processes: its namespace of process ids; each container of a machine has one.
+    hostname: neither unique nor shared by all containers of a machine. kernel: its boot id. processes: the namespace of
+    process ids; each container of a machine has one.
     """
 
     hostname: str
@@ -28,9 +28,9 @@ class Place:
 
     @classmethod
     def here(cls) -> Place:
-        """Where this process is. Raises RotationError where that cannot be found out.
+        """Returns the place of this process. Raises RotationError where the system does not show it.
 
-        RTP_DEBUG_HOST in its environment parts it from processes that have another value, or none.
+        A value of RTP_DEBUG_HOST in its environment separates it from processes with another value, or none.
         """
         pretended = os.environ.get(PRETENDED)
         processes = _native.processes_id() + (f" {pretended}" if pretended else "")
@@ -38,12 +38,12 @@ class Place:
 
     @property
     def memory(self) -> tuple[str, str]:
-        """Equal where processes can open each other's memory, whatever the hostnames."""
+        """Equal for processes that can open each other's memory; independent of the hostname."""
         return self.kernel, self.processes
 
 
 def describe(places: Sequence[Place]) -> str | None:
-    """Which ranks are where, if they are not all in one place; None if they are. `places`: by rank."""
+    """Returns the places of all ranks in words; None if all are in one place. `places`: by rank."""
     by_memory: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(places):
         by_memory.setdefault(place.memory, []).append(rank)
@@ -60,7 +60,7 @@ def describe(places: Sequence[Place]) -> str | None:
 
 
 def _name(rank: int, groups: Iterable[list[int]], places: Sequence[Place]) -> str:
-    """The hostname, with a mark that distinguishes it from other places of the same name."""
+    """Returns the hostname, with a mark that distinguishes it from other places of the same name."""
     mine = places[rank]
     others = [places[group[0]] for group in groups if group[0] != rank]
     namesakes = [other for other in others if other.hostname == mine.hostname]
@@ -73,7 +73,7 @@ def _name(rank: int, groups: Iterable[list[int]], places: Sequence[Place]) -> st
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0 to 7`, `ranks 0, 2, 5`."""
+    """Returns `rank 3`, `ranks 0 to 7`, or `ranks 0, 2, 5`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     run = len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1

@@ -1,4 +1,4 @@
-"""Which transport a new ring uses, agreed on by all its ranks."""
+"""Selection of the transport of a new ring, the same on all its ranks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rtp_ext.ring.links.options import TransportOptions
 
 logger = logging.getLogger("rtp_ext")
 
-# Of CPU rings, whose hops cross a network: they hardly take the cores that compute.
+# Transports of CPU rings whose hops cross a network: their hops take little time of the cores that compute.
 NETWORKED = ("tcp", "c10d", "shm+tcp", "shm+c10d")
-FEW_CONNECTIONS = 16  # of CUDA's 32 at most; streams share what there is
-LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # of NCCL 2.26 or newer
-REGISTERED_SINCE = 22300  # the NCCL that moves registered memory between GPUs of a host without copies of its own
+FEW_CONNECTIONS = 16  # of at most 32 connections of CUDA; streams share the existing ones
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # variable of NCCL 2.26 or newer
+REGISTERED_SINCE = 22300  # the first NCCL that moves registered memory between GPUs of a host without own copies
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A native transport, its name, and why it was chosen."""
+    """A native transport, its name, and the reason for its choice."""
 
     name: str
     native: Any
@@ -39,9 +39,9 @@ class Connection:
 class Candidate:
     """A transport that a ring may use.
 
-    name: as a user asks for it. virtue: why it is chosen, for the log. refusal: why this rank cannot use it, as far as
-    it can find alone. make: the native transport; collective, and every rank that raises a RuntimeError has come as far
-    as the others. automatic: whether `auto` takes it.
+    name: the value of the option `transport`. virtue: its advantage, for the log. refusal: returns why this rank cannot
+    use it, as far as one rank can find, or None. make: creates the native transport; collective, and a rank that raises
+    RuntimeError has taken part in the same collectives as the others. automatic: whether `auto` considers it.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Candidate:
 
 
 def candidates(ring: Communicator, options: TransportOptions) -> list[Candidate]:
-    """The transports for the device of `ring`, the preferred one first."""
+    """Returns the transports for the device of `ring`, the preferred one first."""
     c10d = Candidate("c10d", "any backend of torch.distributed", lambda: None, _make_c10d)
     if ring.device.type == "cpu":
         shm = Candidate("shm", "memory shared by CPU processes of one host", lambda: ring.placed.spread, _make_shm)
@@ -85,10 +85,10 @@ def candidates(ring: Communicator, options: TransportOptions) -> list[Candidate]
 
 
 def launch_order_problem() -> str | None:
-    """What may let NCCL's communicators wait for each other for ever: on one GPU the kernel of this one first, on
-    another that of the other, as the two of a ring and torch's could. NCCL launches in the order of the host's calls
-    where a variable tells it to, which it reads once, at its first launch. Source: NCCL's user guide, "Using multiple
-    NCCL communicators concurrently"."""
+    """Returns why NCCL's communicators may deadlock; None if they cannot. Two communicators, such as the two of a ring
+    and torch's, wait for each other for ever where one GPU runs the kernel of the first and another that of the second.
+    With the variable LAUNCH_ORDER NCCL launches in the order of the host's calls; it reads the variable once, at its
+    first launch. Source: NCCL's user guide, "Using multiple NCCL communicators concurrently"."""
     set_to = os.environ.get(LAUNCH_ORDER)
     if set_to is None:
         return f"{LAUNCH_ORDER} is not set: the first ring of GPUs sets it to 1, too late where NCCL was used before"
@@ -100,7 +100,7 @@ def launch_order_problem() -> str | None:
 
 
 def order_launches() -> None:
-    """Sets what `launch_order_problem` asks for, unless the user has set it to another value, which is logged."""
+    """Sets the variable of `launch_order_problem`, unless the user has set it to another value; then logs that."""
     if (problem := launch_order_problem()) is None:
         return
     if LAUNCH_ORDER in os.environ:
@@ -111,8 +111,8 @@ def order_launches() -> None:
 
 
 def connect(ring: Communicator, requested: str, options: TransportOptions) -> Connection:
-    """The transport of `ring`: the `requested` one, or for `auto` the first that all ranks can use. Candidates that are
-    refused, and why, are logged and part of the reason. Collective."""
+    """Returns the transport of `ring`: the `requested` one, or for `auto` the first that all ranks can use. The reason
+    and the log contain the refused candidates and the causes. Collective."""
     if ring.size == 1:
         return Connection("emulated", _native.emulated_transport(ring.device), "a single rank sends nothing")
     offered = [c for c in candidates(ring, options) if (c.automatic if requested == "auto" else c.name == requested)]
@@ -130,7 +130,7 @@ def connect(ring: Communicator, requested: str, options: TransportOptions) -> Co
 
 
 def _try(ring: Communicator, candidate: Candidate) -> tuple[Any, str | None]:
-    """The transport if every rank can use it; else None and the first rank's problem. Collective."""
+    """Returns the transport if every rank can use it; else None and the first rank's problem. Collective."""
     problem = _first(ring.exchange(candidate.refusal()))
     if problem is not None:
         return None, problem
@@ -154,7 +154,7 @@ def _make_c10d(ring: Communicator) -> Any:
 
 
 def _make_shm(ring: Communicator) -> Any:
-    """Between the ranks of this host."""
+    """Returns a transport between the ranks of this host. Collective over the ring."""
     here = [rank for rank, host in enumerate(ring.placed.of) if host == ring.placed.of[ring.rank]]
     place = here.index(ring.rank), len(here), ring.timeout, here[0]
     native, addresses = _offer(ring, lambda: _native.ShmTransport(*place))
@@ -163,12 +163,13 @@ def _make_shm(ring: Communicator) -> Any:
         native.connect([addresses[rank] for rank in here])
     except RotationError as error:
         problem = str(error)
-    _refuse_any(ring.exchange(problem))  # no rank frees its memory before: others would report it missing
+    _refuse_any(ring.exchange(problem))  # no rank may free its memory before: others would report it missing
     return native
 
 
 def _offer(ring: Communicator, make: Callable[[], Any]) -> tuple[Any, Sequence[Any]]:
-    """A native transport that others connect to, and the addresses of those of all ranks. Collective."""
+    """Creates a native transport that other ranks connect to. Returns it, and the addresses of all ranks' transports.
+    Collective."""
     native, problem, address = None, None, None
     try:
         native = make()
@@ -181,7 +182,7 @@ def _offer(ring: Communicator, make: Callable[[], Any]) -> tuple[Any, Sequence[A
 
 
 def _refuse_any(problems: Sequence[str | None]) -> None:
-    """Raises RotationError where a rank has a problem; all of them are in the text. `problems`: by rank."""
+    """Raises RotationError with the problems of all ranks, if any. `problems`: by rank."""
     if texts := [f"on rank {rank}, {text}" for rank, text in enumerate(problems) if text is not None]:
         raise RotationError("; ".join(texts))
 
@@ -196,7 +197,7 @@ def _make_tcp(ring: Communicator) -> Any:
 
 
 def _make_composite(ring: Communicator, make_outer: Callable[[Communicator], Any]) -> Any:
-    inner = _make_shm(ring)  # first: if it fails, no process group was made in vain
+    inner = _make_shm(ring)  # first, so that a failure leaves no process groups behind
     return _native.CompositeTransport(inner, make_outer(ring), ring.rank, ring.placed.per_host)
 
 
@@ -204,7 +205,7 @@ def _make_composite(ring: Communicator, make_outer: Callable[[Communicator], Any
 
 
 def nccl_refusal() -> str | None:
-    """Why the transport `nccl` cannot be used in this process; None if it can."""
+    """Returns why the transport `nccl` cannot be used in this process; None if it can."""
     versions = _native.nccl_versions()
     if versions is None:
         return "rtp_ext was built without CUDA"
@@ -220,11 +221,11 @@ def nccl_refusal() -> str | None:
 
 
 def registered_nccl_refusal() -> str | None:
-    """Why `nccl` cannot register its slots in this process; None if it can."""
+    """Returns why `nccl` cannot register its slots in this process; None if it can."""
     refusal = nccl_refusal()
     if refusal is not None:
         return refusal
-    _, loaded = _native.nccl_versions()  # type: ignore[misc]  # there are versions: nothing was refused
+    _, loaded = _native.nccl_versions()  # type: ignore[misc]  # not None: nccl_refusal has checked
     if loaded < REGISTERED_SINCE:
         oldest, found = _native.version_name(REGISTERED_SINCE), _native.version_name(loaded)
         return f"registered memory needs NCCL {oldest} or newer, and torch loaded {found}"
@@ -232,7 +233,7 @@ def registered_nccl_refusal() -> str | None:
 
 
 def ce_refusal() -> str | None:
-    """Why the transport `ce` cannot be used in this process; None if it can, as far as a single rank can find."""
+    """Returns why the transport `ce` cannot be used in this process; None if it can, as far as one rank can find."""
     refusal = nccl_refusal() or _native.ce_refusal()
     if refusal is None and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         return "CUDA_DEVICE_MAX_CONNECTIONS is 1, so that computes would wait behind waits for a neighbour"
@@ -240,18 +241,18 @@ def ce_refusal() -> str | None:
 
 
 def nccl_put_refusal() -> str | None:
-    """Why the transport `nccl-put` cannot be used in this process; None if it can, as far as a single rank can find."""
+    """Returns why transport `nccl-put` cannot be used in this process; None if it can, as far as one rank can find."""
     return nccl_refusal() or _native.nccl_put_refusal()
 
 
 def _unique_ids(ring: Communicator, count: int) -> list[bytes]:
-    """Unique ids of `count` communicators, made by rank 0. Collective."""
+    """Returns unique ids of `count` communicators, created by rank 0. Collective."""
     ids = [_native.nccl_unique_id() for _ in range(count)] if ring.rank == 0 else None
     return ring.exchange(ids)[0]
 
 
 def _ring_end(ring: Communicator) -> Any:
-    """This rank's end of a ring, connected to the news of the others. Collective."""
+    """Returns this rank's end of a ring, connected to the status of the other ranks. Collective."""
     news, address, problem = None, "", None
     try:
         news = _native.PeerStatus(ring.rank, ring.size)

@@ -16,14 +16,14 @@ BY_DTYPE = "by-dtype"
 
 @dataclass(frozen=True)
 class GradientRoutes:
-    """What a ring takes.
+    """The route of a ring's gradients.
 
     Attributes:
         route: `chain` (a partial sum travels from rank to rank), `direct` (each contribution goes directly to the owner
             of its shard, who adds them up in float32, or float64), or `by-dtype` (direct where gradients travel in 16
             bits, else the chain).
-        travel: `int8`, or None: the reduce dtype.
-        reason: why.
+        travel: the dtype in which gradients travel: `int8`, or None for the reduce dtype.
+        reason: the reason for this choice.
     """
 
     route: str = "chain"
@@ -31,13 +31,13 @@ class GradientRoutes:
     reason: str = ""
 
     def direct(self, route: str, reduce_dtype: torch.dtype) -> bool:
-        """Whether gradients of a layer on this route take the direct route."""
-        if route in ("gather", "two-level"):  # whose gradients have a way of their own
+        """Returns whether gradients of a layer whose weights take `route` take the direct route."""
+        if route in ("gather", "two-level"):  # these routes have their own paths of gradients
             return False
         return self.route == "direct" or (self.route == BY_DTYPE and reduce_dtype.itemsize == 2)
 
     def local_dtype(self, route: str, reduce_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of a gradient at its owner."""
+        """Returns the dtype of a gradient at its owner."""
         summed_wider = self.direct(route, reduce_dtype) and reduce_dtype.itemsize == 2
         return torch.float32 if summed_wider else reduce_dtype
 
@@ -47,19 +47,19 @@ class LateGradients:
 
     def __init__(self, communicator: Communicator, passes: int) -> None:
         self._communicator, self._passes = communicator, passes
-        # Numbers in autograd's order: when each of the newest operations was called.
+        # Autograd's sequence numbers of the newest operations.
         self._called: collections.deque[int] = collections.deque(maxlen=passes)
 
     def deferred_after(self) -> int:
-        """Where in the order of a backward, which is that of autograd's sequence numbers, the gradients of the
-        operation that is called now have to arrive: once the operations called before it, as many as may be late, have
-        posted their hops; they are the next in a backward."""
+        """Returns the sequence number of autograd after which, in the backward, the gradients of the current operation
+        have to arrive: that of the operation called `passes` before it. The operations between, which come next in the
+        backward, have posted their hops by then."""
         after = self._called[0] if len(self._called) == self._passes else 0
         self._called.append(torch._C._autograd._get_sequence_nr())
         return after
 
     def land(self, gradient: torch.Tensor) -> None:
-        """Waits for the hops that are still under way of a gradient that an operation's backward has returned."""
+        """Waits for the unfinished hops of a gradient that an operation's backward has returned."""
         try:
             self._communicator.executor.land(gradient)
         except RuntimeError as error:
@@ -70,11 +70,10 @@ class LateGradients:
 def choose_gradient_route(
     ring: Communicator, transport: str, hop_route: str, requested: str, travel: str | None
 ) -> GradientRoutes:
-    """What the ring takes of what was requested, the same on every rank. Collective.
+    """Selects the route of gradients for the `requested` one, the same on every rank. Collective.
 
     Raises:
-        ValueError: there are two levels, and the route direct is asked for; or gradients are to travel in int8, and
-            `auto` does not take it.
+        ValueError: the route direct is requested on two levels; or int8 is requested, and `auto` selects the chain.
     """
     hosts = ring.placed
     if hop_route == "two-level" and requested == "direct":
@@ -99,8 +98,8 @@ def choose_gradient_route(
 
 
 def _equal_cost(ring: Communicator, transport: str) -> bool:
-    """Whether any rank reaches any other at the cost of a neighbour. Between hosts of several ranks it does not: all of
-    them would send nearly every shard over one link."""
+    """Returns whether every rank reaches every other as cheaply as its neighbour. Not between hosts of several ranks:
+    all of them would send nearly every shard over one link."""
     hosts = ring.placed
     if hosts.count > 1:
         return hosts.count == ring.size

@@ -1,4 +1,4 @@
-"""Which way the hops of a ring go."""
+"""Selection of the route of a ring's hops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rtp_ext.ring.links.hosts import levels_refusal
 
 
 def choose_route(ring: Communicator, transport: str, requested: str) -> str:
-    """`direct` where any rank reaches any other at the cost of a neighbour, else `ring`. Collective."""
+    """Selects `direct` where every rank reaches every other as cheaply as its neighbour, else `ring`. Collective."""
     if requested != "auto":
         return requested
     if transport in ("shm", "ce"):
@@ -29,8 +29,8 @@ def choose_route(ring: Communicator, transport: str, requested: str) -> str:
 
 
 def choose_hops(ring: Communicator, transport: str, requested: str, gradient_halves: bool | None) -> tuple[str, str]:
-    """The same with two levels, which `auto` takes where they can be; and why a requested route is not taken.
-    Collective."""
+    """Selects the route as `choose_route` does, or two-level, which `auto` prefers where possible. Returns the route,
+    and the reason where the requested one is not taken. Collective."""
     refusal = levels_refusal(ring.placed, ring.device, gradient_halves)
     if requested in ("auto", "two-level") and refusal is None:
         return "two-level", ""
@@ -40,8 +40,8 @@ def choose_hops(ring: Communicator, transport: str, requested: str, gradient_hal
 
 
 def choose_ce_modes(native: Any, hop_route: str, requested: str) -> None:
-    """Sets the modes of a transport `ce`: along the ring the sender pushes; shards that come straight from their
-    owner are pulled. Gradients always travel along the ring. `requested`, unless `auto`, overrides both."""
+    """Sets the modes of a transport `ce`: along the ring the sender pushes; on route direct the receiver pulls.
+    Gradients always travel along the ring. `requested`, unless `auto`, overrides both."""
     direct = "pull" if hop_route == "direct" else "push"
     _native.set_ce_mode(native, "weight", direct if requested == "auto" else requested)
     _native.set_ce_mode(native, "gradient", "push" if requested == "auto" else requested)

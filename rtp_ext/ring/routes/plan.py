@@ -1,4 +1,4 @@
-"""The routes of one ring: what its weights and gradients take, and the options of each operation that follow."""
+"""The routes of one ring's weights and gradients, and the options of operations that follow from them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rtp_ext.ring.routes.hops import choose_hops
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """What the weights and gradients of a ring take, the same on every rank.
+    """The routes of a ring's weights and gradients, the same on every rank.
 
     Attributes:
-        route: `gather` where the options say so, else `hop_route`.
-        hop_route: `ring`, `direct` or `two-level`: what the hops of a rotation take.
-        travel: what weights travel in; None: as they are computed with.
-        gradients: what gradients take and travel in, and why.
-        missed: why a requested route is not taken; empty if it is.
+        route: the requested `gather`, else `hop_route`.
+        hop_route: `ring`, `direct` or `two-level`: the route of the hops of a rotation.
+        travel: the dtype in which weights travel; None: the compute dtype.
+        gradients: the route and dtype of gradients, and the reason.
+        missed: why the ring does not take the requested route; empty if it does.
     """
 
     route: str
@@ -53,10 +53,10 @@ class RoutePlan:
         reduce_dtype: torch.dtype,
         late: bool = False,
     ) -> Any:
-        """The options of one operation, as the engine takes them.
+        """Returns the engine's options for one operation.
 
         Args:
-            route: of the weights: `gather` or that of the hops.
+            route: the route of the weights: `gather` or that of the hops.
             halves: whether gradients travel in two halves, unless they take the direct route.
             slot_cap: bytes of a slot; 0: no cap.
             late: whether gradients may arrive after the pass.
@@ -78,7 +78,7 @@ class RoutePlan:
 
 
 def plan_routes(ring: Communicator, transport: str, options: RingOptions) -> RoutePlan:
-    """The routes of a new ring over `transport`. Collective."""
+    """Selects the routes of a new ring over `transport`. Collective."""
     hop_route, missed = choose_hops(
         ring, transport, "auto" if options.route == "gather" else options.route, options.gradient_halves
     )

@@ -1,8 +1,8 @@
-"""Which route the weights of one layer take: shard by shard, or all shards first.
+"""Choice of the route of a layer's weights: shard by shard, or gathered whole first.
 
-Rotation hides hops under GEMMs, but R small GEMMs take longer than one large one, and every hop has its latency. Where
-a layer is tiny or has few tokens, gathering the whole weight first is faster. The times that decide are modelled from
-the shapes, a link rate (modelled too, or measured by `Ring.measure_link`) and a GEMM rate; nothing is timed here.
+Rotation hides hops behind GEMMs, but R small GEMMs take longer than one large one, and every hop has its latency. Where
+a layer is tiny or has few tokens, gathering the whole weight first is faster. The times are modelled from the shapes, a
+link rate (modelled too, or measured by `Ring.measure_link`) and a GEMM rate; this module times nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Device", "LayerPlan", "LayerSize", "Link", "RoutePlanner", "decide",
 
 logger = logging.getLogger("rtp_ext")
 
-MARGIN = 0.95  # gathering must promise less than this part of the rotation's time
-WHOLE_LIMIT = 64 << 20  # bytes; a larger layer is never gathered: no rank is to hold a large layer
+MARGIN = 0.95  # a layer is gathered if that takes less than this fraction of the rotation's time
+WHOLE_LIMIT = 64 << 20  # bytes; a larger layer is never gathered: no rank may hold a large layer
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a hop costs: `seconds_per_hop + bytes / bytes_per_second`; `source` says where the numbers come from."""
+    """The cost of a hop: `seconds_per_hop + bytes / bytes_per_second`; `source` names the origin of the numbers."""
 
     bytes_per_second: float
     seconds_per_hop: float
@@ -37,8 +37,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """What a GEMM costs: FLOP/s of large ones, multiprocessors (0: no waves), seconds that any launch takes, and the
-    rate at which sums are read from and written to memory."""
+    """The cost of a GEMM: FLOP/s of large GEMMs, multiprocessors (0: no waves), seconds of any launch, and the rate at
+    which sums are read from and written to memory."""
 
     flops: float
     multiprocessors: int
@@ -49,9 +49,9 @@ class Device:
 
 @dataclass(frozen=True)
 class LayerSize:
-    """One linear layer, or several that travel together: `outputs` in all, over the same `inputs`.
+    """The size of one linear layer, or of several that travel together: `outputs` in all, over the same `inputs`.
 
-    weight_bytes and gradient_bytes: of one number while it travels.
+    weight_bytes and gradient_bytes: bytes of one number on the wire.
     """
 
     outputs: int
@@ -62,13 +62,13 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How a layer's weights and gradients travel, and why.
+    """The route of a layer's weights and gradients, and the reason for it.
 
     Attributes:
         route: `ring`, `direct`, `two-level` or `gather`.
         halves: whether gradients travel in two halves.
         reason: in words.
-        seconds: modelled time of one forward and backward by route; empty where nothing was modelled.
+        seconds: modelled time of one forward and backward by route; empty without a model.
     """
 
     route: str
@@ -84,14 +84,14 @@ _GPUS = {8: (312e12, 250e9, 2.0e12), 9: (989e12, 370e9, 3.35e12), 10: (2250e12, 
 _GEMM_EFFICIENCY = 0.65
 _MEMORY_EFFICIENCY = 0.85
 _WITHOUT_NVLINK = 25e9  # PCIe 4.0 x16 or one 200 Gb/s network port
-# A round of a ring costs about 6 us of synchronisation (JAX, collective matmul on 8 H100), posting alone half of it.
+# A hop costs about 6 us of synchronization (JAX, collective matmul on 8 H100); posting alone costs half of it.
 _HOP_SECONDS = 6e-6
 _POST_SECONDS = 3e-6
 _LAUNCH_SECONDS = 4e-6
 
 
 def device_of(device: torch.device, dtype: torch.dtype) -> Device | None:
-    """The model of a GPU; None for a CPU, whose GEMMs lose nothing by being cut."""
+    """Returns the model of a GPU; None for a CPU, where splitting a GEMM costs nothing."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -107,40 +107,40 @@ def device_of(device: torch.device, dtype: torch.dtype) -> Device | None:
 
 
 def kind_of(device: torch.device) -> tuple[int, int]:
-    """The properties that `device_of` uses: GPUs of equal kinds have the same model."""
+    """Returns the properties that `device_of` uses: GPUs of equal kinds have the same model."""
     properties = torch.cuda.get_device_properties(device)
     return properties.major, properties.multi_processor_count
 
 
 def nvlinks_of(device: torch.device) -> int | None:
-    """How many NVLinks of a GPU are up, according to NVML; None without NVML. Direct access to another GPU does not
-    show the link: it works over PCIe too."""
+    """Returns the number of active NVLinks of a GPU, according to NVML; None without NVML. Direct access to another GPU
+    is no evidence of NVLink: it works over PCIe too."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     except Exception as error:
-        logger.info("NVML cannot be asked about the links of %s: %s", device, error)
+        logger.info("NVML cannot count the links of %s: %s", device, error)
         return None
     links = 0
     for number in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             links += nvml.nvmlDeviceGetNvLinkState(handle, number) == nvml.NVML_FEATURE_ENABLED
-        except nvml.NVMLError:  # there is no link of this number
+        except nvml.NVMLError:  # no link has this number
             break
     return links
 
 
 def link_of(device: torch.device, *, nvlink: bool) -> Link:
-    """The modelled link of a GPU, with NVLink to every other one or without."""
+    """Returns the modelled link of a GPU, with NVLink to every other GPU or without."""
     major = torch.cuda.get_device_properties(device).major
     rate = _GPUS.get(major, _GPUS[10])[1] if nvlink else _WITHOUT_NVLINK
     return Link(rate, _HOP_SECONDS, "modelled")
 
 
 def gemm_seconds(device: Device, rows: int, columns: int, depth: int, sum_bytes: float = 0) -> float:
-    """Time of a product [rows, depth] x [depth, columns], with the last wave of tiles counted whole. `sum_bytes`: what
-    is read and written of each number of the result, where that is a sum."""
+    """Returns the time of a product [rows, depth] x [depth, columns], with the last wave of tiles counted whole.
+    `sum_bytes`: bytes read and written per number of the result, where the product is added to a sum."""
     if min(rows, columns, depth) == 0:
         return 0.0
     efficiency = wave_efficiency(rows, columns, device.multiprocessors)
@@ -149,7 +149,8 @@ def gemm_seconds(device: Device, rows: int, columns: int, depth: int, sum_bytes:
 
 
 def predict(ranks: int, tokens: int, layer: LayerSize, link: Link, device: Device) -> dict[str, float]:
-    """Seconds of one forward and backward of a layer, `rotate` and `gather`; docs/design.md, 'How rotation works'.
+    """Models the seconds of one forward and backward of a layer, for `rotate` and `gather`; docs/design.md, 'How
+    rotation works'.
 
     rotate  forward  c + (R - 1) max(c, w)           c, d, e: GEMM of a shard, its dgrad, its wgrad; C, D, E: of all
             backward (d + e) R + (R - 1) max(max(0, g - d) + max(0, w - d - e), w + g - d - e)
@@ -157,8 +158,8 @@ def predict(ranks: int, tokens: int, layer: LayerSize, link: Link, device: Devic
     gather  forward  w0 + (R - 1) w' + C             w': a hop whose latency hides behind the one before
             backward the same with D, and the gradients' R - 1 hops and E
 
-    Sums are read and written once by every GEMM that adds to them: d in float32 where weights have 16 bits, e in what
-    gradients travel in.
+    Every GEMM that adds to a sum reads and writes it once: d in float32 where weights have 16 bits, e in the dtype in
+    which gradients travel.
     """
     rows = max(shard_sizes(layer.outputs, ranks))
 
@@ -197,8 +198,8 @@ def decide(
     device: Device | None,
     gathers: bool = True,
 ) -> LayerPlan:
-    """The plan for a layer with `tokens` local tokens; `hop_route` is what the hops of a rotation take. `gathers`:
-    whether its weights can be gathered."""
+    """Returns the plan for a layer with `tokens` local tokens. `hop_route`: the route of the hops of a rotation.
+    `gathers`: whether its weights can be gathered."""
     if ranks == 1 or link is None or device is None:
         why = "a single rank" if ranks == 1 else "rotation costs nothing more than gathering on a CPU or one device"
         return LayerPlan(hop_route, False, why, {})
@@ -217,17 +218,17 @@ def decide(
 
 
 class RoutePlanner:
-    """Decides for the linear layers of one ring, and remembers.
+    """The routes of the linear layers of one ring, decided once and kept.
 
-    A layer on its own is decided on with the tokens of its first call. The layers of a converted model rotate in its
-    first forward, and are decided on at the beginning of forwards 2, 4, 8, ..., with the most tokens that any call on
-    any rank has had: a short evaluation before the training does not fix how the training travels.
+    For a layer outside of a converted model the tokens of its first call decide. The layers of a converted model rotate
+    in its first forward; at the beginning of forwards 2, 4, 8, ... the planner decides anew, by the most tokens of any
+    call on any rank, so that a short evaluation before the training does not fix the routes of the training.
 
     Attributes:
-        link: what a hop is reckoned to cost; None where there is nothing to decide (a CPU, one process, one rank, a
+        link: the modelled or measured cost of a hop; None where there is no choice (a CPU, one process, one rank, a
             requested route).
         may_gather: whether weights can be gathered whole; not where they travel in fewer bits.
-        alike: whether all ranks have the same kind of device. If not, their models differ, and nothing is decided.
+        alike: whether all ranks have the same kind of device. If not, their models differ, and layers rotate.
         plans: the LayerPlan of every linear layer that has been called, by name.
     """
 
@@ -253,32 +254,33 @@ class RoutePlanner:
 
     @property
     def decides(self) -> bool:
-        """Whether numbers of tokens matter. The same on every rank."""
-        reckons = self.ranks > 1 and self.link is not None and self.alike and not self.gathers
-        return reckons and device_of(self.device, torch.float32) is not None
+        """Whether routes depend on numbers of tokens. The same on every rank."""
+        models = self.ranks > 1 and self.link is not None and self.alike and not self.gathers
+        return models and device_of(self.device, torch.float32) is not None
 
     def compare_devices(self, exchange: Callable[[Any], list[Any]]) -> bool:
-        """Compares the GPUs of all ranks and their links. Returns whether hops have to be measured, the same on every
-        rank. Collective on GPUs; does nothing on CPUs."""
+        """Compares the GPUs of all ranks and their links. Returns whether hops need measuring, the same on every rank.
+        Collective on GPUs; does nothing on CPUs."""
         if self.device.type != "cuda":
             return False
         self.alike = len(set(exchange(kind_of(self.device)))) == 1
-        return self.decides and not self.take_nvlinks(exchange(nvlinks_of(self.device)))
+        return self.decides and not self.use_nvlinks(exchange(nvlinks_of(self.device)))
 
-    def take_nvlinks(self, answers: list[int | None]) -> bool:
-        """Models the link from the NVLinks of all ranks' GPUs. Returns False where a rank cannot count its own, so that
-        hops have to be measured. The same on every rank."""
+    def use_nvlinks(self, answers: list[int | None]) -> bool:
+        """Models the link from the NVLinks of all ranks' GPUs. Returns False where a rank cannot count its NVLinks, so
+        that hops need measuring. The same on every rank."""
         known = [links for links in answers if links is not None]
         if self.link is not None and len(known) == len(answers):
             self.link = link_of(self.device, nvlink=self.hop_route == "direct" and min(known) > 0)
         return len(known) == len(answers)
 
     def plan(self, name: str, tokens: int | None, layer: LayerSize, dtype: torch.dtype) -> LayerPlan:
-        """How the linear layer `name` travels: as requested, else by the model; `tokens` None: not known yet."""
+        """Returns the plan of the linear layer `name`: the requested route, else by the model. `tokens`: None before
+        the first forward has counted them."""
         if self.gathers:
             plan = LayerPlan("gather", False, "as asked", {})
         elif tokens is None and self.decides:
-            plan = LayerPlan(self.hop_route, False, "nothing is known of its number of tokens in a first forward", {})
+            plan = LayerPlan(self.hop_route, False, "its number of tokens is unknown in a first forward", {})
         else:
             device = device_of(self.device, dtype) if self.link and self.alike else None
             plan = decide(
