@@ -5,30 +5,31 @@
     python benchmarks/compare.py --model mlp --hosts 2 --rate 1gbit,2gbit,none --tokens 256,1024     # between hosts
 
 All strategies live in the same processes and take turns, one training step (forward, backward, AdamW) each. The order
-changes from round to round so that after a number of rounds, which the table names, each has followed every other one
-equally often: what the machine does meanwhile hits all of them alike. A barrier precedes every timed step; a step takes
-as long as its slowest rank.
+changes from round to round: after a number of rounds, which the table gives, each strategy has followed every other one
+equally often, so other load on the machine affects all of them equally. A barrier precedes every timed step; the time
+of a step is that of its slowest rank.
 
-Every rank has a batch of its own of `--tokens` tokens. `single` stands for one process: rank 0 alone, with the same
-number of threads, on the batches of all ranks. With tensor parallelism (`tp`) every rank computes with the batches of
-all ranks and its part of the weights, which makes as many tokens in a step. `fsdp2` and `fsdp2-noreshard` wrap every
-block and then the root; `rtp-c10d` is rtp over the torch.distributed backend that the others use. Gloo has no
-reduce-scatter of its own, torch makes one of an all-reduce, so that on CPUs fully_shard sends more than it would
-between GPUs. `tp` leaves norms whole and gathers the logits. `--dtype bfloat16` leaves parameters in float32: rtp and
-fsdp2 cast them, the others run under autocast. `--reduce-dtype` is of the gradients of these two. `--travel`,
-`--gradient-route` and `--gradient-travel` are options of fully_rotate, of every rtp strategy but `rtp-exact`, the
-default beside them; `ring` is what a rank sends along the ring in a step, in MiB.
+Every rank has its own batch of `--tokens` tokens. `single` is one process: rank 0 alone, with the same number of
+threads, computes with the batches of all ranks. With tensor parallelism (`tp`) every rank computes with the batches of
+all ranks and its part of the weights, so a step has as many tokens. `fsdp2` and `fsdp2-noreshard` wrap every block and
+then the root; `rtp-c10d` is rtp over the torch.distributed backend that the others use. Gloo has no reduce-scatter;
+torch implements it with an all-reduce, so fully_shard sends more on CPUs than it would between GPUs. `tp` does not
+shard norms and gathers the logits. `--dtype bfloat16` leaves parameters in float32: rtp and fsdp2 cast them, the others
+run under autocast. `--reduce-dtype` sets the dtype of the gradients of these two. `--travel`, `--gradient-route` and
+`--gradient-travel` are options of fully_rotate. They apply to every rtp strategy except `rtp-exact`, which runs with
+the defaults for comparison. `ring` is the amount that a rank sends along the ring in a step, in MiB.
 
-Exposed communication is the time of forward and backward beyond that of a reference which takes its turns too: on
-every rank at once, a plain copy of the model on that rank's own batch, without any communication. So it has the same
-GEMMs and the same load of the cores. What it leaves out of account: GEMMs that take longer when cut, hooks and casts
-count as exposed, hops of the processor's own copies included; the optimizer counts on neither side, since sharded
-strategies have 1/R of it. `single` has no such number, its work being R times as much. The reference is the row `none`.
+Exposed communication is the time of forward and backward beyond that of a reference, which takes turns with the
+strategies: every rank runs a plain copy of the model on its own batch, at the same time and without communication. The
+reference therefore has the same GEMMs and the same load on the cores. The slowdown of sharded GEMMs, hooks, casts, and
+copies that the CPU makes for hops count as exposed communication. The optimizer counts on neither side, since
+sharded strategies run 1/R of it. `single` has no such number, since its work is R times as much. The reference is the
+row `none`.
 
-With `--hosts` the ranks run on hosts that are made on this machine (shared/hosts.py; needs root), which are linked at
-`--rate`: the bytes that leave a host in a step are counted by the kernel, beside the closed form, and each step time is
-compared with the least that it could be (`roof`: shared/wire.py), for which a bare socket program moves bytes in the
-same run.
+With `--hosts` the ranks run on emulated hosts on this machine (shared/hosts.py; needs root), whose links are limited to
+`--rate`. The kernel counts the bytes that leave a host in a step, and the output shows them beside the closed form.
+Each step time is compared with its lower bound (`roof`: shared/wire.py), which uses the rate of a bare socket program
+in the same run.
 
 Memory is measured first (see memory.py), in other processes except under torchrun. `buffers` is the transient of
 forward and backward beyond that of the plain model on one local batch: unsharded weights, gradient buckets, send and
@@ -38,12 +39,12 @@ receive buffers.
 
 With several numbers of ranks each is a run of its own; `scaling_efficiency` is tokens per second / (R times those of
 the same strategy at R = 1). Where ranks have more threads than there are cores they share them, and the output says
-so: then it is not a statement about processors.
+so: such a result does not describe scaling over processors.
 
-All strategies take equally many steps. Unless their losses agree at every step, the first also with that of the
-reference, and unless every parameter's first gradient agrees on every rank in its norm and in a sum of its elements
-with changing weights, the run fails and nothing is recorded: see shared/agreement.py. (AdamW does not tell a sum of
-gradients from their mean, and losses hardly tell a bias that is not trained.)
+All strategies take equally many steps. The run fails and records nothing unless the losses agree at every step, the
+first loss agrees with that of the reference, and every parameter's first gradient agrees on every rank in its norm and
+in a weighted sum of its elements: see shared/agreement.py. (Losses alone do not suffice: AdamW hides whether gradients
+are summed or averaged, and an untrained bias hardly changes a loss.)
 
 The last line of stdout is JSON. One JSON line per strategy, number of ranks and token count is appended to
 results/<machine>/compare.jsonl.
@@ -83,7 +84,7 @@ def balanced_orders(count: int) -> list[list[int]]:
 
 
 def seconds(device: torch.device, action: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
-    """How long `action` takes: by CUDA events on a GPU, by the clock on a CPU. And its result."""
+    """Returns the duration of `action`, by CUDA events on a GPU or by the clock on a CPU, and its result."""
     watch = Stopwatch(device)
     watch.start("action")
     result = action()
@@ -118,7 +119,7 @@ class Contestant:
 
     @property
     def ring_bytes(self) -> float | None:
-        """What this rank sends along the ring in a step: weights and gradients."""
+        """Returns the bytes that this rank sends along the ring in a step: weights and gradients."""
         if self._trainer is None or self._trainer.ring is None or not self.losses:
             return None
         ring = self._trainer.ring
@@ -153,7 +154,7 @@ class Contestant:
 
 
 def batch_ranks(strategy: str, place: Place) -> Iterable[int]:
-    """Whose batches this rank computes with."""
+    """Returns the ranks whose batches this rank computes with."""
     return range(place.ranks) if STRATEGIES[strategy].every_batch else (place.rank,)
 
 
@@ -268,7 +269,7 @@ def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result, per
 
 
 def _slowest(mine: list[float], place: Place) -> Sample:
-    """Of the timed steps, each as slow as on its slowest rank."""
+    """Summarizes the timed steps; the time of each step is that of its slowest rank."""
     return Sample.of(gather(mine, place) * 1e6)
 
 
@@ -319,7 +320,7 @@ def _result(
 
 
 def _ways(strategy: str, args: argparse.Namespace) -> Result:
-    """What weights and gradients of this strategy travel in, and how; None is the default."""
+    """Returns the formats and the route in which this strategy sends weights and gradients; None is the default."""
     kind = STRATEGIES[strategy]
     rotated = strategy.startswith("rtp") and not kind.exact
     told = {name: getattr(args, name) if rotated else None for name in ("travel", "gradient_route", "gradient_travel")}
@@ -337,8 +338,8 @@ def _closed_form(strategy: str, place: Place, args: argparse.Namespace) -> float
 def _add_comparisons(rows: list[Result], first_loss: float) -> None:
     """Adds rtp's step time relative to each, and the largest relative differences between any two.
 
-    Of losses at any step, the first also from `first_loss`; and of signatures of a parameter's gradient on any rank.
-    Ranks that train alone, each on its own batches, agree with nobody.
+    The differences cover the losses of all steps, the first also against `first_loss`, and the signatures of every
+    parameter's gradient on every rank. Ranks that train alone on their own batches are not compared.
     """
     rtp = next((row["step_ms"] for row in rows if row["strategy"] == "rtp"), None)
     losses, gradients = ([row.pop(name) for row in rows] for name in ("losses", "gradients"))

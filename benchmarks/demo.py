@@ -47,7 +47,7 @@ def train(strategy: str, steps: int, args: argparse.Namespace, ranks: int = RANK
 
 
 def buffer_bytes(result: Result, plain: Result) -> int:
-    """What forward and backward hold beyond the plain model on the same local batch."""
+    """Returns the bytes that forward and backward hold beyond those of the plain model on the same local batch."""
     key = "transient_forward_backward_bytes"
     return max(0, result[key] - plain[key])
 

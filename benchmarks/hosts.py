@@ -1,15 +1,16 @@
-"""Runs a program under torchrun on several hosts, which it makes on this machine, with shaped links between them.
+"""Runs a program under torchrun on several hosts that it emulates on this machine, with shaped links between them.
 
     python benchmarks/hosts.py --hosts 2 --rate 2gbit -- train.py --steps 20
     python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --rate 1gbit --delay 1ms -- -m package.module
     python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 -- -m rtp_ext doctor
 
-What a host is made of: shared/hosts.py. Needs root, iproute2 and util-linux, and a kernel with netem for --delay. In
-the program, HOST is the number of its host, and /proc/net/dev counts the bytes of its link `eth0`; the name `host0`
-leads to the first host. Where there are as many cores as ranks, every host has its own share of them.
+shared/hosts.py describes a host. The program needs root, iproute2 and util-linux, and a kernel with netem for --delay.
+In the program, HOST is the number of its host, and /proc/net/dev counts the bytes of its link `eth0`; the name `host0`
+resolves to the first host. If there are at least as many cores as ranks, every host has its own cores.
 
-Exit status: that of the program on the host where it failed first; 77 where hosts cannot be made here, with the reason
-on stderr; 2 for wrong options. However this ends (Ctrl-C, kill -9), all that ran on the hosts ends, and nothing stays.
+Exit status: that of the program on the host where it failed first; 77 if hosts cannot be made here, with the reason
+on stderr; 2 for wrong options. However this program ends (Ctrl-C, kill -9), all processes on the hosts end, and the
+hosts are removed.
 """
 
 import argparse

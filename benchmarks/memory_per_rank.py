@@ -3,17 +3,17 @@
     python benchmarks/memory_per_rank.py                                 # Llama-3-8B at R = 8, on a GPU
     python benchmarks/memory_per_rank.py --model tiny --ranks 4 --tokens 256
 
-One process stands for one rank. Rotation runs on the emulated ring, where this rank's shards are all that exists; the
-others on torch's fake process group, whose collectives move nothing: what they compute means nothing, what they
-allocate is what a rank allocates. Buffers of a communication library are seen in neither.
+One process stands for one rank. Rotation runs on the emulated ring, where only this rank's shards exist; the other
+strategies run on torch's fake process group, whose collectives move no data: their numerical results are meaningless,
+but they allocate the same memory as a real rank. Neither includes the buffers of a communication library.
 
-Every rank has a batch of its own of `--tokens` tokens. Tensor parallelism has one batch for all ranks, so its rank
-computes with all R batches (`computed_tokens`). Each strategy runs in a process of its own, takes three AdamW steps,
-and reports the third; parameters are float32 with bfloat16 compute, unless --parameter-dtype says otherwise. Where a
-strategy does not fit with all layers it is tried with half as many, and the line says how many it had.
+Every rank has its own batch of `--tokens` tokens. Tensor parallelism has one batch for all ranks, so its rank computes
+with all R batches (`computed_tokens`). Each strategy runs in its own process, takes three AdamW steps, and reports the
+third; parameters are float32 with bfloat16 compute, unless --parameter-dtype is given. If a strategy does not fit with
+all layers, it is run with half as many, and the line contains the number of layers.
 
-peak_bytes and reserved_bytes are the most that torch's allocator handed out, and took from the GPU. On a CPU
-(memory.py says how) reserved_bytes is unknown. One JSON line for each strategy is appended to
+peak_bytes and reserved_bytes are the maxima that torch's allocator handed out and reserved on the GPU. On a CPU
+(measured as in memory.py) reserved_bytes is unknown. One JSON line for each strategy is appended to
 results/<machine>/memory_per_rank.jsonl; the last line of stdout is JSON.
 """
 
@@ -62,7 +62,7 @@ SIZES = {
 
 
 def build(strategy: str, size: Size, layers: int, args: argparse.Namespace, device: torch.device) -> Trainer:
-    """A trainer whose model exists on this rank only as far as the strategy keeps it."""
+    """Returns a trainer whose model has only the parts on this rank that the strategy keeps."""
     parameters, compute = DTYPES[args.parameter_dtype], DTYPES[args.dtype]
     with torch.device("meta"):
         model = Llama(**{**asdict(size), "layers": layers}).to(parameters)
@@ -90,7 +90,7 @@ def build(strategy: str, size: Size, layers: int, args: argparse.Namespace, devi
 
 
 def fake_mesh(ranks: int, device: torch.device) -> DeviceMesh:
-    """A mesh of `ranks` of which only rank 0 exists."""
+    """Returns a mesh of `ranks` in which only rank 0 exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -98,7 +98,7 @@ def fake_mesh(ranks: int, device: torch.device) -> DeviceMesh:
 
 
 def leave_bucket(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """In place of DDP's all-reduce, of which the fake process group returns no result."""
+    """Replaces DDP's all-reduce, since the fake process group returns no result for it."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
@@ -165,7 +165,7 @@ def ran_out_of_memory(error: RuntimeError) -> bool:
 
 
 class Failed(RuntimeError):
-    """A strategy failed for another reason than memory."""
+    """A strategy that failed for another reason than memory."""
 
 
 def in_a_process_of_its_own(strategy: str, args: argparse.Namespace) -> dict[str, Any] | None:

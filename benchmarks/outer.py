@@ -6,17 +6,17 @@
     python benchmarks/outer.py --problems
 
 Every policy trains the byte-level GPT of train_lm.py from the same weights, with --optimizer, on the same windows of
-the same text, the last twentieth of which is held out. Policies run one after the other in the same processes.
-`losses` are means over all ranks of the loss of a step, each on its replica's weights; `eval_loss` is that of the mean
-of all replicas' weights (what `average()` gives) on held-out windows.
+the same text; the last twentieth of the text is held out. Policies run one after the other in the same processes.
+`losses` are means over all ranks of the loss of a step, each with its replica's weights; `eval_loss` is the loss of the
+mean of all replicas' weights (the result of `average()`) on held-out windows.
 
-`sent_bytes` is what a replica has sent to others by the policy's own count, all its ranks together, of the replica that
-sent most. With `--hosts` there is a host for every replica, so that all that leaves a host goes between replicas:
-`kernel_bytes` is what the kernel counted meanwhile, with headers and bookkeeping, and `kernel_ratio` the quotient of
-the two. Losses are collected at the end of a run, so that this adds nothing to either.
+`sent_bytes` counts the bytes that all ranks of a replica have sent to other replicas, by the policy's own count, for
+the replica that sent most. With `--hosts` there is a host for every replica, so all traffic that leaves a host is
+between replicas: `kernel_bytes` is the kernel's count of it, with headers and bookkeeping, and `kernel_ratio` the
+quotient of the two. Losses are collected at the end of a run, so collecting them adds nothing to either count.
 
-With `--problems` two small problems instead, of which the answer is known (shared/outer_problems.py). The last line of
-stdout is JSON. One JSON line a policy is appended to results/MACHINE/outer.jsonl, unless --quick or --problems.
+`--problems` runs two small problems with known solutions instead (shared/outer_problems.py). The last line of stdout
+is JSON. One JSON line per policy is appended to results/MACHINE/outer.jsonl, unless --quick or --problems.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     rates = ", ".join(f"{lr} of {name}" for name, (_, lr) in OPTIMIZERS.items())
     add("--optimizer", choices=tuple(OPTIMIZERS), default="AdamW", help=f"--lr is by default {rates}")
     add("--quick", action="store_true", help="a smaller model and few steps, to see that it works; records nothing")
-    add("--problems", action="store_true", help="two small problems of which the answer is known; records nothing")
+    add("--problems", action="store_true", help="two small problems with known solutions; records nothing")
     add("--machine", help="name of the results folder (default: of this machine)")
     add("--output", type=Path, metavar="FILE.jsonl", help="in the place of the file under results/")
     add_host_options(parser)
@@ -117,12 +117,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(place: Place, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One rank's run of all policies; rank 0 returns the results."""
+    """Runs all policies on one rank; rank 0 returns the results."""
     text = read_text(args.data)
     edge = len(text) - len(text) // HELD_OUT
     mesh = init_device_mesh(place.device.type, (args.replicas, args.ring), mesh_dim_names=("replicas", "ring"))
     card = environment_card(place.device, args.command)
-    # what the first steps of a process take longer is nobody's
+    # the first steps of a process take longer, which must not count against the first policy
     warm = argparse.Namespace(**{**vars(args), "steps": 2, "period": 1})
     _train_one("all-reduce", place, warm, mesh, text[:edge], text[edge:])
     rows = []
@@ -202,7 +202,7 @@ def _train_one(
         policy.average()  # type: ignore[union-attr]
     with torch.no_grad():
         evaluated = [model(*windows(held_out, step, args.seed + 1)).item() for step in range(4)]
-    everyone = gather(losses, place).mean(0)
+    means = gather(losses, place).mean(0)
     per_replica = gather([float(count) for count in sent], place).view(args.replicas, args.ring, -1).sum(1).amax(0)
     seconds = gather(elapsed, place).amax(0)
     kernel = int(gather(float(counted[0]), place).max()) if counted else None
@@ -211,7 +211,7 @@ def _train_one(
     every = max(1, args.steps // POINTS)
     shown = sorted({*range(every - 1, args.steps, every), args.steps - 1})
     # of as many steps as lie between two points, since the loss of one batch is noisy
-    smooth = [everyone[max(0, step + 1 - every) : step + 1].mean().item() for step in shown]
+    smooth = [means[max(0, step + 1 - every) : step + 1].mean().item() for step in shown]
     return {
         "policy": repr(policy),
         "step_ms": 1e3 * seconds[-1].item() / args.steps,

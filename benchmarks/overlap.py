@@ -7,15 +7,15 @@
     torchrun --nproc-per-node 8 benchmarks/overlap.py --ring real --ranks 8
     python benchmarks/overlap.py --hosts 2 --rate 2gbit --shapes cpu-4k --tokens 512
 
-What each quantity is: rtp_ext/measure/layer.py; formulas: rtp_ext/measure/metrics.py; shapes and order:
+Definitions of the quantities: rtp_ext/measure/layer.py; formulas: rtp_ext/measure/metrics.py; shapes and order:
 shared/options/overlap_cases.py; options: shared/options/overlap_options.py.
 
-On one GPU the ring is *emulated*: one process runs one rank's exact timeline with real copies over `--link`, and every
-owner's shard is its own. Nothing crosses NVLink. With `--ring real` every rank is a process; on a CPU each is pinned to
-its own cores, which its communication threads share with its GEMMs: where a rank has one core, only copies that need
-no core can be hidden. (`cores_per_rank` says how many it had.) With `--hosts` the ranks run on hosts that are made on
-this machine (shared/hosts.py; needs root), where a hop takes little of a core; `sent_bytes` leave a host in a pass, as
-the kernel counts them, and `closed_form_bytes` should.
+On one GPU the ring is *emulated*: one process runs the exact timeline of one rank with real copies over `--link`, and
+each owner's shard is a separate tensor. No data crosses NVLink. With `--ring real` every rank is a process; on a CPU
+each is pinned to its own cores, which its communication threads share with its GEMMs: a rank with one core can hide
+only copies that need no core. (`cores_per_rank` is the number of cores.) With `--hosts` the ranks run on emulated hosts
+on this machine (shared/hosts.py; needs root), where a hop needs little of a core; `sent_bytes` is the kernel's count of
+the bytes that leave a host in a pass, and `closed_form_bytes` the expected count.
 
 Results are checked against float64 before anything is timed; a wrong one ends the run. `--graph` times replays of CUDA
 graphs instead of single launches. A case that the results file holds already for this commit and link is skipped,
@@ -59,7 +59,7 @@ PARTS = {"forward": 1, "backward": 2}  # what travels: the weight, and its gradi
 class Bench:
     """The cases of one link (emulated ring) or one number of NCCL's CTAs (real ring) on one rank.
 
-    `g1`: what was measured of it already, by shape, tokens and direction: on a GPU it is measured once.
+    `g1`: the GEMM times measured so far, by shape, tokens and direction: on a GPU each is measured once.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ def captured(action: Callable[[], object]) -> Callable[[], object]:
 
 
 def run_cases(place: Place, args: argparse.Namespace) -> dict[str, Any]:
-    """One rank's part of all cases of one ring size."""
+    """Runs one rank's part of all cases of one ring size."""
     card = environment_card(place.device, args.command)
     if place.rank == 0:
         told = {key: card.get(key) for key in ("device", "gpus", "cores", "driver", "cuda", "torch", "nccl", "commit")}
@@ -321,9 +321,9 @@ def print_row(row: dict[str, Any]) -> None:
     lost = {name: row[f"loss_{name}_us"] for name in ("split", "interference", "exposed")}
     losses = ", ".join(f"{name} {value:.0f}" for name, value in lost.items() if value is not None)
     unsteady = f"  UNSTEADY: p80 is {row['spread']:.1f} times p20" if row["spread"] > STEADY else ""
-    lanes = " two lanes" if row["two_lanes"] else ""
+    streams = " two streams" if row["two_lanes"] else ""
     print(
-        f"{row['case']} {link}{ctas}{' graph' if row['graph'] else ''}{lanes}\n"
+        f"{row['case']} {link}{ctas}{' graph' if row['graph'] else ''}{streams}\n"
         f"    us: {'  '.join(spread(name) for name in QUANTITIES)}\n"
         f"    {ratio('e_hide')}  {ratio('roofline')}  {ratio('e_ect')}  {row['ceiling_percent']:.0f} % of ceiling  "
         f"loss us: {losses}  {row['tflops']:.3g} TFLOP/s in g1{unsteady}",

@@ -10,9 +10,9 @@
     python benchmarks/plot.py planned benchmarks/results/cpu-2core/planner_grid.jsonl --output docs/figures/planner_grid
     python benchmarks/plot.py capacity benchmarks/results/cpu-2core/capacity.jsonl --output docs/figures/capacity
 
-Writes FILE.png and FILE.svg. The results must be committed as they are, unless --uncommitted says that this is a draft,
-which the figure then says too. Of a case that was measured several times the last line counts. Everything is told apart
-by markers, dashes and hatching, so that a print in black and white reads as well.
+Writes FILE.png and FILE.svg. The results must be committed without changes, unless --uncommitted marks the figure as a
+draft. If a case was measured several times, the last line counts. Markers, dashes and hatching distinguish all series,
+so a print in black and white is readable.
 """
 
 import argparse
@@ -41,7 +41,7 @@ COMPONENTS = {
 
 
 def committed(path: Path) -> bool:
-    """Whether git has this file as it lies here."""
+    """Whether git has this version of the file."""
     commands = (["ls-files", "--error-unmatch", path.name], ["diff", "--quiet", "HEAD", "--", path.name])
     return all(
         subprocess.run(["git", *command], cwd=path.resolve().parent, capture_output=True).returncode == 0
@@ -50,7 +50,7 @@ def committed(path: Path) -> bool:
 
 
 def about(rows: list[Row]) -> str:
-    """What was measured on, for below a figure."""
+    """Returns the text below a figure: the machine and the versions of the measurement."""
     devices = ", ".join(sorted({row["device"] for row in rows}))
     commits = ", ".join(sorted({str(row["commit"]) for row in rows}))
     return f"{devices}; {min(row['date'] for row in rows)[:10]}; commit {commits}"

@@ -1,29 +1,30 @@
-"""Prints the tables of README.md, docs/results.md and docs/gpu.md from the committed results, or writes them there.
+"""Prints the tables of README.md, docs/results.md and docs/gpu.md from the committed results, or updates the pages.
 
     python benchmarks/report.py                  # prints every block of these pages
     python benchmarks/report.py --write          # rewrites the blocks
-    python benchmarks/report.py --check          # exit status 1 where a page says anything else
+    python benchmarks/report.py --check          # exit status 1 if a page differs
 
 A block stands between `<!-- report: MACHINE TABLE WORDS -->` and `<!-- end -->`, where MACHINE is a folder under
 results/ and TABLE one of:
 
     brief MODEL     a few columns of `compare`; WORDS choose rows as for `overlap`: R2, T1024
-    compare MODEL   strategies, for every number of ranks; the last run, since only ratios within one run mean anything,
-                    and how far the ratios of all recorded runs of a case lie apart
+    compare MODEL   strategies, for every number of ranks; the last run, since only ratios within one run are
+                    comparable, and the spread of the ratios over all recorded runs of a case
     scaling MODEL   the same over numbers of ranks, of scaling.jsonl
-    overlap         cases of overlap.py, of each the last; WORDS choose them: a shape, a direction, a link, R8, T4096
-    memory          strategies of memory_per_rank.py, of each the last
-    hosts MODEL     strategies between made hosts, of each the last; WORDS choose rows: a rate (2gbit, none), T1024, H2,
-                    G1 (ranks on a host), int8 (--travel of the run, `exact` where there was none)
+    overlap         the last line of each case of overlap.py; WORDS choose cases: a shape, a direction, a link, R8,
+                    T4096
+    memory          the last line of each strategy of memory_per_rank.py
+    hosts MODEL     the last line of each strategy between emulated hosts; WORDS choose rows: a rate (2gbit, none),
+                    T1024, H2, G1 (ranks on a host), int8 (--travel of the run, `exact` if there was none)
     hosts-brief MODEL   a few columns of it; WORDS as for `hosts`
-    hosts-overlap   cases of overlap.py between made hosts
-    outer           policies between replicas, of the last run of outer.py; WORDS choose it: a rate, R2 (ranks of a
-                    ring), S150 (steps), AdamW, SGD
+    hosts-overlap   cases of overlap.py between emulated hosts
+    outer           policies between replicas, from the last run of outer.py; WORDS choose the run: a rate, R2 (ranks of
+                    a ring), S150 (steps), AdamW, SGD
     travel          runs of travel_curves.py, of the last command
     calls           calls of the driver as gpu/driver_calls.py counted them last
 
-It holds the commands that made the results, what they were measured on, and the table. Columns of which a run knows
-nothing are left out. A block of `hosts`, `outer` or `travel` is empty as long as there is no such result.
+A block contains the commands that made the results, the machine of the measurement, and the table. Columns without
+values are left out. A block of `hosts`, `outer` or `travel` is empty as long as there is no such result.
 """
 
 import argparse
@@ -60,7 +61,7 @@ FILES = {
 }
 
 IMPOSSIBLE = 105  # % of the ceiling
-LINKS = ("hosts", "ranks_per_host", "rate", "delay")  # what tells results between made hosts apart
+LINKS = ("hosts", "ranks_per_host", "rate", "delay")  # the keys that distinguish results between emulated hosts
 
 Row = dict[str, Any]
 
@@ -269,7 +270,7 @@ def _wrapped(command: str) -> str:
 
 
 def compare_table(rows: list[Row], columns: Columns = COMPARE) -> str:
-    """Of one run of compare.py."""
+    """Returns the table of one run of compare.py."""
     first, shared = rows[0], any(row.get("cores_shared") for row in rows)
     ranks = sorted({row["ranks"] for row in rows})
     note = f" {', '.join(map(str, ranks))} rank{'s' * (ranks != [1])}."
@@ -293,7 +294,7 @@ def _comparable(line: Row, row: Row) -> bool:
 
 
 def last_cases(lines: list[Row], words: list[str]) -> list[Row]:
-    """Of each case that has all of the `words`, the last line. Raises ValueError where there is none."""
+    """Returns the last line of each case that matches all `words`. Raises ValueError if there is none."""
     keys = ("case", "link", "transport", "route", "dtype", "graph", "max_ctas", "tokens", "slot_cap", "checkpoint")
     keys += ("parameter_dtype", "device", "cores", "threads", "cores_per_rank", *LINKS)
     same = [((*(line.get(key) for key in keys), ways_of(line)), line) for line in lines if set(words) <= words_of(line)]
@@ -318,7 +319,7 @@ def _between(rows: list[Row]) -> str:
 
 
 def hosts_table(lines: list[Row], words: list[str], columns: Columns) -> str:
-    """Of compare.py between hosts. `words`: the model, and what chooses rows. Nothing where there are none."""
+    """Returns the table of compare.py between hosts, empty without rows. `words`: the model, then filters of rows."""
     model, *words = words
     mine = [line for line in lines if line["case"].startswith(f"{model}/") and set(words) <= words_of(line)]
     if not mine:
@@ -334,7 +335,7 @@ def hosts_table(lines: list[Row], words: list[str], columns: Columns) -> str:
 
 
 def block(wish: str, results: Path) -> str:
-    """What a page says between a marker and its end. `wish`: the words of the marker."""
+    """Returns the text of a page between a marker and its end. `wish`: the words of the marker."""
     machine, kind, *words = wish.split() if " " in wish else (wish, "")
     wrong = (
         len(words) != 1 if kind in ("compare", "scaling") else kind in ("brief", "hosts", "hosts-brief") and not words
@@ -370,14 +371,14 @@ def block(wish: str, results: Path) -> str:
 
 
 def rewrite(text: str, results: Path) -> str:
-    """A page with its blocks made anew. Raises ValueError where it has none, or where results are missing."""
+    """Returns the page with new blocks. Raises ValueError if it has none, or if results are missing."""
     if not BLOCK.search(text):
         raise ValueError("expected a block <!-- report: MACHINE TABLE --> ... <!-- end -->, found none")
     return BLOCK.sub(lambda found: found[1] + block(found[2], results) + found[4], text)
 
 
 def deliver(args: argparse.Namespace, page: Path, before: str, after: str, block: re.Pattern[str], source: str) -> None:
-    """Writes a page that was made anew, checks it against what it was, or prints its blocks. Exits where it differs."""
+    """Writes a regenerated page, checks it against the old one, or prints its blocks. Exits if a check fails."""
     if args.write:
         page.write_text(after)
     elif args.check:

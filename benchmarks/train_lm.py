@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT with rotated tensor parallelism, or with what it is compared to.
+"""Trains a byte-level GPT with rotated tensor parallelism, or with a strategy that it is compared with.
 
     python benchmarks/train_lm.py --strategy rtp --ranks 2 --steps 100
     torchrun --nproc-per-node 8 benchmarks/train_lm.py --strategy rtp --ranks 8 --data my_text_folder
@@ -9,9 +9,9 @@ a warm-up of the learning rate AdamW turns rounding into 1e-3 within 60 steps, a
 Every strategy starts from the same weights. The text is the source of Python's standard library unless `--data` names
 another file or folder.
 
-GPUs and NCCL are used where there are any, else CPUs and Gloo. A progress line goes to stderr. The last line of stdout
-is JSON: the loss of every step, tokens/s without the first steps (they measure memory, see memory.py), and bytes per
-rank (the largest rank counts).
+It uses GPUs and NCCL if there are any, otherwise CPUs and Gloo. Progress is printed to stderr. The last line of stdout
+is JSON: the loss of every step, tokens/s without the first steps (they measure memory, see memory.py), and the largest
+bytes of a rank.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(place: Place, args: argparse.Namespace) -> None:
-    """One rank's run; rank 0 prints the result."""
+    """Runs one rank; rank 0 prints the result."""
     text = read_text(args.data)
     rows = args.batch * args.ranks
     alone = STRATEGIES[args.strategy].one_process

@@ -1,19 +1,19 @@
-"""Loss curves of the byte-level GPT of train_lm.py, by what its weights and gradients travel in.
+"""Loss curves of the byte-level GPT of train_lm.py, by the formats of its weights and gradients on the ring.
 
     python benchmarks/travel_curves.py                 # 300 steps from each of three seeds, two local ranks
     python benchmarks/travel_curves.py --quick         # a smaller model and few steps, to see that it works
     python benchmarks/plot.py travel benchmarks/results/MACHINE/travel_curves.jsonl --output docs/figures/travel
 
-All runs of a seed start from the same weights and read the same windows of the same text, the last twentieth of which
-is held out. The runs with a `travel` are rotated over the ranks by fully_rotate. The controls are what nobody offers,
-on every rank a plain model: `int4` computes with weights rounded to 15 values in blocks of 128, with the exact ones
-back before the optimizer steps, which is what int8 travel does, in fewer bits; `int4 at home` and `int8 at home` keep
-no exact ones: the optimizer adds its steps to what was rounded, which takes the most of them away again.
+All runs of a seed start from the same weights and read the same windows of the same text; the last twentieth of the
+text is held out. fully_rotate rotates the runs with a `travel` over the ranks. The controls are not options of the
+package; every rank has a plain model. `int4` computes with weights rounded to 15 values in blocks of 128 and restores
+the exact weights before the optimizer steps, like int8 travel with fewer bits. `int4 at home` and `int8 at home` keep
+no exact weights: the optimizer adds its updates to rounded weights, and the next rounding discards most of them.
 
-`losses` are means over the ranks, of every step; `eval_loss` is that of held-out windows at the end, with the weights
-that training computed with. `ring_bytes` is what a rank has sent along the ring in a step. Unless --quick, the run
-fails where the held-out loss of a rotated run, as a mean over the seeds, is not within 1 % of that of `float32`, or
-where no control's is more than 1 % above it.
+`losses` are the means over the ranks for every step; `eval_loss` is the loss on held-out windows at the end, with the
+weights of the forward pass. `ring_bytes` is the number of bytes that a rank sends along the ring in a step. Unless
+--quick, the run fails if the held-out loss of a rotated run, as a mean over the seeds, is not within 1 % of that of
+`float32`, or if no control has a loss more than 1 % above it.
 
 The last line of stdout is JSON. One JSON line a run is appended to results/MACHINE/travel_curves.jsonl, unless --quick.
 """
@@ -104,7 +104,7 @@ def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class Control:
-    """A plain model on every rank, whose weights are rounded while it computes; and stay so unless `keep_exact`."""
+    """A plain model on every rank with weights rounded while it computes; they stay rounded unless `keep_exact`."""
 
     def __init__(self, model: nn.Module, bits: int, keep_exact: bool) -> None:
         self._model, self._bits, self._keep_exact = model, bits, keep_exact
@@ -130,7 +130,7 @@ class Control:
 
 
 def train(place: Place, args: argparse.Namespace) -> list[Row]:
-    """One rank's runs; rank 0 returns the results."""
+    """Runs one rank; rank 0 returns the results."""
     text = read_text(args.data)
     edge = len(text) - len(text) // HELD_OUT
     card = environment_card(place.device, args.command)
@@ -139,8 +139,8 @@ def train(place: Place, args: argparse.Namespace) -> list[Row]:
     for seed, name in product(range(args.seed, args.seed + args.seeds), args.runs):
         row = _train_one(name, seed, place, args, text[:edge], text[edge:])
         if place.rank == 0:
-            told = f"loss {row['losses'][0]:.3f} -> {row['losses'][-1]:.3f}, held out {row['eval_loss']:.4f}"
-            print(f"{name:<26} seed {seed}: {told}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
+            summary = f"loss {row['losses'][0]:.3f} -> {row['losses'][-1]:.3f}, held out {row['eval_loss']:.4f}"
+            print(f"{name:<26} seed {seed}: {summary}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
         common = {key: getattr(args, key) for key in ("steps", "lr", "lr_warmup")} | {"seed": seed}
         rows.append(
             result_line(
@@ -227,19 +227,19 @@ def print_table(rows: list[Row]) -> None:
 
 
 def surprises(rows: list[Row]) -> list[str]:
-    """Rotated runs that learn otherwise than float32 does; and controls, if none of them learns worse.
+    """Returns rotated runs whose loss differs from that of float32; and controls, if none of them has a higher loss.
 
-    `rows`: as `over_seeds` makes them.
+    `rows`: the results of `over_seeds`.
     """
-    told = [
+    texts = [
         f"{row['strategy']} is {apart(row)} off, at most {CLOSE:.0%} are expected"
         for row in rows
         if not row["control"] and not abs(row["off"]) <= CLOSE  # NaN is not
     ]
     controls = [row["off"] for row in rows if row["control"]]
     if controls and not max(controls) > CLOSE:
-        told.append(f"the worst control is only {max(controls):+.2%} off: nothing is proved")
-    return told
+        texts.append(f"the worst control is only {max(controls):+.2%} off: nothing is proved")
+    return texts
 
 
 def main() -> None:
@@ -259,8 +259,8 @@ def main() -> None:
         append_line(output, row)
     keys = ("eval_loss", "off", "off_error", "ring_bytes", "seconds")
     print(json.dumps({row["strategy"]: {key: row[key] for key in keys} for row in merged}), flush=True)
-    if not args.quick and (told := surprises(merged)):
-        sys.exit("; ".join(told))
+    if not args.quick and (texts := surprises(merged)):
+        sys.exit("; ".join(texts))
 
 
 if __name__ == "__main__":

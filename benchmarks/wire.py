@@ -1,13 +1,13 @@
-"""What it costs a core to move bytes between two hosts while it computes.
+"""Measures the cost for a core to move bytes between two hosts while it computes.
 
     torchrun --nnodes 2 --nproc-per-node 1 ... benchmarks/wire.py --how sockets,low-water,tcp,c10d
 
-Two ranks, each on a core and a host of its own, send each other messages, both ways at once, beside GEMMs that keep the
-core busy. Rank 0 prints for each way the wall time, the processor time beyond that of the same GEMMs alone (what the
-threads of the transport take, and what the GEMMs lose), the processor time of those threads, and the context switches.
+Two ranks, each on its own core and host, send each other messages in both directions at once while GEMMs keep the core
+busy. For each way rank 0 prints the wall time, the processor time beyond that of the same GEMMs alone (the threads of
+the transport and the slowdown of the GEMMs), the processor time of those threads, and the context switches.
 
-sockets: plain blocking sockets, a thread per direction that asks for whole messages. low-water: the same, but the
-receiver is not woken before a MiB has arrived (SO_RCVLOWAT). tcp, c10d: the transports of a ring.
+sockets: plain blocking sockets, with a thread per direction that receives whole messages. low-water: the same, but the
+kernel wakes the receiver only after a MiB has arrived (SO_RCVLOWAT). tcp, c10d: the transports of a ring.
 """
 
 from __future__ import annotations

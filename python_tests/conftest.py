@@ -11,16 +11,16 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-# A thread of Gloo that wakes up while its rank holds the lock of a socket asks again and again until that rank runs on:
-# a sixth of the time of samples of the tests (from nothing to a quarter), on two cores. Threads of batch jobs
-# preempt nobody as they wake up; all that tests start inherits it.
-with contextlib.suppress(OSError):  # sandboxes whose kernel knows no other policy than the usual one
+# A thread of Gloo that wakes up while its rank holds the lock of a socket polls until that rank continues: this takes a
+# sixth of the time of sampled tests (from nothing to a quarter), on two cores. Threads of batch jobs preempt no other
+# thread when they wake up; all processes of the tests inherit the policy.
+with contextlib.suppress(OSError):  # sandboxes whose kernel supports only the default policy
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-gc.disable()  # until all tests are imported: that leaves no garbage, and to look for it takes a second or more
+gc.disable()  # until all tests are imported: that leaves no garbage, and collections take a second or more
 
 
-# What takes longest, a quarter of a minute and more for some, comes first: who has finished takes from what is left.
+# The longest tests, a quarter of a minute and more for some, come first; idle workers take from the remaining tests.
 LONG = (
     *("outer", "meshes", "families", "hosts", "convert/test_behaviour", "convert/torch_compile"),
     *("engine/test_memory", "examples/test_recover", "house/test_readme", "engine/pass_graphs/test_graph_combinations"),

@@ -12,8 +12,8 @@ them; hops of a step; the largest relative difference of a loss from the eager o
 of a process, or of what the device had allocated, in the steps that are timed. Where hops differ from the eager ones or
 between ranks, or losses differ, the command fails.
 
-On a ring the whole model is one graph (`fullgraph=True`), on CPUs and GPUs alike; fully_shard compiles with the graph
-breaks that its hooks make. `--checkpoint` recomputes blocks in backward, at which graphs break.
+On a ring the whole model is one graph (`fullgraph=True`), on CPUs and on GPUs; fully_shard compiles with the graph
+breaks that its hooks cause. `--checkpoint` recomputes blocks in backward; each such block breaks the graph.
 """
 
 import argparse

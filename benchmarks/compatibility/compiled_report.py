@@ -11,7 +11,7 @@ _KEY = ("ranks", "shape", "tokens", "dtype", "checkpoint", "fused_head", "strate
 
 
 def page(text: str, results: Path) -> str:
-    """A page with its table made anew; `results`: the folder of the machines."""
+    """Returns the page with a new table; `results`: the folder of the machines."""
 
     def made(machine: str) -> str:
         return table(last_lines(results / machine / "compiled.jsonl", lambda line: tuple(line[key] for key in _KEY)))

@@ -25,10 +25,10 @@ LR = 5e-3
 
 @dataclass
 class Run:
-    """What a framework did with a model, and with the same model on a ring.
+    """The results of a framework with a model as it shards it, and with the same model on a ring.
 
-    reference: what the framework was compared with. kept: share of the parameters on one rank. resumed, reloaded: the
-    largest difference of a weight after going on from the middle, and in what was saved; None: not tried.
+    reference: the run that the framework was compared with. kept: share of the parameters on one rank. resumed,
+    reloaded: the largest difference of a weight after resuming from the middle, and in the saved files; None: not run.
     """
 
     reference: str
@@ -51,7 +51,7 @@ class Run:
 
 
 def as_torchrun(rank: int, ranks: int) -> None:
-    """Tells the environment what torchrun tells its ranks."""
+    """Sets the environment variables that torchrun sets for its ranks."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="localhost")
     os.environ["TORCHELASTIC_RUN_ID"] = "none"
@@ -234,7 +234,7 @@ def accelerate(folder: str, steps: int) -> Run:
 
 
 class _Batches:
-    """This rank's batches of an epoch, another for every step. It tells Lightning where it was, and goes on there."""
+    """This rank's batches of an epoch, a different one for every step. Lightning saves and restores its position."""
 
     def __init__(self, steps: int) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -339,7 +339,7 @@ def lightning(folder: str, steps: int, rotate: Callable[[], dict[str, Any]] = di
 
 
 def clean(folder: str) -> str:
-    """A folder that is there and empty, on every rank."""
+    """Returns an existing, empty folder, the same on every rank."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     return folder

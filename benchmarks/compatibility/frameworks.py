@@ -1,13 +1,13 @@
-"""Trains small models inside of other people's frameworks, with a ring and as they shard, and compares.
+"""Trains small models with third-party frameworks, on a ring and with their own sharding, and compares the results.
 
     python benchmarks/compatibility/frameworks.py  # transformers, peft, trl, grpo, dpo, accelerate, ...
     python benchmarks/compatibility/frameworks.py --only lightning --steps 6 --quick
     python benchmarks/compatibility/frameworks.py --only transformers,lightning --ranks 4 --replicas 2  # two rings
 
-`make frameworks` installs them and calls it. Every run goes on from its middle, and loads what it saved. A JSON line a
-framework is appended to results/MACHINE/frameworks.jsonl, unless --quick; the table of docs/frameworks.md is made from
-the last of each (--page). Exit status 1 where one differs by more than 1e-4, or a
-resumed or reloaded run at all.
+`make frameworks` installs the frameworks and calls this program. Every run is also resumed from its middle, and its
+saved model is reloaded. One JSON line per framework is appended to results/MACHINE/frameworks.jsonl, unless --quick;
+the table of docs/frameworks.md shows the last line of each (--page). The exit status is 1 if a run differs by more than
+1e-4, or if a resumed or reloaded run differs at all.
 """
 
 import argparse
@@ -47,7 +47,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
 
 
 def in_rings(place: Place, replicas: int) -> dict[str, Any]:
-    """What a run of several rings is given besides."""
+    """Returns the additional arguments of a run of several rings."""
     if replicas == 1:
         return {}
     mesh = init_device_mesh("cpu", (replicas, place.ranks // replicas), mesh_dim_names=("replicas", "ring"))

@@ -11,7 +11,7 @@ from compatibility.framework_table import PACKAGES
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
-    """Of each framework and mesh the last line, in the order of the first. Raises ValueError where there is none."""
+    """Returns the last line of each framework and mesh, in the order of the first. Raises ValueError without lines."""
     rows = own_pages.last_lines(path, lambda line: (line["framework"], _mesh(line)))
     if not rows:
         raise ValueError(f"expected results in {path}, found none")
@@ -24,7 +24,7 @@ def _mesh(line: dict[str, Any]) -> str:
 
 
 def page(text: str, results: Path) -> str:
-    """A page with its table made anew; `results`: the folder of the machines."""
+    """Returns the page with a new table; `results`: the folder of the machines."""
     return own_pages.made_anew(
         text, "frameworks", lambda machine: table(last_lines(results / machine / "frameworks.jsonl"))
     )

@@ -1,6 +1,6 @@
 """torchtitan's Llama 3 as its trainer builds it: on the meta device, parallelized, initialised, checkpointed.
 
-torchtitan's own Trainer wants an accelerator, so that its parts are called here in the same order.
+torchtitan's own Trainer needs an accelerator, so this program calls its parts in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEED = 3
 
 
 class _Position:
-    """In the place of the data loader, and of what else a trainer keeps."""
+    """A replacement of the data loader and of further state of a trainer."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -43,7 +43,7 @@ def _spec(parallelize_fn: Any = None) -> Any:
     spec = model_registry("debugmodel", attn_backend="flex")
     for layer in spec.model.layers:
         layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=LENGTH)
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the others want a GPU
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the others need a GPU
     del spec.model.layers[2:]
     return dataclasses.replace(spec, parallelize_fn=parallelize_fn or spec.parallelize_fn)
 
@@ -77,7 +77,7 @@ def _options(activation_checkpointing: bool) -> dict[str, Any]:
 
 
 def _rotated(spec: Any, options: dict[str, Any], seed: int) -> nn.Module:
-    """As the trainer of torchtitan makes it."""
+    """Builds the model like the trainer of torchtitan."""
     with torch.device("meta"):
         model = spec.model.build()
     model = spec.parallelize_fn(model, **options)
@@ -147,7 +147,7 @@ def run(folder: str, steps: int) -> Run:
     stock = _spec().parallelize_fn(copy.deepcopy(plain), **_options(False))
     for part in stock.modules():
         if isinstance(part, FSDPModule):
-            part.set_force_sum_reduction_for_comms(True)  # Gloo knows no sums that it multiplies before
+            part.set_force_sum_reduction_for_comms(True)  # Gloo does not support PREMUL_SUM
     known, known_norms = _Training(stock, f"{folder}/stock", steps).steps(steps)
     model = _rotated(spec, _options(True), SEED)
     if difference(_named(model), _named(plain)) != 0.0:

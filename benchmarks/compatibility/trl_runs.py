@@ -60,8 +60,8 @@ def sft(folder: str, steps: int) -> Run:
 
 
 def ending() -> torch.nn.Module:
-    """A model that knows which token ends a completion. In float64: in float32 twenty steps of GRPO make 1e-4 of what
-    sums in another order differ by."""
+    """Returns a model whose config sets the token that ends a completion, in float64: in float32 twenty steps of GRPO
+    amplify the rounding differences of another summation order to 1e-4."""
     model: Any = llama().double()
     model.config.update({"eos_token_id": END, "pad_token_id": 1, "bos_token_id": None})
     model.generation_config.update(eos_token_id=END, pad_token_id=1, bos_token_id=None)

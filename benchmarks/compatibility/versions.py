@@ -45,11 +45,11 @@ BUILDS_WITH = ("setuptools>=77", "wheel", "cmake", "ninja", "pybind11")
 
 
 class Failed(Exception):
-    """A step that did not work, and the last of what it said."""
+    """A step that failed, with the end of its output."""
 
 
 class Missing(Exception):
-    """A Python or a torch that cannot be had here."""
+    """A version of Python or torch that is not available here."""
 
 
 def call(*command: str, **options: Any) -> str:
@@ -63,7 +63,7 @@ def call(*command: str, **options: Any) -> str:
 
 
 def find_python(version: str) -> str:
-    """A Python of that version: on the path, or of pyenv. Raises Missing."""
+    """Returns a Python of that version: on the path, or from pyenv. Raises Missing."""
     places = [shutil.which(f"python{version}"), sys.executable]
     places += sorted(map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python")), reverse=True)
     for place in places:
@@ -75,7 +75,7 @@ def find_python(version: str) -> str:
 
 
 def attempt(python: str, wanted: str, folder: Path) -> dict[str, Any]:
-    """What came of one pair. Raises Failed, or Missing."""
+    """Returns the result of one pair of versions. Raises Failed or Missing."""
     call(python, "-m", "venv", str(folder / "venv"))
     here = str(folder / "venv" / "bin" / "python")
     pip = (here, "-m", "pip", "--quiet", "--disable-pip-version-check")
@@ -115,7 +115,7 @@ def attempt(python: str, wanted: str, folder: Path) -> dict[str, Any]:
 
 
 def last_of_each(path: Path) -> list[dict[str, Any]]:
-    """The last line of every pair, in the order of PYTHONS and TORCHES; of a pair without one, that nobody tried it."""
+    """Returns the last line of every pair, in the order of PYTHONS and TORCHES; pairs without a line are untried."""
     known = {(row["wanted_python"], row["wanted_torch"]): row for row in last_lines(path, _pair)}
     every = dict.fromkeys([*product(PYTHONS, TORCHES), *known])
     return [known.get(pair, {"wanted_python": pair[0], "wanted_torch": pair[1]}) for pair in every]
@@ -138,7 +138,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def page(text: str, results: Path) -> str:
-    """A page with its table made anew; `results`: the folder of the machines."""
+    """Returns the page with a new table; `results`: the folder of the machines."""
     return made_anew(text, "versions", lambda machine: table(last_of_each(results / machine / "versions.jsonl")))
 
 

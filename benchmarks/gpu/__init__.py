@@ -1,1 +1,1 @@
-"""What needs a GPU, or counts what would run on one."""
+"""Benchmarks that need a GPU, and predictions for GPUs."""

@@ -3,18 +3,18 @@
     python benchmarks/gpu/driver_calls.py [--json] [--ranks 4]
     python benchmarks/gpu/driver_calls.py --output benchmarks/results/cpu-2core/driver_calls.jsonl
 
-Counted, not timed, and without a GPU: the transports' own sources run on a simulated CUDA runtime and NCCL
-(python_tests/simulators). One line for each transport and mode, of forwards and backwards of a linear layer in steady
-state on one rank of a ring:
+The calls are counted, not timed, and without a GPU: the transports' own sources run on a simulated CUDA runtime and
+NCCL (python_tests/simulators). There is one line for each transport and mode, for forwards and backwards of a linear
+layer in steady state on one rank of a ring:
 
     calls_per_pass           of the runtime and the driver; nccl_calls_per_pass of NCCL's interface
-    calls_per_hop            waits of the channel, the copies and flags of the hop, its marks, waits for its ends
-    calls_per_compute        everything else that a pass calls, its beginning and its end among it
-    nccl_calls_per_hop       of NCCL's interface; what NCCL calls in turn is not simulated
+    calls_per_hop            waits of the channel, the copies and flags of the hop, its events, waits for its ends
+    calls_per_compute        all other calls of a pass, including its beginning and its end
+    nccl_calls_per_hop       of NCCL's interface; calls that NCCL makes itself are not simulated
     events_created_per_pass  and destroyed: those are taken from a pool
-    captures_asked_per_pass  how often a pass asks whether a graph is being captured
+    captures_asked_per_pass  queries of a pass whether a graph is being captured
 
-The mode `replayed` is that of passes which are graphs (`Ring(graphs="on")`): its hops and computes are in the graph.
+In the mode `replayed` passes are graphs (`Ring(graphs="on")`), which contain the hops and computes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What a rotated linear layer should take on eight H100, from counted calls and constants of others: predictions.
+"""Predicts the time of a rotated linear layer on eight H100 from counted calls and published constants.
 
     python benchmarks/gpu/gpu_on_paper.py          # the tables of docs/gpu.md
     python benchmarks/gpu/gpu_on_paper.py --json   # a JSON line for each shape and number of tokens
-    python benchmarks/gpu/gpu_on_paper.py --check  # whether docs/gpu.md has these tables
+    python benchmarks/gpu/gpu_on_paper.py --check  # check that docs/gpu.md has these tables
 
-Nothing here was measured on a GPU. A forward and a backward take what the GPU takes or what the host takes to enqueue
-them, whichever is longer. The GPU's part is the model of rtp_ext/ring/routes/route_planner.py; the host's is a number
-of calls for each hop and each compute, or for a pass that is a graph, as `benchmarks/gpu/driver_calls.py` counted them
-last (results/cpu-2core/driver_calls.jsonl), times the time of a call, and what torch takes for a product. Rates and
-times are the planner's (rtp_ext/planner/constants.json, which has their sources).
+No number here was measured on a GPU. The time of a forward and a backward is the maximum of the GPU's time and the time
+of the host to enqueue them. rtp_ext/ring/routes/route_planner.py models the GPU's time. The host's time is a number of
+calls for each hop and each compute, or for a pass that is a graph, as `benchmarks/gpu/driver_calls.py` last counted
+them (results/cpu-2core/driver_calls.jsonl), times the time of a call, plus torch's overhead for a product. Rates and
+times are those of the planner (rtp_ext/planner/constants.json, with sources).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def hosts() -> dict[str, Host]:
 
 @dataclass(frozen=True)
 class Row:
-    """A forward and a backward of one layer, in microseconds; `prediction` says what it is."""
+    """The times of a forward and a backward of one layer, in microseconds; `prediction`: whether they are predicted."""
 
     shape: str
     tokens: int

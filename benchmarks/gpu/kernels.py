@@ -2,12 +2,12 @@
 
     python benchmarks/gpu/kernels.py --check 1000
 
-What limits each of them is memory: the floor of its time is the bytes that it must read and write over the rate of a
-plain copy, measured first. A case is one launch on tensors of a real model's shard; before every launch the L2 cache
-is overwritten. Reported: the median of `--repeats` launches, and p20 and p80.
+All of them are limited by memory: the lower bound of the time is the bytes that the kernel must read and write, divided
+by the rate of a plain copy, which is measured first. A case is one launch on tensors of a real model's shard; the L2
+cache is overwritten before every launch. Reported are the median of `--repeats` launches, and p20 and p80.
 
-`fraction` is bytes / time over the same for the copy: 1 is the floor. For `add_rows` bytes count every addition as one
-read and one write of its sum.
+`fraction` is bytes / time, divided by the same quotient of the copy: 1 is the bound. For `add_rows` every addition
+counts as one read and one write of its sum.
 
 First, `--check` random cases of every kernel (dtypes, shapes, alignments, strides) and as many products are compared
 with float64; a wrong result ends the run, and nothing is recorded.
@@ -30,7 +30,7 @@ import torch
 from rtp_ext._native import kernels
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
-sys.path.append(str(Path(__file__).resolve().parents[2] / "python_tests" / "kernels"))  # kernel_checks, what it needs
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python_tests" / "kernels"))  # kernel_checks and its imports
 
 from shared.card import RESULTS, append_line, command_line, environment_card, result_line
 
@@ -42,7 +42,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one layer of Llama-3-8B, cut for `ranks`."""
+    """Returns the cases of one layer of Llama-3-8B, sharded over `ranks`."""
 
     tokens: int = 4096
     features: int = 4096
@@ -108,7 +108,7 @@ def logit_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         )  # fmt: skip
         for dtype in DTYPES:
             out = moved(logits) * dtype.itemsize // 4
-            # in float32 the gradient takes the place of the logits; what they are costs no time
+            # in float32 the gradient overwrites the logits; their values do not affect the time
             yield Case(
                 "logit_gradient", name, dtype, (rows, columns), moved(logits) + out,
                 lambda c=chunk, d=dtype: kernels.logit_gradient(

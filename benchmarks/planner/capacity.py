@@ -3,15 +3,15 @@
     python benchmarks/planner/capacity.py  # 1, 2, 4 and 8 ranks, 64 MiB each
     python benchmarks/planner/capacity.py --ranks 8 --budget 96
 
-Llamas, of which first the number of layers grows at a hidden size of 256, then the hidden size at two layers. A model
-fits if the most that any rank held at a moment of a step (shared/memory.py) is within the budget. The search begins
-with what the planner says is largest and goes on by running, in strides that double until one model fits and another
-does not, then between them: the answer and the next larger model have both run. Every rank has a batch of its own;
-with tensor parallelism all compute with the batches of all. `rtp-recompute` is RTP with activation checkpointing of
-every block and a fused loss. One rank trains alone, whatever the strategy.
+The models are Llamas: first the number of layers grows at a hidden size of 256, then the hidden size at two layers. A
+model fits if the peak memory of every rank in a step (shared/memory.py) is within the budget. The search begins with
+the largest model that the planner predicts and runs models in strides that double until one model fits and another
+does not, then bisects between them: the result and the next larger model have both run. Every rank has its own batch;
+with tensor parallelism all ranks compute with the batches of all. `rtp-recompute` is RTP with activation checkpointing
+of every block and a fused loss. One rank trains alone under any strategy.
 
-One JSON line a strategy, number of ranks and way to grow is appended to results/MACHINE/capacity.jsonl as soon as it is
-known; what docs/planner.md says is predicted, the planner says now.
+One JSON line for each strategy, number of ranks and direction of growth is appended to results/MACHINE/capacity.jsonl
+as soon as it is known; the predictions in docs/planner.md are those of the current planner.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def last_of_each(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def search(place: Place, args: argparse.Namespace) -> None:
     card = environment_card(place.device, args.command)
-    peaks: dict[Case, float] = {}  # of what has run
+    peaks: dict[Case, float] = {}  # among the models that have run
     for grown in args.grow:
         for strategy in args.strategies:
             line = result_line(card, **_found(place, strategy, grown, args.budget * 2**20, peaks))
@@ -99,7 +99,7 @@ def search(place: Place, args: argparse.Namespace) -> None:
 
 
 def _found(place: Place, strategy: str, grown: str, budget: float, peaks: dict[Case, float]) -> dict[str, Any]:
-    """What the line of one search says."""
+    """Returns the JSON line of one search."""
     known, predicted = sizes(grown), guess(strategy, place.ranks, grown, budget)
     asked: dict[int, float] = {}
 

@@ -1,4 +1,4 @@
-"""Small models that really run, each beside the plan that predicts it: what is counted against what is planned."""
+"""Small models that run on CPUs, each with the plan that predicts it: counted bytes against planned bytes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Case:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Case:
-        """The case that a line of results tells of."""
+        """Returns the case that a line of results describes."""
         known = [field.name for field in fields(cls) if field.name in row]
         return cls(**{name: row[name] for name in known})
 
@@ -98,8 +98,8 @@ class Case:
     def plan(self) -> Strategy:
         """With tensor parallelism every rank computes with the batches of all, and so does a single process.
 
-        The blocks of GPT are its own, so that nothing of them is a bundle, whatever the strategy asks for; and a ring
-        of CPUs over torch.distributed lets one pass's gradients land late.
+        GPT has its own block class, so no strategy forms bundles in it; and a ring of CPUs over torch.distributed
+        defers the gradients of one pass.
         """
         ranks, samples = self.ranks, self.tokens // self.seq
         own: dict[str, Any] = {"micro_batch": samples, "stack": "torch"}
@@ -145,7 +145,7 @@ class Case:
 
 
 def convert(case: Case, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """A plain model as the case trains it, over torch.distributed's own backend."""
+    """Converts a plain model for the case, over torch.distributed's own backend."""
     if case.recompute:
         for block in model.blocks:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -190,7 +190,7 @@ def count(case: Case, place: Place) -> Memory:
 
 
 def counted(case: Case, place: Place) -> dict[str, float]:
-    """Of the rank that holds most: `kept`, `slots` and `peak`."""
+    """Returns `kept`, `slots` and `peak` of the rank that holds most."""
     memory = count(case, place)
     kept = memory.parameters + memory.gradients + memory.optimizer
     largest = gather([kept, memory.slots, memory.peak], place).amax(0).tolist()
@@ -201,7 +201,7 @@ _CASE = ("case", "family", "layers", "hidden", "strategy", "ranks", "tokens", "r
 
 
 def last_of_each(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of every case of planner_grid.py the last line, with what the planner predicts of it as it is now."""
+    """Returns the last line of every case of planner_grid.py, with the prediction of the current planner."""
     last = {tuple(row[key] for key in _CASE): row for row in rows}
     return [
         {**row, **{f"predicted_{what}_bytes": size for what, size in Case.of(row).predicted().items()}}

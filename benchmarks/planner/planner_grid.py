@@ -1,16 +1,16 @@
-"""Real runs on CPUs, their bytes counted, beside what the planner says of each before it starts.
+"""Runs small models on CPUs and compares their counted bytes with the planner's predictions.
 
     python benchmarks/planner/planner_grid.py            # all of them, in pieces: a piece for every number of ranks
     python benchmarks/planner/planner_grid.py --ranks 4  # one piece
-    python benchmarks/planner/planner_grid.py --missing  # what has no line yet of a clean tree, to go on with
-    python benchmarks/planner/planner_grid.py --list     # what would run, and what is predicted
+    python benchmarks/planner/planner_grid.py --missing  # the cases that have no line from a clean tree yet
+    python benchmarks/planner/planner_grid.py --list     # the cases that would run, and their predictions
 
 Small GPTs and Llamas of several sizes, two batches, one to four ranks, every way to share the work that runs here, with
 and without activation checkpointing, in float32 and with a mixed-precision policy. `counted_kept_bytes` are those of
-parameters, gradients and optimizer state; `counted_peak_bytes` the most that a rank held at a moment of a step
-(shared/memory.py: the kernel counts, right to about 3 MiB). docs/planner.md holds them against what the planner says
-now, which may be another version of it. Bytes do not depend on what else the machine does; times
-would, so none is taken. One JSON line a case is appended to results/MACHINE/planner_grid.jsonl.
+parameters, gradients and optimizer state; `counted_peak_bytes` is the peak of a rank in a step (shared/memory.py: the
+kernel counts, exact to about 3 MiB). docs/planner.md compares them with the predictions of the current planner, which
+may be a later version. Other load on the machine does not change bytes but would change times, so no times are
+measured. One JSON line per case is appended to results/MACHINE/planner_grid.jsonl.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def cases(ranks: int) -> list[Case]:
 
 
 def missing(found: list[Case], output: Path) -> list[Case]:
-    """Those of which no line of a clean tree tells."""
+    """Returns the cases that have no line from a clean tree."""
     lines = map(json.loads, output.read_text().splitlines()) if output.exists() else iter(())
     known = {Case.of(line) for line in lines if not str(line["commit"]).endswith("-dirty")}
     return [case for case in found if case not in known]
@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Counted bytes against predicted ones. See the top of the file.")
     parser.add_argument("--ranks", type=int, choices=RANKS, nargs="+", default=RANKS)
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--missing", action="store_true", help="only what has no line yet of a clean tree")
+    parser.add_argument("--missing", action="store_true", help="only cases that have no line from a clean tree yet")
     parser.add_argument("--machine", help="folder under results/ (default: from the CPU)")
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead")
     args = parser.parse_args()
@@ -102,8 +102,8 @@ def main() -> None:
     wanted = {ranks: missing(cases(ranks), args.output) if args.missing else cases(ranks) for ranks in args.ranks}
     if args.list:
         for case in itertools.chain.from_iterable(wanted.values()):
-            told = ", ".join(f"{what} {size / 2**20:.1f} MiB" for what, size in case.predicted().items())
-            print(f"{case.family:<6}{case.layers} x {case.hidden} {case.strategy:<14} R={case.ranks} {told}")
+            predicted = ", ".join(f"{what} {size / 2**20:.1f} MiB" for what, size in case.predicted().items())
+            print(f"{case.family:<6}{case.layers} x {case.hidden} {case.strategy:<14} R={case.ranks} {predicted}")
         return
     ratios = []
     for ranks, args.cases in wanted.items():

@@ -1,12 +1,12 @@
-"""Steps between made hosts, as compare.py measured them, and what the planner's time model says of them.
+"""Compares steps between emulated hosts, as compare.py measured them, with the planner's time model.
 
     python benchmarks/planner/planner_hosts.py  # the tables of docs/planner.md
 
-Every constant is measured and none is fitted. Of the same run and number of tokens, the row that communicates nothing
-says what a FLOP takes, elementwise kernels included, and at what rate the optimizer's bytes pass through memory. A link
-has the rate that it is held to, and takes so much of a host's processor as the run's bare socket program did for each
-byte; where no limit is set, it has that program's rate and the whole processor. Inside a host a hop is a copy. With
-these the planner's own functions say how long rotations, all-reduces and gathers take and what of them shows.
+Every constant is measured and none is fitted. The row without communication, of the same run and number of tokens,
+gives the time of a FLOP, elementwise kernels included, and the memory rate of the optimizer. A link has the rate that
+it is limited to, and uses as much of a host's processor for each byte as the run's bare socket program did; without a
+limit, it has that program's rate and uses the whole processor. Inside a host a hop is a copy. From these constants the
+planner's functions compute how long rotations, all-reduces and gathers take and how much of that is exposed.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ def _flops(operations: Iterable[RotatedOperation], tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A row, and seconds of its forward and backward and of its optimizer as the model has them."""
+    """A row, with the seconds of its forward and backward and of its optimizer in the model."""
 
     row: Row
     passes_s: float
@@ -88,7 +88,7 @@ class Prediction:
 
 
 def predictions(rows: list[Row]) -> list[Prediction]:
-    """Of all rows that communicate, each with the constants of its run."""
+    """Returns all rows that communicate, each with the constants of its run."""
     found = []
     for row in rows:
         beside = [other for other in rows if all(other[key] == row[key] for key in ("command", "date", "rate"))]
@@ -134,14 +134,14 @@ def _predict(row: Row, alone: Row, beside: list[Row]) -> Prediction:
 
 
 def _beside(communication: float, window: float, share: float) -> float:
-    """What a window of computing does not hide, and what it loses."""
+    """Returns the communication that a window of computing does not hide, plus the slowdown of the window."""
     seen = max(0.0, communication - window)
     return seen + _lost_s(communication, seen, share)
 
 
 def _lost_s(communication: float, seen: float, share: float) -> float:
-    """What computing loses to communication that takes a share of its processor, beyond the `seen` part of it in which
-    that has nothing else to do: a step takes no less than the work of both."""
+    """Returns the slowdown of computing by communication that uses a share of its processor, beyond the exposed part
+    `seen`, in which the processor is otherwise idle: a step takes at least as long as the work of both."""
     return max(0.0, share * communication - seen)
 
 
@@ -188,7 +188,7 @@ def _unsharding_s(
 
 
 def measured() -> list[Row]:
-    """Of each case the last line."""
+    """Returns the last line of each case."""
     names = ("case", "tokens", "hosts", "ranks_per_host", "rate", "asked_travel", "delay", "dtype")
     return last_lines(FILE, lambda row: tuple(row.get(name) for name in names))
 

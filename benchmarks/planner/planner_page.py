@@ -69,7 +69,7 @@ def _memory() -> str:
 
 
 def _verdicts() -> str:
-    """How runs that worked are judged, and which of them wrongly."""
+    """Returns the judgement of runs that worked, and the wrongly judged runs."""
     heads = ("runs that worked", "fits", "tight", "out of memory")
     rows, wrong = [], []
     for table, found in runs.every_run().items():

@@ -41,9 +41,9 @@ _H100_96 = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run that somebody published. `measured`: in `unit`, None where only memory is known; `gib`: reserved memory.
+    """A published run. `measured`: in `unit`, None if only memory is known; `gib`: reserved memory.
 
-    `ran`: whether it worked; else it ran out of memory.
+    `ran`: whether it worked; otherwise it ran out of memory.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def predicted(self) -> float:
-        """In the unit of the measurement."""
+        """Returns the prediction in the unit of the measurement."""
         if self.unit == "s":
             return self.time.step_seconds
         if self.unit == "TFLOP/s":
@@ -124,7 +124,7 @@ def halves(runs: Sequence[Measurement]) -> dict[str, tuple[list[Measurement], li
 
 
 def regrets(runs: Iterable[Measurement], constants: TimeConstants | None = None) -> list[float]:
-    """How much slower the plan that the model picks is than the fastest measured, for each size with a choice."""
+    """Returns the slowdown of the model's best plan against the fastest measured, for each size with a choice."""
     sizes: dict[Any, list[tuple[float, float]]] = {}
     for run in runs:
         key = (run.model, run.cluster.gpus, run.global_batch)

@@ -118,7 +118,7 @@ def _points() -> Iterator[Point]:
 
 
 def efficiency(p: Point, *, failures: bool = True) -> float:
-    """Of a GPU; with failures, the better of stopping all and going on without the replica that failed."""
+    """Per GPU; with failures, the better of stopping all replicas and continuing without the replica that failed."""
     share = max(p.alone, p.parted or 0.0) if failures else 1.0
     return p.busy * share
 

@@ -46,7 +46,7 @@ EPISODES, LEARNING_RATE, SPREAD = 4000, 0.3, 6  # numbers of layers that the pol
 
 
 class Problem:
-    """What a pipeline costs, and how often that was asked."""
+    """The cost of a pipeline, with a count of its evaluations."""
 
     def __init__(self, costs: StageCosts, micro_batches: int, limit: float) -> None:
         self.costs, self.micro_batches, self.limit, self.evaluations = costs, micro_batches, limit, 0
@@ -77,7 +77,7 @@ def enumeration(problem: Problem) -> float:
 
 
 def dynamic(problem: Problem) -> float:
-    """For every slowest stage that may be, the least sum; the sum matters too, since recomputation adds to it."""
+    """Returns the least sum for every possible slowest stage; the sum also matters, since recomputation adds to it."""
     best = {(0, 0.0): 0.0}  # layers given so far and the slowest stage -> sum
     for stage in range(STAGES):
         found: dict[tuple[int, float], float] = {}

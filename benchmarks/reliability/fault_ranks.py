@@ -1,4 +1,4 @@
-"""What the ranks of a cell of the fault matrix do: train a small model, in the middle of which one rank has a fault."""
+"""The program of the ranks of a cell of the fault matrix: it trains a small model, and one rank fails in the middle."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def loss_of(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 
 
 class Rank:
-    """One rank of a cell. Tells in a file of the folder how it ended."""
+    """Runs one rank of a cell and writes its result to a file in the folder."""
 
     def __init__(self, rank: int, cell: Cell, folder: Path) -> None:
         self.rank, self.cell, self.folder = rank, cell, folder
@@ -184,7 +184,7 @@ class Rank:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         self.limit(resource.RLIMIT_AS, pages * resource.getpagesize() + 2 * PIECE)
         refused = 0
-        while refused < 5:  # in a row: what was freed before would do as well, and what other threads free meanwhile
+        while refused < 5:  # in a row, since memory that other threads free meanwhile could serve the next allocation
             try:
                 self.hoard.append(torch.empty(PIECE, dtype=torch.uint8))
                 refused = 0
@@ -207,7 +207,7 @@ class Rank:
     def limit(kind: int, soft: int) -> None:
         resource.setrlimit(kind, (soft, resource.getrlimit(kind)[1]))
 
-    # -- what it does otherwise --------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         cell = self.cell
@@ -219,7 +219,7 @@ class Rank:
             options |= {"dims": rtp_ext.RotationDims(ring="ring", replicate="replicas")}
         else:
             mesh = init_device_mesh("cpu", (cell.ranks,))
-        self.train(mesh, {**options, "timeout": 60.0}, STEPS, quiet=True)  # what is made once in a process is made
+        self.train(mesh, {**options, "timeout": 60.0}, STEPS, quiet=True)  # creates the state that a process keeps
         before = len(os.listdir("/proc/self/fd"))
         dist.barrier()
         try:

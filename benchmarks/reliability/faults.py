@@ -47,8 +47,8 @@ from reliability.fault_names import wrong_names
 from reliability.fault_ranks import FAULT_STEP, VICTIM, Cell, entry, reference
 
 LOST = ("kill", "stop", "stop for good", "exception", "wrong shape", "out of memory", "lost socket", "lost host")
-NAMED = (*LOST, "full shared memory")  # the rank that had it is to be named
-HARMFUL = (*NAMED, "skipped layer")  # nobody can go on
+NAMED = (*LOST, "full shared memory")  # errors must name the rank that had the fault
+HARMFUL = (*NAMED, "skipped layer")  # no rank can continue
 FAULTS = (*HARMFUL, "exception on all", "NaN", "late rank")
 PLACES = ("forward", "backward", "prefetch", "between steps", "optimizer", "outer reduction", "save")
 TRANSPORTS = ("shm", "c10d", "tcp", "two-level")
@@ -118,7 +118,7 @@ def run(cell: Cell) -> dict[str, Any]:
         folder = Path(name)
         started = time.monotonic()
         ended = _on_hosts(cell, folder) if cell.fault == "lost host" else _here(cell, folder)
-        told = {
+        reports = {
             rank: json.loads(file.read_text())
             for rank in range(cell.processes)
             if (file := folder / f"rank{rank}.json").exists()
@@ -126,7 +126,7 @@ def run(cell: Cell) -> dict[str, Any]:
         times = [float(file.read_text()) for file in folder.glob("fault*") if file.read_text()]
         notes = {rank: (folder / f"stderr{rank}").read_text()[-1500:] for rank in range(cell.processes)
                  if (folder / f"stderr{rank}").exists()}  # fmt: skip
-    problems, seconds, text = judge(cell, told, min(times, default=None), ended)
+    problems, seconds, text = judge(cell, reports, min(times, default=None), ended)
     row = {"benchmark": "faults", **dataclasses.asdict(cell), "verdict": "fail" if problems else "pass"}
     row |= {
         "seconds": seconds,
@@ -136,13 +136,13 @@ def run(cell: Cell) -> dict[str, Any]:
         "took": time.monotonic() - started,
     }
     if problems:
-        notes |= {f"trace{rank}": each.get("trace", "")[-600:] for rank, each in told.items()}
+        notes |= {f"trace{rank}": each.get("trace", "")[-600:] for rank, each in reports.items()}
         row["notes"] = {key: _without_folders(note) for key, note in notes.items()}
     return row
 
 
 def _without_folders(text: str) -> str:
-    """A trace, or its end, in which files are named from the package on."""
+    """Returns a trace, or its end, with file names relative to the package."""
     return re.sub(r"[^\s\"]*/(?=(rtp_ext|torch|benchmarks|lib)/)", "", text)
 
 
@@ -169,7 +169,7 @@ def _here(cell: Cell, folder: Path) -> dict[str, Any]:
             process.join(max(0.0, deadline - time.monotonic()))
         hanging = [rank for rank, each in enumerate(processes) if each in others and each.is_alive()]
     for rank in hanging:
-        os.kill(pids[rank], signal.SIGUSR2)  # tells where it stands
+        os.kill(pids[rank], signal.SIGUSR2)  # writes its stack
     time.sleep(0.5 if hanging else 0.0)
     for process in processes:
         if process.is_alive():
@@ -194,7 +194,7 @@ def _members(groups: list[int]) -> list[int]:
 
 
 def _on_hosts(cell: Cell, folder: Path) -> dict[str, Any]:
-    """On two hosts, or three for three ranks, of which that of the victim is lost."""
+    """Runs a cell on two hosts, or three for three ranks, and ends the victim's host."""
     per_host = 2 if cell.ranks == 4 else 1
     (folder / "cell").write_text(json.dumps(dataclasses.asdict(cell)))
     place = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])}
@@ -222,29 +222,29 @@ def _on_hosts(cell: Cell, folder: Path) -> dict[str, Any]:
 
 
 def judge(
-    cell: Cell, told: dict[int, dict[str, Any]], fault: float | None, ended: dict[str, Any]
+    cell: Cell, reports: dict[int, dict[str, Any]], fault: float | None, ended: dict[str, Any]
 ) -> tuple[list[str], float | None, str]:
-    """What is wrong, the seconds from the fault to the last rank's error, and what a rank says."""
+    """Returns what is wrong, the seconds from the fault to the last rank's error, and the message of one rank."""
     problems = [f"rank {rank} hung" for rank in ended["hanging"]] + [f"left: {each}" for each in ended["left"]]
     if fault is None:
         return [*problems, NOT_REACHED], None, ""
     others = ended.get("survivors", [rank for rank in range(cell.processes) if rank != VICTIM])
     if cell.fault in HARMFUL:
-        more, seconds, text = _judge_errors(cell, told, fault, others)
+        more, seconds, text = _judge_errors(cell, reports, fault, others)
     else:
-        more, seconds, text = _judge_numbers(cell, told)
+        more, seconds, text = _judge_numbers(cell, reports)
     for rank in others:
-        if told.get(rank, {}).get("descriptors", 0) > 0:
-            more.append(f"rank {rank} has {told[rank]['descriptors']} descriptors more")
+        if reports.get(rank, {}).get("descriptors", 0) > 0:
+            more.append(f"rank {rank} has {reports[rank]['descriptors']} descriptors more")
     return problems + more, seconds, text
 
 
 def _judge_errors(
-    cell: Cell, told: dict[int, dict[str, Any]], fault: float, others: list[int]
+    cell: Cell, reports: dict[int, dict[str, Any]], fault: float, others: list[int]
 ) -> tuple[list[str], float | None, str]:
     problems, latest, text, lost = [], 0.0, "", {*range(cell.processes)} - {*others}
     for rank in others:
-        each = told.get(rank, {})
+        each = reports.get(rank, {})
         if each.get("ended") != "error":
             problems.append(f"rank {rank}: expected an error, got {each.get('ended', 'nothing')}")
             continue
@@ -262,17 +262,17 @@ def _judge_errors(
         if cell.place != "save" and each["kind"] not in ("RingTimeout", "RotationError"):
             problems.append(f"rank {rank}: {each['kind']}: {each['text'][:200]!r}")
     if cell.fault == "stop":  # it comes back, and hears of it
-        back = told.get(VICTIM, {})
+        back = reports.get(VICTIM, {})
         if back.get("ended") != "error" or back["at"] - fault > cell.pause + cell.timeout + SLACK:
             problems.append(f"rank {VICTIM} came back: expected an error, got {back.get('ended', 'nothing')}")
     return problems, round(latest, 3), re.sub(r"; what (it|this rank) did last[^;]*", "", text)[:600]
 
 
-def _judge_numbers(cell: Cell, told: dict[int, dict[str, Any]]) -> tuple[list[str], float | None, str]:
+def _judge_numbers(cell: Cell, reports: dict[int, dict[str, Any]]) -> tuple[list[str], float | None, str]:
     left_out = FAULT_STEP if cell.fault != "late rank" else None
     expected = reference(cell.processes, left_out)
     problems = []
-    found = [told.get(rank, {}) for rank in range(cell.processes)]
+    found = [reports.get(rank, {}) for rank in range(cell.processes)]
     for rank, each in enumerate(found):
         if each.get("ended") != "done":
             problems.append(f"rank {rank}: expected to go on, got {each.get('kind')}: {each.get('text', '')[:200]}")
@@ -290,7 +290,7 @@ def _judge_numbers(cell: Cell, told: dict[int, dict[str, Any]]) -> tuple[list[st
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Of the last line of each cell: how many of those that ran did what they should, and the slowest rank's time."""
+    """Counts the cells that passed among those that ran, by their last lines, with the time of the slowest rank."""
     last = {(row["fault"], row["place"], row["transport"], row["ranks"]): row for row in rows}
     lines = ["| fault | " + " | ".join(PLACES) + " |", "|---" * (len(PLACES) + 1) + "|"]
     for fault in FAULTS:

@@ -122,7 +122,7 @@ def engine(folder: Path) -> Iterator[None]:
 
 
 def run_tests(mutant: Mutant, folder: Path) -> tuple[bool, str]:
-    """Whether a test of the row fails, and the first that does."""
+    """Returns whether a test of the row fails, and the first that does."""
     tests = [f"python_tests/{test}" for test in mutant.tests]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(folder)}

@@ -1,11 +1,12 @@
-"""What the recorder costs: steps of small layers with it and without it, by turns.
+"""Measures the cost of the recorder: steps of small layers, alternately with and without it.
 
     python benchmarks/reliability/recorder.py  # 2 ranks, over shared memory
     python benchmarks/reliability/recorder.py --width 256 --tokens 64 --pairs 400
 
 Ranks train a stack of linear layers. In each pair of steps the recorder is on in one and off in the other, in random
 order; the cost is the median of the quotients, with a bootstrap interval of 95 %. `events` are those of a step, and
-`event_ns` what one took in a loop of its own. One JSON line, appended to benchmarks/results/MACHINE/recorder.jsonl.
+`event_ns` is the time of one event in a separate loop. One JSON line is appended to
+benchmarks/results/MACHINE/recorder.jsonl.
 """
 
 from __future__ import annotations

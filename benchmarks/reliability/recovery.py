@@ -1,11 +1,11 @@
-"""Runs examples/recover.py with ranks that die, and undisturbed: the same loss, and what part of the time counted.
+"""Runs examples/recover.py with and without ranks that die, and compares the losses and the share of useful time.
 
     python benchmarks/reliability/recovery.py
 
-Four ranks, of which one dies every `--die-every` seconds, `--deaths` times, every other time within a checkpoint; then
-three ranks go on from the last checkpoint. One line is appended to benchmarks/results/MACHINE/recovery.jsonl; the table
-in docs/reliability.md is written by `python benchmarks/reliability/faults.py --write`. Exit status 1 where a loss
-differs by more than 1e-6.
+One of four ranks dies every `--die-every` seconds, `--deaths` times, every other time within a checkpoint; then three
+ranks continue from the last checkpoint. One line is appended to benchmarks/results/MACHINE/recovery.jsonl;
+`python benchmarks/reliability/faults.py --write` writes the table in docs/reliability.md. The exit status is 1 if a
+loss differs by more than 1e-6.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOLERANCE = 1e-6
 
 
 def train(ranks: int, folder: Path, steps: int, *more: str) -> dict[str, Any]:
-    """What the example says at its end."""
+    """Returns the final line of the example's output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["--max-restarts", "20", "--monitor-interval", "0.1", str(EXAMPLE), "--folder", str(folder)]
     command += ["--steps", str(steps), *more]

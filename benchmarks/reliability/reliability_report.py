@@ -19,7 +19,7 @@ def page(text: str, results: Path) -> str:
 
 
 def _sanitizers(path: Path) -> str:
-    """Of each build the last runs: those of tests that no later one has run again."""
+    """Returns the last runs of each build: those with tests that no later run repeated."""
     rows: list[Row] = []
     for row in own_pages.last_lines(path, lambda row: (row["sanitizers"], row["date"])):
         rows = [other for other in rows if not _replaces(row, other)] + [row]
@@ -38,7 +38,7 @@ def _sanitizers(path: Path) -> str:
 
 
 def _replaces(later: Row, earlier: Row) -> bool:
-    """Whether it has run again all that the earlier one ran."""
+    """Whether the run repeated all tests of the earlier one."""
     again, before = _tests(later), _tests(earlier)
     return later["sanitizers"] == earlier["sanitizers"] and (not again or (bool(before) and before <= again))
 
@@ -49,7 +49,7 @@ def _tests(row: Row) -> set[str]:
 
 
 def _soaks(path: Path) -> str:
-    """Of each command the last run."""
+    """Returns the last run of each command."""
     rows = own_pages.last_lines(path, lambda row: today(row["command"]))
     head = [
         "programs",

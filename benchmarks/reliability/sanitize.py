@@ -1,12 +1,12 @@
-"""Builds the extension with sanitizers, and runs the tests of what has threads and shares memory under them.
+"""Builds the extension with sanitizers, and runs the tests of threads and shared memory with them.
 
     python benchmarks/reliability/sanitize.py                 # make sanitize: all three
     python benchmarks/reliability/sanitize.py --kinds thread  # one
 
-`address` and `undefined` are one build, `thread` is another; each in a folder of its own below build/, for CPUs alone
-(the simulators run what is CUDA's). torch, Gloo and Python are not instrumented: what the sanitizers say of them alone
-is in the lists below, with the reason of each. A line for each build is appended to
-benchmarks/results/MACHINE/sanitize.jsonl. Exit status 1 where anything else is found or a test fails.
+`address` and `undefined` share one build, `thread` is another; each has its own folder below build/, for CPUs only (the
+simulators run the CUDA code). torch, Gloo and Python are not instrumented: the lists below suppress reports about
+them alone, each with a reason. A line for each build is appended to benchmarks/results/MACHINE/sanitize.jsonl. The
+exit status is 1 if there is any other report or a test fails.
 """
 
 from __future__ import annotations
@@ -26,60 +26,61 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = {"address,undefined": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
-CALLS = {"address,undefined": b"__asan_report_load", "thread": b"__tsan_read"}  # of what is instrumented
+CALLS = {"address,undefined": b"__asan_report_load", "thread": b"__tsan_read"}  # symbols that prove instrumentation
 TESTS = [
     "python_tests/engine/test_ordering.py",  # executor and schedules, on the recording transport
     "python_tests/engine/test_prefetch.py",
-    "python_tests/engine/test_late_gradients.py",
+    "python_tests/engine/test_deferred_gradients.py",
     "python_tests/transport/test_shared_memory.py",
     "python_tests/transport/test_transport_tcp.py",
     "python_tests/transport/test_checksum.py",
     "python_tests/observe/test_record.py",
     "python_tests/simulators/test_simulated_cuda.py",  # the watchdog, on the simulated NCCL
 ]
-# What needs a simulator, and which
+# tests that need a simulator
 SIMULATED = {TESTS[0]: "recording_transport", TESTS[-1]: "simulated_cuda"}
 LEFT_OUT = {
-    # No descriptor is left in it, and the undefined-behaviour runtime tries memory by a pipe: without one it takes what
-    # is there for no object, ends the process, and has no descriptor for the report. Source: LLVM's
+    # The test uses up all descriptors, and the undefined-behaviour runtime probes memory through a pipe: without a
+    # descriptor it takes valid memory for inaccessible and ends the process without a report. Source: LLVM's
     # sanitizer_posix_libcdep.cpp, IsAccessibleMemoryRange.
     "address,undefined": [f"{TESTS[3]}::test_too_many_open_files_are_not_taken_for_another_host"],
-    # Races because it is meant to: it counts how often copies that nothing orders come out in either order.
+    # The race is intended: the test counts how often unordered copies finish in either order.
     "thread": [f"{TESTS[-1]}::test_streams_run_side_by_side_and_events_order_them"],
 }
-# Leaks: none are looked for. An interpreter that ends leaves what it holds, and so do torch's registries.
+# No leak detection: the interpreter and torch's registries do not free all their memory at exit.
 ADDRESS = "detect_leaks=0:detect_odr_violation=0:allocator_may_return_null=1"
 UNDEFINED = "print_stacktrace=1"
 # Each line with the reason that it is no race of ours.
 THREAD = """
-# An error that one thread made and another one ends: libstdc++ counts who holds its text by atomics of its own.
+# One thread creates an error and another destroys it: libstdc++ counts the references to its text with its own atomics.
 race:std::runtime_error::~runtime_error
-# Works of Gloo that torch's own thread ends: counted by atomics in code that is not instrumented. Ours is rtp::.
+# Works of Gloo that torch's thread destroys: counted by atomics in code that is not instrumented. This project's code
+# is rtp::.
 race:c10d::ProcessGroupGloo::runLoop
 race:c10d::*Async*Work
-# Buffers that a failed pass lets go of before they were waited for: Gloo's thread and their end are ordered by counts
-# of shared_ptr (its common/memory.h), in code that is not instrumented. A slot that ends is still reported.
+# Buffers that a failed pass releases before they were waited for: the counts of shared_ptr (Gloo's common/memory.h)
+# order Gloo's thread and their destruction, in code that is not instrumented. Destroyed slots are still reported.
 race:gloo::transport::tcp::UnboundBuffer::~UnboundBuffer
 race:c10d::ProcessGroupGloo::SendWork::~SendWork
 race:c10d::ProcessGroupGloo::RecvWork::~RecvWork
 # Locks that torch's libraries take in code that is not instrumented, when Python ends.
 mutex:capsule_dealloc
 mutex:TorchLibraryInit
-# Python hands threads the interpreter lock by atomics that it cannot see either.
+# Python passes the interpreter lock between threads with atomics that are not instrumented either.
 race:^_Py
 race:^Py
 """
 
 
 def runtime(name: str) -> str:
-    """The path of a sanitizer's runtime, as the compiler knows it."""
+    """Returns the path of a sanitizer's runtime, from the compiler."""
     compiler = os.environ.get("CXX", "c++")
     found = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
     return found.stdout.strip()
 
 
 def build(kind: str) -> Path:
-    """A package rtp_ext whose extension is instrumented; returns the folder that it is in."""
+    """Builds a package rtp_ext with an instrumented extension. Returns its folder."""
     place = ROOT / "build" / f"sanitize-{kind.replace(',', '-')}"
     package = place / "package"
     package.mkdir(parents=True, exist_ok=True)
@@ -111,7 +112,7 @@ def run(kind: str, package: Path, tests: list[str]) -> dict[str, Any]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(package),
-        "RTP_SANITIZE": kind,  # the simulators are built alike
+        "RTP_SANITIZE": kind,  # the simulators are built the same way
         "ASAN_OPTIONS": f"{ADDRESS}:{log}",
         "UBSAN_OPTIONS": f"{UNDEFINED}:{log}",
         "TSAN_OPTIONS": f"suppressions={suppressions}:exitcode=66:halt_on_error=0:die_after_fork=0:{log}",
@@ -122,17 +123,18 @@ def run(kind: str, package: Path, tests: list[str]) -> dict[str, Any]:
             made = f"import sys; sys.path.append(sys.argv[1]); import {simulator}; print({simulator}.build())"
             folder = str(ROOT / "python_tests" / "simulators")
             subprocess.run([sys.executable, "-c", made, folder], check=True, env=environment)
-    told = place / "tests.xml"
-    told.unlink(missing_ok=True)
-    # Not from the root: the package that is there would come first. Addresses as the runtime of `thread` wants them.
-    command = ["setarch", "-R", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={told}"]
+    results = place / "tests.xml"
+    results.unlink(missing_ok=True)
+    # Not run from the root, where Python would import the package of the work tree. setarch -R disables address
+    # randomization, which the runtime of `thread` requires.
+    command = ["setarch", "-R", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}"]
     command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *(str(ROOT / test) for test in tests)]
     command += [f"--deselect={test}" for test in LEFT_OUT[kind]]
     preloaded = {"LD_PRELOAD": " ".join(runtime(name) for name in KINDS[kind])}
     began = time.monotonic()
     status = subprocess.run(command, cwd=package, env=environment | preloaded).returncode
     row: dict[str, Any] = {"benchmark": "sanitize", "sanitizers": kind, "seconds": round(time.monotonic() - began, 1)}
-    counts = next(iter(ElementTree.parse(told).getroot())).attrib if told.exists() else {}
+    counts = next(iter(ElementTree.parse(results).getroot())).attrib if results.exists() else {}
     row |= {"tests": int(counts.get("tests", 0)), "skipped": int(counts.get("skipped", 0))}
     row["failed"] = int(counts.get("failures", 0)) + int(counts.get("errors", 0))
     reports = [file.read_text(errors="replace") for file in sorted(place.glob("report.*"))]

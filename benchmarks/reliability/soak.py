@@ -6,13 +6,13 @@
     python benchmarks/reliability/soak.py --faults --programs 100
     python benchmarks/reliability/soak.py --steps 100000 --step-minutes 90 --programs 0
 
-First programs (python_tests/support/programs), a seed each, one after the other on 2, 3 and 4 ranks: narrow ones, with
-`--wide` those with outer policies, compilers, moving averages and swapped modules too, with `--faults` those in which
-one rank raises or leaves out a backward, of which the others have to tell in time; then `--steps`
-actions of one program in random order, or those of `--step-minutes`, while hops are held up at random. Memory,
-descriptors and threads of every rank must not grow meanwhile. The last line is JSON, and is appended to
-benchmarks/results/MACHINE/soak.jsonl. Exit status 1 where a number differs or something grows; the seed of a program
-that failed is in the message.
+The first phase runs programs (python_tests/support/programs), each with its own seed, one after the other on 2, 3 and 4
+ranks: by default narrow ones; with `--wide` also those with outer policies, compilers, moving averages and swapped
+modules; with `--faults` those in which one rank raises or omits a backward, which the other ranks have to report in
+time. The second phase runs `--steps` actions of one program in random order, or for `--step-minutes`, while hops are
+delayed at random. Memory, descriptors and threads of every rank must not grow meanwhile. The last line is JSON, and is
+appended to benchmarks/results/MACHINE/soak.jsonl. The exit status is 1 if a number differs or a resource grows; the
+message contains the seed of a program that failed.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def with_faults(ranks: int, first: int, count: int) -> int:
 
 
 def long(rank: int, ranks: int, seed: int, steps: int, minutes: float) -> tuple[int, dict[str, int]]:
-    """One program whose actions go on and on, without those that make rings, for as many steps or minutes; how many
-    it has done, and what it has added since a fifth of them."""
+    """Repeats the actions of one program, except those that make rings, for the given steps or minutes. Returns the
+    number of actions and the growth of resources since a fifth of them."""
     import programs
     import torch
 

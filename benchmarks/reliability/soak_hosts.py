@@ -52,7 +52,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def status() -> dict[str, int]:
-    """What a process holds that a long run must not add to."""
+    """Returns the resources of a process that must not grow in a long run."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     resident = int(fields["VmRSS"].split()[0]) * 1024
     return {
@@ -63,7 +63,7 @@ def status() -> dict[str, int]:
 
 
 def train(place: Place, args: argparse.Namespace) -> dict[str, Any]:
-    """One rank: the losses of all steps, and what it added meanwhile."""
+    """Runs one rank. Returns the losses of all steps, and the growth of its resources."""
     from shared.models import MLPStack, random_vectors
     from shared.strategies import Trainer
 
@@ -111,7 +111,7 @@ class Trouble:
         while not self._stop.wait(self._draw.uniform(0, 0.5)):
             try:
                 self._one(rate, slow)
-            except NoHosts:  # they have ended; if there is another reason, the counts tell
+            except NoHosts:  # the hosts have ended; the counts show any other reason
                 return
 
     def _one(self, rate: str, slow: str) -> None:
@@ -129,7 +129,7 @@ class Trouble:
 
 
 def run(args: argparse.Namespace, disturbed: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """What rank 0 brings back, with the seconds, and the counts of disturbances."""
+    """Returns the result of rank 0, the seconds, and the counts of disturbances."""
     started, troubles = time.monotonic(), []
     args = argparse.Namespace(**{**vars(args), "disturbed": disturbed})
     if not disturbed:

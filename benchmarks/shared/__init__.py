@@ -1,1 +1,1 @@
-"""What the benchmarks share."""
+"""Modules that several benchmarks use."""

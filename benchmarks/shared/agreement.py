@@ -1,4 +1,4 @@
-"""Whether strategies compute the same: what is compared, how, and how far apart it may be."""
+"""Checks that strategies compute the same results: the compared values, the method, and the tolerances."""
 
 import argparse
 
@@ -15,7 +15,7 @@ Signature = list[float]
 
 
 def tolerances(args: argparse.Namespace) -> tuple[float, float]:
-    """Of a comparison: those of the coarsest numbers in it."""
+    """Returns the tolerances of a comparison: those of the coarsest dtype in it."""
     return max(
         TOLERANCES[kind]
         for kind in (args.dtype, args.reduce_dtype, args.travel, args.gradient_travel)
@@ -26,8 +26,8 @@ def tolerances(args: argparse.Namespace) -> tuple[float, float]:
 def signature(parameter: torch.Tensor) -> Signature:
     """The norm of the gradient, and a weighted sum of evenly spaced elements of it.
 
-    The sum tells signs and places, of which a norm says nothing: of a random gradient it is about as large as the norm.
-    Zeros without a gradient. Collective for a sharded parameter.
+    The sum depends on signs and positions, which a norm does not show; for a random gradient it is about as large as
+    the norm. Both are zero without a gradient. Collective for a sharded parameter.
     """
     if parameter.grad is None:
         return [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""What a result was measured on, and the one shape of line that every benchmark appends to its file."""
+"""The environment of a measurement, and the format of the lines that all benchmarks append to their files."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from shared.hosts import card as made_hosts
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-WITHOUT_RESULTS = (":/", ":(top,exclude)benchmarks/results")  # all files that git knows but these
+WITHOUT_RESULTS = (":/", ":(top,exclude)benchmarks/results")  # all files that git tracks except these
 # fmt: off
 KEYS = (
     "benchmark", "case", "shape", "n", "k", "tokens", "ranks", "direction", "transport", "link", "dtype",
@@ -45,7 +45,7 @@ def command_line() -> str:
 
 
 def _told(word: str) -> str:
-    """A file of the project by its place there; any other by its name."""
+    """Returns the path of a file within the project; the name of any other file."""
     path = Path(word)
     if not path.is_absolute():
         return word
@@ -78,7 +78,7 @@ def environment_card(device: torch.device, command: str) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """With `-dirty` where tracked files differ from it, other than results."""
+    """Returns the commit, with `-dirty` if tracked files other than results differ from it."""
     commit = output_of("git", "rev-parse", "--short=12", "HEAD")
     changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", *WITHOUT_RESULTS)
     return commit if changed is None else f"{commit}-dirty"
@@ -93,7 +93,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def result_line(card: dict[str, Any], **values: Any) -> dict[str, Any]:
-    """One result: every key of `KEYS` in order (unknown = None), then whatever else `card` and `values` hold."""
+    """One result: every key of `KEYS` in order (unknown = None), then the other keys of `card` and `values`."""
     known = {**card, **values}
     return {**{key: known.get(key) for key in KEYS}, **known}
 
@@ -122,7 +122,7 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
 
 
 def gpu_state() -> dict[str, float | None]:
-    """Clocks, power and temperature of the first GPU at this moment; None where nvidia-smi does not tell."""
+    """Returns the current clocks, power and temperature of the first GPU; None for values that nvidia-smi lacks."""
     keys = {
         "sm_clock_mhz": "clocks.sm",
         "memory_clock_mhz": "clocks.mem",

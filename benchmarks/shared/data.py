@@ -42,7 +42,7 @@ def read_text(path: Path | None = None) -> torch.Tensor:
 
 
 def fingerprint(text: torch.Tensor) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of the text, so that two runs can be told to have read the same."""
+    """Returns the first 16 hexadecimal digits of the text's SHA-256, to verify that two runs read the same text."""
     return hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]
 
 

@@ -1,12 +1,12 @@
-"""Hosts made on one machine, to try and to time what happens between hosts.
+"""Emulates hosts on one machine, to test and to time communication between hosts.
 
-A host is a set of namespaces: network, hostname, processes, mounts and System V memory. So it has a /dev/shm and a
-/proc of its own, and its ranks can reach those of another host over its one link, `eth0`, alone. What it sends is held
-to a rate by a token bucket (tbf), and held up by netem where a delay is asked for. The links meet in a bridge.
+A host is a set of namespaces: network, hostname, processes, mounts and System V memory. It has its own /dev/shm and
+/proc, and its ranks can reach those of another host only over its one link, `eth0`. A token bucket (tbf) limits the
+rate at which a host sends, and netem adds a delay if there is one. A bridge connects the links.
 
-Nothing of this has a name outside: the bridge lies in a namespace of its own, which like every host lives as long as
-its first process, and that one is killed when whoever made the hosts ends, however it ends. So two runs never meet, and
-nothing is left behind. Needs Linux, root, iproute2 and util-linux.
+None of this is visible outside: the bridge is in its own namespace, which, like every host, exists as long as its first
+process. The kernel kills that process when the process that made the hosts ends for any reason. So two runs never
+interfere, and nothing is left behind. Needs Linux, root, iproute2 and util-linux.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ def refusal() -> str | None:
 
 
 def bits_per_second(rate: str | None) -> float | None:
-    """Of what tc calls a rate, such as 2gbit or 500mbit; None: no limit. Raises ValueError for anything else."""
+    """Converts a rate of tc, such as 2gbit or 500mbit; None: no limit. Raises ValueError for any other text."""
     if rate is None:
         return None
     found = _RATE.fullmatch(rate)
@@ -79,10 +79,11 @@ def bits_per_second(rate: str | None) -> float | None:
 
 @dataclass(frozen=True)
 class Links:
-    """How many hosts there are, and what is between them.
+    """The number of hosts, and the links between them.
 
-    rate: of what a host sends, as tc writes it; None: no limit. delay: of every packet that a host sends, such as 1ms.
-    pin: give every host its own share of the cores; None: where there are at least as many cores as ranks.
+    rate: the rate at which a host sends, in tc's format; None: no limit. delay: the delay of every packet that a host
+    sends, such as 1ms. pin: give every host its own share of the cores; None: if there are at least as many cores as
+    ranks.
     """
 
     hosts: int = 2
@@ -114,7 +115,7 @@ class Links:
         return [available[host * share :][:share] for host in range(self.hosts)]
 
     def card(self) -> dict[str, Any]:
-        """What a result says of them. `cores`: of all hosts together."""
+        """Returns the fields of a result that describe the hosts. `cores`: of all hosts together."""
         shares = self.shares()
         return {
             "hosts": self.hosts,
@@ -132,12 +133,12 @@ def card() -> dict[str, Any]:
 
 
 def address(host: int) -> str:
-    """Of the link of a host."""
+    """Returns the address of a host's link."""
     return f"10.78.0.{host + 1}"
 
 
 def bytes_sent(pid: int | str = "self") -> int:
-    """What the kernel has counted at `eth0` of the host on which process `pid` runs."""
+    """Returns the bytes sent over `eth0` of the host of process `pid`, as the kernel counts them."""
     for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "eth0":
@@ -253,7 +254,7 @@ class Hosts:
     def start_ranks(
         self, program: Sequence[str], environment: Mapping[str, str] | None = None, **more: Any
     ) -> list[subprocess.Popen]:
-        """Starts Python with `program` once for every rank, told its place as torchrun tells it, without torchrun."""
+        """Starts Python with `program` once for every rank, with the environment variables of torchrun."""
         started = []
         for rank in range(self.links.ranks):
             host, local = divmod(rank, self.links.ranks_per_host)
@@ -344,7 +345,7 @@ class Hosts:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is not buried yet does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

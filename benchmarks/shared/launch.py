@@ -27,7 +27,7 @@ TIMEOUT = timedelta(minutes=30)  # one rank may train a model alone while the ot
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank runs. `mesh` is one-dimensional and spans all ranks."""
+    """The place of one rank. `mesh` is one-dimensional and spans all ranks."""
 
     rank: int
     ranks: int
@@ -43,7 +43,7 @@ def under_torchrun() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that reports: rank 0 under torchrun, and the starting process otherwise."""
+    """Whether this process reports: rank 0 under torchrun, and otherwise the starting process."""
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
@@ -79,7 +79,7 @@ def launch(worker: Worker, args: argparse.Namespace, ranks: int) -> Any:
 def launch_on_hosts(
     worker: Worker, args: argparse.Namespace, meanwhile: Callable[[Hosts], None] = lambda hosts: None
 ) -> Any:
-    """The same for ranks on hosts that are made for them, by `args.network`. `meanwhile` is called once.
+    """The same for ranks on emulated hosts, described by `args.network`. Calls `meanwhile` once.
 
     Raises:
         NoHosts: hosts cannot be made here.
@@ -101,7 +101,7 @@ def launch_on_hosts(
 
 
 def run_on_host(folder: Path) -> NoReturn:
-    """One rank of `launch_on_hosts`, in its process."""
+    """Runs one rank of `launch_on_hosts`, in its process."""
     module, name, args = pickle.loads((folder / "work").read_bytes())
     rank, local_rank, ranks = (int(os.environ[key]) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     worker = getattr(importlib.import_module(module), name)
@@ -162,7 +162,7 @@ def _thread_count(text: str) -> int:
 
 
 def repetition(options: Mapping[str, Sequence[Any] | None]) -> str | None:
-    """What is wrong where a list, by the name of its option, names something twice; None where no list does."""
+    """Returns an error text if a list, given by the name of its option, has duplicates; otherwise None."""
     for option, values in options.items():
         if values is not None and len(set(values)) < len(values):
             return f"{option}: expected each once, got {values}"
@@ -170,7 +170,7 @@ def repetition(options: Mapping[str, Sequence[Any] | None]) -> str | None:
 
 
 def together(place: Place) -> Together:
-    """The ranks of a benchmark, as `rtp_ext.measure.timing` knows them; one rank needs no process group."""
+    """Returns the ranks of a benchmark as a `Place` of `rtp_ext.measure.timing`; one rank needs no process group."""
     barrier = dist.barrier if place.ranks > 1 else lambda: None
     return Together(place.device, barrier, lambda values: everyones(values, place))
 
@@ -183,6 +183,6 @@ def everyones(values: list[float], place: Place) -> torch.Tensor:
 def gather(value: float | list[float] | list[int] | list[list[float]], place: Place) -> torch.Tensor:
     """Values of all ranks, float64, [ranks, *shape of value], on the CPU."""
     mine = torch.tensor(value, dtype=torch.float64, device=place.device)
-    everyone = [torch.empty_like(mine) for _ in range(place.ranks)]
-    dist.all_gather(everyone, mine)
-    return torch.stack(everyone).cpu()
+    parts = [torch.empty_like(mine) for _ in range(place.ranks)]
+    dist.all_gather(parts, mine)
+    return torch.stack(parts).cpu()

@@ -1,19 +1,19 @@
 """Bytes per rank: what training keeps, and the most that one step holds.
 
-*Persistent* bytes are those of the storages behind this rank's parameters, gradients and optimizer state (a DTensor
-counts its local part; a shared storage counts once).
+*Persistent* bytes are those of the storages of this rank's parameters, gradients and optimizer state (a DTensor counts
+its local part; a shared storage counts once).
 
-*Transient* is the most that was alive at one moment of a step beyond them: activations, temporaries, unsharded weights,
-gradient buckets, send and receive buffers. *Peak* is the sum. `MemoryProbe` watches a trainer from before its model is
-built until it has taken a few steps, and reports the last. These steps keep their gradients in place (zeroed, not
-freed), so that transients compare across strategies and none hides behind gradients that are not made yet.
+*Transient* bytes are the maximum beyond them at any moment of a step: activations, temporaries, unsharded weights,
+gradient buckets, send and receive buffers. *Peak* is the sum. `MemoryProbe` observes a trainer from before its model is
+built until it has taken a few steps, and reports the last step. These steps keep their gradients in place (zeroed, not
+freed), so that transients are comparable across strategies and do not use memory of gradients not yet allocated.
 
-On CUDA the caching allocator counts; what a communication library takes for itself is not seen. On CPU no allocator
-counts (torch's profiler misses what communication threads release), so the kernel does: the C library is told to map
-every block of 64 KiB and more on its own and to return it when freed, and the high-water mark of resident memory is
-reset before each phase of a step. Blocks that survive from step to step come from the C library's count of mapped
-bytes, memory shared between ranks from the memory files that this rank created. A transient is then right to about
-3 MiB. Needs Linux and glibc 2.33.
+On CUDA the caching allocator counts; memory that a communication library allocates itself is not included. On CPU no
+allocator counts (torch's profiler misses memory that communication threads release), so the kernel does: the C library
+is configured to map every block of 64 KiB and more separately and to unmap it when freed, and the high-water mark of
+resident memory is reset before each phase of a step. The count of blocks that survive from step to step is the C
+library's count of mapped bytes; memory shared between ranks is the size of the memory files that this rank created. A
+transient is then exact to about 3 MiB. Needs Linux and glibc 2.33.
 """
 
 import ctypes
@@ -78,7 +78,7 @@ class MemoryProbe:
         self._meter.stop()
 
     def step(self, trainer: Trainer, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """One step of the trainer under observation. Returns its loss."""
+        """Runs one step of the trainer under observation. Returns its loss."""
         if trainer.ring is not None:
             trainer.ring.reset_peak()
         return trainer.step(inputs, targets, keep_gradients=True, phase=self._phase)
@@ -218,7 +218,7 @@ class _HostMeter:
 
 
 def status_bytes(field: str) -> int:
-    """A size from /proc/self/status, in bytes."""
+    """Returns a size from /proc/self/status, in bytes."""
     found = re.search(rf"^{field}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if found is None:
         raise RuntimeError(f"/proc/self/status has no {field}")

@@ -38,9 +38,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Language model like GPT-2: learned positions, pre-norm blocks, output weights tied to the token embedding.
+    """A language model like GPT-2: learned positions, pre-norm blocks, output weights tied to the token embedding.
 
-    Made of bytes unless there is a `vocabulary`.
+    Tokens are bytes unless there is a `vocabulary`.
     """
 
     def __init__(self, *, seq: int, layers: int, hidden: int, heads: int, vocabulary: int = BYTES) -> None:
@@ -165,10 +165,10 @@ def random_tokens(
 
 @dataclass(frozen=True)
 class Workload:
-    """A model as `compare.py` runs it.
+    """A kind of model for `compare.py`.
 
-    `make(**sizes)` builds it; `sample(tokens, generator)` is a random local batch, of which `seq` tokens belong
-    together. `cut`: numbers that tensor parallelism must be able to divide by the ranks.
+    `make(**sizes)` builds it; `sample(tokens, generator)` is a random local batch with sequences of `seq`
+    tokens. `cut`: numbers that the number of ranks must divide for tensor parallelism.
     """
 
     make: Callable[..., nn.Module]

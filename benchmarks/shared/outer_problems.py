@@ -1,5 +1,5 @@
-"""Two small problems between replicas of which the answer is known: what noise averages out to, and where replicas on
-different data end."""
+"""Two small problems between replicas with known solutions: averaging of noise, and convergence of replicas on
+different data."""
 
 import argparse
 import json

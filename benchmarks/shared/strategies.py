@@ -21,7 +21,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a plain model becomes one that trains on a mesh.
+    """The conversion of a plain model to one that trains on a mesh.
 
     `convert(model, mesh, policy)` returns the model to call; where it rotates, further options are those of
     fully_rotate. `policy` is None where all is float32. `follows_policy`: 16-bit compute comes from the policy (16-bit
@@ -132,7 +132,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class Trainer:
-    """A model, its optimizer (AdamW with torch's defaults but for the learning rate) and how to take a step.
+    """A model, its optimizer (AdamW with torch's defaults except for the learning rate), and the training step.
 
     Args:
         strategy: a key of `STRATEGIES`.
@@ -181,7 +181,7 @@ class Trainer:
     def around(
         cls, strategy: str, model: nn.Module, device: torch.device, *, lr: float, autocast: torch.dtype | None
     ) -> "Trainer":
-        """A trainer of a model that has been converted already. `autocast`: to this dtype; None: not at all."""
+        """Returns a trainer of a converted model. `autocast`: its dtype; None: no autocast."""
         trainer = cls.__new__(cls)
         trainer.strategy, trainer.model, trainer.device, trainer._autocast = strategy, model, device, autocast
         trainer.optimizer = torch.optim.AdamW(parameter_groups(model), lr=lr)
@@ -196,7 +196,7 @@ class Trainer:
         keep_gradients: bool = False,
         phase: Phase = lambda name: nullcontext(),
     ) -> torch.Tensor:
-        """One training step on this rank's batch. Returns its loss before the update, a detached scalar.
+        """Runs one training step on this rank's batch. Returns its loss before the update, a detached scalar.
 
         Args:
             keep_gradients: zero the gradients and keep their memory, instead of freeing them.

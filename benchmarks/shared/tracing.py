@@ -40,7 +40,7 @@ def _trace_path(text: str) -> Path:
 
 
 def files(path: Path, name: str = "") -> list[Path]:
-    """What is written for `path`; `name` tells the recordings of one run apart."""
+    """Returns the file names of a recording for `path`; `name` distinguishes the recordings of one run."""
     suffix = path.suffix if path.suffix.lower() in (".json", ".png", ".svg", ".pdf") else ""
     stem = path.name.removesuffix(suffix) + ("-" + re.sub(r"[^\w.]+", "-", name).strip("-") if name else "")
     return [path.with_name(stem + each) for each in ([suffix] if suffix else [".json", ".png"])]
@@ -65,7 +65,7 @@ def record(ring: rtp_ext.Ring, action: Callable[[], object], path: Path, name: s
 
 
 def record_steps(path: Path | None, trainers: Mapping[str, tuple[Any, Any]]) -> None:
-    """Records one step of every trainer that has a ring, on its batch, by name. Nothing without a path. Collective."""
+    """Records one step of every trainer with a ring, on its batch, by name. Does nothing without a path. Collective."""
     if path is None:
         return
     rings = {name: pair for name, pair in trainers.items() if pair[0].ring is not None}

@@ -1,8 +1,8 @@
-"""What strategies send between made hosts: counted by the kernel, by closed form, and how fast a step could be with it.
+"""The bytes that strategies send between emulated hosts, as counted and in closed form, and the bound of the step time.
 
-`roof_ms` is the least that a step can take which computes as one without communication and sends as many bytes: the
-larger of computing and what the processor spends on a bare socket program that moves the bytes, and of the wire; the
-optimizer comes on top of either, since it needs all gradients and the next forward all parameters.
+`roof_ms` is a lower bound for a step that computes like one without communication and sends as many bytes. It is the
+maximum of two times: computing plus the processor time of a bare socket program that moves the bytes, and the time on
+the wire. The optimizer adds to either, since it needs all gradients, and the next forward needs all parameters.
 """
 
 import os
@@ -39,7 +39,7 @@ class Counter:
             self._before = bytes_sent()
 
     def stop(self) -> list[int]:
-        """One number, or none."""
+        """Converts one number; None for none."""
         if not self._made:
             return []
         dist.barrier()
@@ -68,7 +68,7 @@ def closed_form(strategy: str, model: nn.Module, ranks: int, per_host: int = 1) 
         return share * (3 * whole - only_looked_up)  # no backward of indices reads weights
     if strategy == "ddp":
         return share * 2 * whole
-    if strategy == "fsdp2":  # what is no block's is gathered once
+    if strategy == "fsdp2":  # parameters outside of blocks are gathered once
         return share * (3 * whole + size(model.blocks.parameters()))
     if strategy == "fsdp2-noreshard":
         return share * 3 * whole
@@ -111,7 +111,7 @@ def measure_sockets(place: Place, rate: str | None) -> float:
 
 
 def roof(row: dict[str, Any], sent: list[int], per_byte: float, place: Place) -> dict[str, Any]:
-    """What a row says of the bytes that a step sends. `sent`: of this rank's host at every step. Collective."""
+    """Returns the fields of a row about the bytes of a step. `sent`: of this rank's host at every step. Collective."""
     if not card() or row["exposed_ms"] is None:
         return {}
     count = gather(float(statistics.median(sent)), place).max().item()
@@ -131,5 +131,5 @@ def roof(row: dict[str, Any], sent: list[int], per_byte: float, place: Place) ->
 
 
 def processors() -> int:
-    """Of all ranks together."""
+    """Sums over all ranks."""
     return card().get("cores", cores())

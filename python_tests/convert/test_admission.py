@@ -1,4 +1,4 @@
-"""What fully_rotate refuses or warns of, and what the ranks compare before the first forward."""
+"""Refusals and warnings of fully_rotate, and the comparison of the ranks before the first forward."""
 
 import contextlib
 import logging
@@ -97,7 +97,7 @@ CPU = torch.device("cpu")
 
 
 class _Scaled(nn.Module):
-    """A module of nobody's, which says what it is, and where."""
+    """A user's module, whose extra_repr contains its rank, its device and an address."""
 
     def __init__(self, rank: int, factor: float = 2.0) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class _Scaled(nn.Module):
 
 
 class _Speaks(_Scaled):
-    """Prints values, which are nobody's business before the ranks agree."""
+    """Prints values, which must not be read before the ranks agree."""
 
     def extra_repr(self):
         return f"mean={self.weight.mean().item()}, table={self.table.sum().item() + self.rank}"

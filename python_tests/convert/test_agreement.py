@@ -1,4 +1,4 @@
-"""One agreement for a whole model: how often the ranks exchange anything, and that whoever differs is told so."""
+"""One agreement for a whole model: the number of exchanges of the ranks, and an error if a rank differs."""
 
 import contextlib
 import copy
@@ -170,14 +170,14 @@ def _linears(*layers):
 
 
 def _differ(rank, ranks):
-    """What one rank does otherwise is a ValueError on every rank, before any backward; and then they go on."""
+    """A difference on one rank is a ValueError on every rank, before any backward; then training continues."""
     cases, odd = Cases(), rank == ranks - 1
     with cases.case("gradients of inputs"):
         plain = _linears()
         model = rtp_ext.fully_rotate(copy.deepcopy(plain), bundle=False, timeout=30.0)
         for wanted in (odd, not odd):
             x = random(3, 4, dtype=DOUBLE, seed=rank).requires_grad_(wanted)
-            first = wanted != odd  # what rank 0 wants
+            first = wanted != odd  # the setting of rank 0
             pattern = rf"disagree: expected Sequential with inputs that want gradients: {first} \(rank 0\)"
             with pytest.raises(ValueError, match=rf"{pattern}, got .*: {not first} on rank \d"):
                 model(x)
@@ -239,7 +239,7 @@ def test_ranks_that_differ_are_told(ranks):
 
 
 def _functions(rank, ranks):
-    """Functional forms: what they exchange without `prepared=`, and with it."""
+    """Functional forms: their exchanges without `prepared=`, and with it."""
     cases = Cases()
     # the same shape on the first ranks, another one on the last
     rows = {"short": 7, "long": 8}
@@ -367,7 +367,7 @@ def test_plans_follow_the_most_tokens(ranks):
     assert others == [(many, seen)] * (ranks - 1), "on all ranks in the same forward"
     routes, counts, reasons = seen["auto"]
     assert all(len(set(each)) == 1 for each in routes)
-    # nothing is known; few tokens; in forward 4 the ranks tell each other of the many ones of forward 3
+    # nothing is agreed yet; few tokens; in forward 4 the ranks exchange the many tokens of forward 3
     assert [each[0] for each in routes] == ["direct", "gather", "gather", *["direct"] * (FORWARDS - 3)]
     assert counts == [2, 1, 1, 1, 0, 0, 0, 1, 0]
     assert all(f"for {2 * many} tokens" in reason for reason in reasons)

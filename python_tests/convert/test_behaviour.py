@@ -1,4 +1,4 @@
-"""What people do with a model besides a plain training loop: each exactly as in one process, in both variants."""
+"""Uses of a model besides a plain training loop: each gives exactly the results of one process, in both variants."""
 
 import copy
 from itertools import product
@@ -26,7 +26,7 @@ def rotated(model: nn.Module, variant: tuple[bool, str], **options) -> nn.Module
 
 
 def check_trained(model, plain, rank, ranks, steps=2, tolerance=TOLERANCE, first=50):
-    """Both train on, and end alike: whatever came before has left no trace."""
+    """Trains both models further and compares them: earlier actions must have left no trace."""
     train(model, lambda step: batch_loss(model, rank, first + step), steps)
     train(plain, lambda step: mean_loss(plain, ranks, first + step), steps)
     assert_same_model(model, plain, tolerance)
@@ -191,7 +191,7 @@ def checkpointed_modules_reentrant(rank, ranks, variant):
 
 
 def checkpointed_methods(rank, ranks, variant):
-    """What is recomputed is no module call, and reads a parameter of its own."""
+    """The recomputed function is no module call, and reads a parameter of its own."""
     check_checkpointing(rank, ranks, variant, checkpointed=False, inside=True)
 
 
@@ -319,7 +319,7 @@ def test_like_one_process(half):
 
 
 def _subgroups(rank, ranks, members):
-    """Every group of ranks trains its own model; ranks outside all groups do nothing. Then all make a group again."""
+    """Every group of ranks trains its own model; ranks outside all groups do nothing. Then all ranks form a group."""
     groups = [dist.new_group(group) for group in members]
     _train_apart(rank, groups, members)
     together = torch.ones(())
@@ -365,7 +365,7 @@ def test_ring_along_a_mesh_dimension():
 
 
 def _nothing_saved(rank, ranks):
-    """Autograd keeps no received weight, cast or not: what it saves are inputs and local shards."""
+    """Autograd keeps no received weight, cast or not: it saves inputs and local shards."""
     for autocast in (False, True):
         model = rotated(make_model(torch.float32), (False, "shm"))
         local_shards = {local(p).untyped_storage().data_ptr() for p in model.parameters()}

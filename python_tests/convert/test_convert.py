@@ -1,4 +1,4 @@
-"""fully_rotate: what a converted model is, what it holds, and that it trains like the plain one."""
+"""fully_rotate: the types and the memory of a converted model, and that it trains like the plain one."""
 
 import copy
 import logging
@@ -145,7 +145,7 @@ def _transient_slots(rank, ranks, transport, in_place):
 
 
 def largest_shard_bytes(ranks: int) -> int:
-    """Of the test model in float32: the parts of a bundle are aligned to 64 bytes."""
+    """Bytes of the test model in float32: the parts of a bundle are aligned to 64 bytes."""
     shards = []
     for module in make_model(torch.float32).modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -158,7 +158,7 @@ def largest_shard_bytes(ranks: int) -> int:
 @pytest.mark.parametrize("ranks", few([1, 2, 3], [1, 2, 3, 4]))
 def test_transient_slots(ranks, transport):
     weights = {1: 0, 2: 1}.get(ranks, 2)
-    # Over c10d the gradient of one layer lands late, and keeps its two slots as long.
+    # Over c10d the gradient of one layer is deferred, and keeps its two slots until then.
     gradients = {1: 0}.get(ranks, 4 if transport == "c10d" else 2)
     for forward, backward, bytes_ in run_ranks(_transient_slots, ranks, transport, False):
         assert forward == (weights, 0)

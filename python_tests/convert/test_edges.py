@@ -134,7 +134,7 @@ def test_plain_parameters_in_place_of_shards():
 
 
 def _out_of_step(rank, ranks, transport):
-    """A rank that is one layer ahead of its neighbours is an error, not somebody else's weights."""
+    """A rank that is one layer ahead of its neighbours gets an error, not the weights of another layer."""
     with rtp_ext.Ring(transport=transport, timeout=4.0) as ring:
         first, second = (take_shard(torch.full((4, 4), float(value)), ring, 0) for value in (1, 2))
         x, layers = torch.ones(1, 4), {"first": (first, Prepared()), "second": (second, Prepared())}
@@ -152,7 +152,7 @@ def test_out_of_step(transport):
 
 
 def _missing_part(rank, ranks):
-    """Where a rank could not add its part, the owners get NaN and not a sum that looks right."""
+    """If a rank could not add its part, the owners get NaN and not a plausible sum."""
     with rtp_ext.Ring(timeout=TIMEOUT) as ring:
 
         def add(owner, partial):
@@ -204,7 +204,7 @@ def test_reset_parameters_is_that_of_the_plain_module():
 
 
 def _masked_layers(rank, ranks):
-    """A pruned layer computes its weight from a parameter of its own and a mask: it is gathered, and trains alike."""
+    """A pruned layer computes its weight from its own parameter and a mask: it is gathered, and trains the same."""
 
     def build():
         torch.manual_seed(5)
@@ -248,7 +248,7 @@ def _pass(module, x):
 
 
 def _empty_dimensions(rank, ranks):
-    """Of every layer, made anew and made of a plain one: what torch computes, or an error that says what is empty."""
+    """Tests every layer, new and converted: it gives torch's results, or an error that names the empty dimension."""
     cases = Cases()
 
     def check(name, plain, module, x):

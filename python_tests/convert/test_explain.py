@@ -24,7 +24,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloa
 
 
 class Norms(nn.Module):
-    """What does not rotate: norms, a stray parameter, a scalar, an unknown subclass; and two layers that do."""
+    """Modules that do not rotate: norms, a stray parameter, a scalar, an unknown subclass; and two layers that do."""
 
     class Loud(nn.Linear):
         def forward(self, x):

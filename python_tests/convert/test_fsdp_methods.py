@@ -1,4 +1,4 @@
-"""Methods of torch's FSDPModule on converted models: errors that say what to do, and tell nobody that they exist."""
+"""Methods of torch's FSDPModule on converted models: errors that name the alternative, and hasattr is False."""
 
 import copy
 import pickle
@@ -103,14 +103,14 @@ def _answers(rank, ranks):
     ids = make_batch(rank, 0)[0]
     for each in (model, twin):
         assert_same(each(ids), plain(ids), 1e-10, "the same output")
-    with pytest.raises(AttributeError):  # what an attribute that fails raises is not what it is asked for
+    with pytest.raises(AttributeError):  # the missing attribute of the failing object
         _ = model.inner.blocks[0].up.set_unshard_in_backward
     for cls in (_Own, _Looks):
         own = rtp_ext.fully_rotate(cls())
         assert own.unshard() == "mine" and isinstance(own.reshard, nn.Linear)
         assert own(torch.ones(2, 3)).shape == (2, 3)
     assert own.five == 5 and type(own) is _Looks, "keeps its own way"
-    # buffers, and what is registered later
+    # buffers, and later registrations
     model.register_buffer("late", torch.ones(2))
     model.reshard = nn.Linear(2, 2)
     assert torch.equal(model.late, torch.ones(2)) and isinstance(model.reshard, nn.Linear)

@@ -1,4 +1,4 @@
-"""Where plain tensors meet shards: state dicts of the plain model, DistributedDataParallel and the stock trainers."""
+"""Plain tensors together with shards: state dicts of the plain model, DistributedDataParallel, the stock trainers."""
 
 import copy
 import logging
@@ -98,7 +98,7 @@ def test_managers_of_plain_parameters_are_refused_with_what_to_take_instead():
 
 
 class _Rounded(nn.Linear):
-    """As float8 training layers are: a linear layer with a forward of its own."""
+    """A linear layer with its own forward, like float8 training layers."""
 
     def forward(self, x):
         return nn.functional.linear(x, self.weight.round(decimals=2), self.bias)

@@ -7,7 +7,7 @@ import torch
 from harness import Cases, run_ranks
 from models import LanguageModel, batch_loss, make_batch, make_model, mean_loss
 from reference import assert_same, differs, full, random, whole_gradients, whole_parameters
-from test_parts import assert_trained
+from test_converted_parts import assert_trained
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -119,7 +119,7 @@ def _policies(rank, ranks):
                 member.register_forward_hook(lambda _, given, y, dtypes=dtypes: dtypes.append(y.dtype))
             ids, x = make_batch(rank, 0)[0], random(4, 10, dtype=torch.bfloat16, seed=rank)
             with torch.no_grad():
-                model(ids)  # fully_shard wants the root first
+                model(ids)  # fully_shard needs the root first
                 outputs[kind] = [model.embed(ids), model.norm(x), model.head(x)]
             dtypes += [each.dtype for each in outputs[kind]]
         assert seen["ours"] == seen["theirs"], (casts, seen)

@@ -1,5 +1,5 @@
 """Selective activation checkpointing (torch.utils.checkpoint.create_selective_checkpoint_contexts) of converted models:
-they train as the plain model does under the same policy, and hops of a recomputation are those of what is not saved."""
+they train like the plain model under the same policy, and a recomputation makes the hops of the unsaved operations."""
 
 import copy
 from typing import Any
@@ -113,7 +113,7 @@ def _hops(ring: Any) -> tuple[int, int]:
 
 
 def expected_hops(ring: Any, policy: str | None, around: bool | str) -> Any:
-    """Of the forward and the backward of a step: weights, gradients. A norm's gather is none."""
+    """Returns the hops of the forward and the backward of a step: weights, gradients. A norm's gather is no hop."""
     hops, inside, every = ring.size - 1, 4 * LAYERS, 4 * LAYERS + 2
     again = every if around is True else inside
     if policy is None or policy in SAVES_ROTATIONS:
@@ -242,7 +242,7 @@ def test_models_of_transformers():
 
 
 def _autocast(rank: int, ranks: int) -> None:
-    """In bfloat16 what is compared with is the same model without checkpoints."""
+    """In bfloat16 the reference is the same model without checkpoints."""
     cases = Cases()
     with rtp_ext.Ring(timeout=TIMEOUT) as ring:
         model = rtp_ext.fully_rotate(Model().float(), mesh=ring)

@@ -20,7 +20,7 @@ LIMIT = TOLERANCE[torch.float64]
 
 
 class Configured:
-    """As frameworks mix protocols of their own into torch's layers."""
+    """A mixin with which frameworks add protocols to torch's layers."""
 
     def describe(self):
         return f"a {self.kind}"
@@ -95,7 +95,7 @@ class Derived(nn.Linear):
 
 
 class Late(Doubled):
-    """Overrides nothing itself."""
+    """A subclass without overrides."""
 
 
 class Attends(nn.MultiheadAttention):

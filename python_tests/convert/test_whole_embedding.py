@@ -59,7 +59,7 @@ SPARSE: dict[str, dict[str, Any]] = {
 
 
 def ids_of(rank: int, step: int) -> Tensor:
-    """As many as the rank has: rank 0 has few. Some occur on several ranks, and several times."""
+    """Returns the ids of a rank: rank 0 has few. Some occur on several ranks, and several times."""
     return torch.randint(ROWS, (2 + 3 * rank,), generator=torch.Generator().manual_seed(50 * step + rank))
 
 

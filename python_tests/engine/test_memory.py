@@ -1,7 +1,7 @@
-"""What a training step holds: a Llama-style model at R = 4 against fully_shard, DDP and one process.
+"""The memory of a training step: a Llama-style model at R = 4 against fully_shard, DDP and one process.
 
-Measured as benchmarks/shared/memory.py does, by the kernel and the C library, right to about 3 MiB; so the model is
-large enough for its blocks to stand out.
+benchmarks/shared/memory.py measures it, with the kernel and the C library, exact to about 3 MiB; so the model is large
+enough for its blocks to be visible.
 """
 
 import functools
@@ -51,7 +51,7 @@ def _probe(rank, ranks, strategy):
 
 @functools.cache
 def memory_of(strategy, ranks=RANKS):
-    """Of the rank that holds most."""
+    """Returns the values of the rank that holds most."""
     return max(run_ranks(_probe, ranks, strategy), key=lambda memory: memory.peak)
 
 
@@ -60,7 +60,7 @@ def persistent(memory):
 
 
 def test_against_other_strategies():
-    """In one test, which measures each strategy once."""
+    """A single test, so that each strategy is measured once."""
     a_quarter_of_the_parameters_and_the_documented_slots()
     peak_below_fully_shard_by_two_blocks()
 

@@ -1,6 +1,7 @@
-"""Every two conflicting uses of a piece of memory are ordered by what the executor waits for: see recording_transport.
+"""The executor's waits order every two conflicting uses of a piece of memory: see recording_transport.
 
-A CPU computes in order, so that its results cannot tell; a recording can. Each control takes one kind of wait away.
+A CPU computes in order, so its results cannot show a missing wait; a recording can. Each control removes one kind of
+wait.
 """
 
 import re
@@ -84,7 +85,7 @@ def mlp(ring, **options):
 
 
 def late(ring, layers=4):
-    """Gradients that land after the passes of two more layers, without autograd, which has nothing to wait for."""
+    """Gradients that arrive after the passes of two more layers, without autograd, which would wait."""
     executor, outputs = ring.communicator.executor, 4 * ring.size
     executor.allow_deferred(2)
     dtypes = {"compute_dtype": torch.float32, "reduce_dtype": torch.float32}
@@ -109,7 +110,7 @@ def late(ring, layers=4):
         gradients.append(gradient)
     for gradient in gradients[:-1]:
         ring.land(gradient)
-    executor.trace(False)  # lands the last one too
+    executor.trace(False)  # completes the last one too
     yield gradients
 
 
@@ -135,7 +136,7 @@ def primitives(ring):
             raise ZeroDivisionError
         partial.add_(shard)
 
-    with pytest.raises(ZeroDivisionError):  # the remaining sums travel all the same
+    with pytest.raises(ZeroDivisionError):  # the remaining sums still travel
         ring.collect(fail, shard)
 
 
@@ -168,7 +169,7 @@ def mixed(ring):
 
 
 def layers(ring, kind=nn.Sequential, **options):
-    """Layers of many sizes, three steps: slots go from one pass to the next and make way for larger ones."""
+    """Layers of many sizes, three steps: passes reuse slots, and larger slots replace smaller ones."""
     torch.manual_seed(0)
     sizes = [5, 12, 32, 8, 20, 48]  # four ranks divide them
     model = kind(*(nn.Linear(*pair) for pair in pairwise(sizes)))
@@ -274,7 +275,7 @@ CASES = {
 
 
 def run(case, size=RANKS, recorded=True):
-    """What the program yields; the records, if it is recorded; the ring."""
+    """Returns the results of the program; the records, if it is recorded; the ring."""
     ring = rtp_ext.Ring.emulated(size, rank=size // 2, **{"route": "ring", **case.ring})
     if not recorded:
         return list(case.program(ring, **case.options)), [], ring
@@ -303,7 +304,7 @@ def test_every_conflict_is_ordered(recordings):
 
 
 def test_what_is_recorded_is_what_is_run(recordings):
-    """The recording transport moves what the emulated one moves; the cases make the passes that they are meant to."""
+    """The recording transport moves the data of the emulated one; the cases make the intended passes."""
     for name, case in CASES.items():
         results, records, ring = recordings[name]
         expected, _, plain = run(case, recorded=False)
@@ -313,7 +314,7 @@ def test_what_is_recorded_is_what_is_run(recordings):
         seen = [record for record in records if record.kind == "hop"]
         for lane, channel in ((2, "weight"), (3, "gradient")):
             assert ring.hops(channel) == sum(record.lane == lane for record in seen)
-        if "pieces" not in name and "layers" not in name:  # which send hops ahead, or not, alike
+        if "pieces" not in name and "layers" not in name:  # which all send hops ahead, or none does
             assert ring.hops("gradient") == plain.hops("gradient")
         computes = {record.lane for record in records if record.kind == "memory"}
         beside = case.transport.get("multiprocessors") and case.program in (
@@ -342,7 +343,7 @@ def test_every_conflict_is_ordered_in_rings_of_other_sizes(size):
 
 
 def test_a_kind_of_wait_less_is_a_conflict(recordings):
-    """Control: the check needs every kind of wait, those for marks and for what arrives in every case that has them."""
+    """Control: the check needs every kind of wait; waits for events and for arrivals in every case that has them."""
     needed = {
         wait: {name for name, (_, records, _) in recordings.items() if conflicts(records, [wait])}
         for wait in recording_transport.WAITS
@@ -357,7 +358,8 @@ def test_a_kind_of_wait_less_is_a_conflict(recordings):
 
 @pytest.mark.parametrize("name", ["linear, lanes, halves", "three", "mlp, slots", "linear, cast, gather"])
 def test_what_waits_for_a_hop_is_needed(recordings, name):
-    """Control, one by one: of every hop somebody must wait for what arrives, and for what leaves a slot or home."""
+    """Control, one by one: for every hop, some step must wait for its arrival, and for its departure from a slot or a
+    local shard."""
     _, records, _ = recordings[name]
     hops = [record for record in records if record.kind == "hop" and record.writes]
     for hop in hops:
@@ -367,18 +369,18 @@ def test_what_waits_for_a_hop_is_needed(recordings, name):
 
 
 def test_the_waits_of_streams_are_enough(recordings):
-    """CUDA transports wait for no hop on behalf of the next one of its channel: that is on the same stream."""
+    """CUDA transports do not wait for a hop before the next one of its channel, which is on the same stream."""
     for name, (_, records, _) in recordings.items():
         assert conflicts(records, streams=True) == [], name
         assert conflicts(records, ["compute after received"], streams=True), name
 
 
 def test_parameters_written_between_a_hop_sent_ahead_and_its_pass(recordings):
-    """The one conflict that is there: such a hop carries anything, and nobody uses it."""
+    """The only conflict: such a hop carries arbitrary data, and no rank uses it."""
     _, records, ring = run(Case(restless))
     sent, used = ring.prefetched()
     found = conflicts(records)
     assert len(found) == sent - used == 2
     assert all(re.search(r"weight hop 1 of 3, sent \| \d+ aten::mul_ on lane 0$", text) for text in found)
-    _, records, ring = run(Case(restless, SLOTS))  # what leaves from a copy is not even torn
+    _, records, ring = run(Case(restless, SLOTS))  # data that leaves from a copy is not even torn
     assert conflicts(records) == [] and ring.prefetched() == (sent, used)

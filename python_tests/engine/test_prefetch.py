@@ -1,4 +1,4 @@
-"""The first hop of the next layer is sent while this one computes: it saves waiting, and never changes a result."""
+"""The first hop of the next layer is sent while this one computes: this saves time and never changes a result."""
 
 import copy
 
@@ -16,7 +16,7 @@ STEPS = 3
 
 
 class Wandering(nn.Module):
-    """Two layers whose order changes from step to step, and one that is left out at times."""
+    """Two layers whose order changes from step to step, and one that is skipped at times."""
 
     def __init__(self):
         super().__init__()
@@ -143,7 +143,7 @@ def test_every_layer_but_the_first_of_a_phase():
 
 
 def _channels_last(rank, ranks):
-    """Convolutions in another memory format, one rank of which has no shard."""
+    """Convolutions in another memory format; one rank has no shard."""
     torch.manual_seed(0)
     convolutions = (nn.Conv2d(features, 2 * (ranks - 1), 3, padding=1) for features in (3, *[2 * (ranks - 1)] * 2))
     plain = nn.Sequential(*convolutions).double()
@@ -165,7 +165,7 @@ def test_channels_last():
 
 
 def test_a_stale_shard_would_show():
-    """Control: what `Restless` compares does depend on the write."""
+    """Control: the values that `Restless` compares depend on the write."""
     torch.manual_seed(0)
     model = Restless().double()
     x = _input(0, 6)

@@ -1,12 +1,11 @@
-"""Weights that travel in 8 or 16 bits: rounded once at home, so that every rank computes with the same ones, and what
-it gives is what a single process gives with weights rounded in the same way."""
+"""Weights that travel in 8 or 16 bits: the owner rounds them once, so every rank computes with the same weights, and
+the results are those of a single process with weights rounded in the same way."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from harness import Cases, run_ranks
-from narrowed import arrived, most_in_block, rebuilt, reckoned
 from operation_checks import (
     EXACT,
     Operation,
@@ -18,6 +17,7 @@ from operation_checks import (
 from operations.bundles import BOTH, make_experts, make_head, make_mlp
 from operations.layers import make_convolution, make_embedding, make_linear, make_linears
 from reference import assert_same, chunk, differs, random
+from rounded_travel import arrived, most_in_block, rebuilt, reckoned
 from torch import nn
 from torch.nn import functional as F
 
@@ -55,7 +55,7 @@ def is_bias(name: str) -> bool:
 
 
 def _rounded(operation: Operation, ranks: int, travel: str | None, rows: int | None = None) -> Operation:
-    """With the weights that the ranks compute with."""
+    """Computes with the same weights as the ranks."""
     parameters = {
         name: whole if is_bias(name) else rebuilt(whole, operation.cuts[name], ranks, travel, rows)
         for name, whole in operation.parameters.items()
@@ -64,8 +64,8 @@ def _rounded(operation: Operation, ranks: int, travel: str | None, rows: int | N
 
 
 def _check(operation, ring, rows=None, tolerance=EXACT, **options):
-    """Output and gradients; the shards are still the exact ones. Controls: with exact weights, or those of the owner
-    exact, others come out."""
+    """Returns output and gradients; the shards are still exact. Controls: with exact weights, or with exact weights of
+    the owner, the results differ."""
     shards = operation.shards(ring.rank, ring.size)
     actual = rotated_result(operation, ring, "2d", 10, shards, **options)
     rounded = _rounded(operation, ring.size, ring.travel, rows)
@@ -102,7 +102,7 @@ def _same_as_one_process(rank, ranks):
 
 
 class _Rounded(Operation):
-    """What runs on the ring starts from exact weights, what it is compared with from rounded ones."""
+    """The model on the ring starts from exact weights, its reference from rounded ones."""
 
     def __init__(self, operation, ranks, travel):
         rounded = _rounded(operation, ranks, travel)
@@ -222,7 +222,7 @@ def test_bytes_on_the_wire(ranks):
 
 
 def _rest(rank, ranks):
-    """Pieces, precisions, a generic wrapper, and what is refused."""
+    """Chunks, precisions, a generic wrapper, and refused options."""
     cases = Cases()
     row = 8 * (INPUTS + 1)  # bytes of a row and its bias in float64
     for travel in TRAVELS:

@@ -1,5 +1,5 @@
-"""Models whose weights travel in 8 or 16 bits learn what a single process learns that rounds them before every forward,
-and keeps what its optimizer writes exact. And what the ring holds for that."""
+"""Models whose weights travel in 8 or 16 bits train like a single process that rounds them before every forward and
+whose optimizer updates exact weights. Also checks the memory of the ring."""
 
 import copy
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 from harness import Cases, run_ranks
 from models import batch_loss, make_model, mean_loss
-from narrowed import computing_with, cuts_of
-from pretended import pretend_hosts
+from pretended_hosts import pretend_hosts
 from reference import adamw, assert_same, differs, full
+from rounded_travel import computing_with, cuts_of
 from test_travel import TRAVELS, _check, _operations
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -22,7 +22,7 @@ STEPS, TOLERANCE = 3, 1e-8
 
 
 def _rotating(model):
-    """How each weight which rotates is cut, by name."""
+    """Returns the cuts of each rotated weight, by name."""
     kinds = (nn.Linear, nn.Embedding)
     names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)]
     return {name: cuts_of(model.get_parameter(name)) for name in names}
@@ -81,7 +81,7 @@ def test_three_steps(ranks):
 
 
 def _policy(rank, ranks):
-    """What a policy computes in, and what weights travel in, are two things."""
+    """The dtype of a policy's computation and the format of travelling weights are independent."""
     cases = Cases()
     for dtype, tolerance in ((torch.bfloat16, 0.1), (None, 1e-4)):
         losses = {}
@@ -145,7 +145,7 @@ STRAIGHT = {"gradient_route": "direct"}
 )
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_the_ring_holds(ranks, travel, dtype, reduce, gradients):
-    """Slots and scratch that exist are those that the planner reckons, to the byte."""
+    """The slots and scratch of the ring match the planner's calculation, to the byte."""
     ring = rtp_ext.Ring.emulated(ranks, travel=travel, **gradients)
     sizes = [(24, 36), (48, 24), (12, 48)]
     model = nn.Sequential(*(nn.Linear(inputs, rows) for rows, inputs in [(24, 36), (48, 24), (12, 48)]))

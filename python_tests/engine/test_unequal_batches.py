@@ -1,4 +1,4 @@
-"""Ranks with batches of different sizes post the same hops: how one of them computes is nobody else's affair."""
+"""Ranks with batches of different sizes post the same hops: the computes of a rank do not affect the others."""
 
 from datetime import timedelta
 
@@ -55,7 +55,8 @@ class Linears(nn.Module):
 
 
 def _hops(kind, rank, tokens):
-    """What a rank of three posts, hop by hop; how many hops it sent ahead; whether it ever computed on two lanes."""
+    """Returns the posts of one rank of three, hop by hop; the number of hops that it sent ahead; whether it ever
+    computed on two streams."""
     ring = rtp_ext.Ring.emulated(3, rank=rank)
     module = recording_transport.load()
     ring.communicator.executor = _native.Executor(module.transport(multiprocessors=MULTIPROCESSORS), rank, 3, CPU)
@@ -87,7 +88,7 @@ def test_every_rank_posts_the_same_hops(kind):
 
 
 def _train(rank, sim, ids, ranks, registered):
-    """Steps of linear layers, one after the other, with every product checked; returns what was posted."""
+    """Runs steps of linear layers, one after the other, and checks every product. Returns the posts."""
     timeout = timedelta(seconds=20)
     transport = sim.nccl(ids, rank, ranks, timeout, None, registered=registered)
     executor = _native.Executor(transport, rank, ranks, CPU)

@@ -51,7 +51,7 @@ def _one_run(rank, ranks, folder):
 
 
 def _several(rank, ranks, folder):
-    """Those that need no more than two ranks, in one start."""
+    """Runs the examples that need at most two ranks, in one start."""
     meta, (loss, kept) = _call(rank, ranks, "safetensors_on_meta", [[]])
     os.makedirs(f"{folder}/plain", exist_ok=True)
     if rank == 0:

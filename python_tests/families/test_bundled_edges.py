@@ -1,4 +1,4 @@
-"""What people do to a converted model, that a bundle must notice; and what conversion must not hide."""
+"""Changes to a converted model that a bundle must detect; and attributes that conversion must not hide."""
 
 import copy
 import inspect

@@ -192,7 +192,7 @@ def deep_copies(rank, ranks, kind, variant):
 
 
 def hooks(rank, ranks, kind, variant):
-    """Whoever hooks into a bundle sees, and changes, what flows there; afterwards the bundle is one again."""
+    """Hooks on modules of a bundle see and change their values; without the hooks the bundle is used again."""
     model, plain = pair(kind, variant)
     names = {
         "llama": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.act_fn", "self_attn.k_proj"),

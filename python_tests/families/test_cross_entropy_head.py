@@ -1,4 +1,4 @@
-"""What a rotated vocabulary head does at the edges, what it holds, and its module."""
+"""Edge cases of a rotated vocabulary head, its memory, and its module."""
 
 import copy
 import re
@@ -118,7 +118,7 @@ def _resident(field: str) -> int:
 
 def _peak_bytes(run) -> int:
     """The most by which `run()` raises this process' resident memory; slots in shared memory are part of it."""
-    Path("/proc/self/clear_refs").write_text("5")  # starts the high-water mark anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = _resident("VmRSS")
     run()
     return _resident("VmHWM") - before

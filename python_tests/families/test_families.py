@@ -26,7 +26,7 @@ OPTIONS = ({}, {"bundle": False}, {"bundle": "recompute", "in_place": True, "tra
 
 @dataclass
 class Trained:
-    """What the plain model does in one process: losses [step][rank], then logits of every rank's evaluation batch."""
+    """Trains the plain model in one process: losses [step][rank], then logits of every rank's evaluation batch."""
 
     losses: list[list[float]]
     logits: list[torch.Tensor]
@@ -86,7 +86,7 @@ def check_evaluation(model: nn.Module, plain: Trained, family: str, rank: int, f
 
 
 def _references(rank, _, ranks, families):
-    """By family what the plain model does, and what it does with a learning rate that is wrong by 1 %."""
+    """Returns the results of the plain model of every family, and those with a learning rate that is wrong by 1 %."""
     starts = {family: make(family) for family in families}
     rates = (LEARNING_RATE, 1.01 * LEARNING_RATE)
     return {family: [train_plain(start, family, ranks, lr) for lr in rates] for family, start in starts.items()}
@@ -144,7 +144,7 @@ def test_trains_on_one_rank_and_on_four(ranks):
     check_trains(ranks, ("llama",), ({}, {"bundle": False}, FUSED))
 
 
-# What the log says of each family: how many modules of which class became what.
+# The log of each family: the number of modules of each class, and their replacements.
 EMBEDDED = {"Embedding: rotated": 1}
 QKV = "q_proj, k_proj, v_proj travel together"
 GATHERED = "sharded, gathered while in use"
@@ -205,7 +205,7 @@ EXPECTED = {
 
 
 def _told(model: nn.Module, **options) -> dict[str, int]:
-    """What `fully_rotate` logs of its modules."""
+    """Returns the modules in the log of `fully_rotate`."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -34,7 +34,7 @@ def tokens_of(output):
 
 
 def check(model, plain, prompt, **options):
-    """Both generate; returns what the converted model has."""
+    """Both models generate. Returns the result of the converted model."""
     options = {**FREE, **options}
     ours, theirs = model.generate(prompt, **options), plain.generate(prompt, **options)
     assert torch.equal(tokens_of(ours), tokens_of(theirs)), f"{options}: {tokens_of(ours)} {tokens_of(theirs)}"
@@ -156,7 +156,7 @@ def test_tokens_of_the_plain_model(ranks):
 
 
 def _encoders(rank, ranks):
-    """Models whose generate calls their encoder by itself."""
+    """Models whose generate() calls their encoder separately."""
     import transformers as hf
 
     cases = Cases()

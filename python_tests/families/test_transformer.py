@@ -17,7 +17,7 @@ from rtp_ext.convert.fast_path import keep_from_fast_path
 from rtp_ext.nn import RotatedLinear, RotatedMultiheadAttention
 
 TIMEOUT = 30.0
-WIDTH, HEADS, HIDDEN = 10, 2, 13  # an even number of heads, as the fast path wants it
+WIDTH, HEADS, HIDDEN = 10, 2, 13  # an even number of heads, as the fast path needs it
 SOURCE, TARGET = 5, 4
 KINDS = ["encoder layer", "encoder", "decoder layer", "transformer"]
 VARIANTS = list(product((False, True), ("relu", "gelu"), (True, False)))  # norm_first, activation, batch_first
@@ -78,7 +78,7 @@ def make_masks(kind: str, masked: str, rank: int, dtype: torch.dtype) -> dict[st
     mask = causal(SOURCE, dtype) if "causal" in masked else None
     tgt_mask = causal(TARGET, dtype) if "causal" in masked else None
     pad = padding(SOURCE, rank) if "padding" in masked else None
-    if pad is not None and mask is not None:  # of one type, as torch wants them
+    if pad is not None and mask is not None:  # of one type, as torch needs them
         pad = torch.zeros(pad.shape, dtype=dtype).masked_fill(pad, -torch.inf)
     if kind == "encoder layer":
         return {"src_mask": mask, "src_key_padding_mask": pad, "is_causal": mask is not None}
@@ -183,7 +183,7 @@ class FastPathError(Exception):
 
 @contextmanager
 def without_fast_path(forbidden: bool):
-    """Plain modules compute through their parts, or whoever takes the fast path is found out."""
+    """Makes plain modules compute through their parts, and detects a module that takes the fast path."""
     names = ["_transformer_encoder_layer_fwd", "_native_multi_head_attention", "_nested_tensor_from_mask"]
     originals = {name: getattr(torch, name) for name in names}
 
@@ -202,7 +202,7 @@ def without_fast_path(forbidden: bool):
 
 
 def undo(model: nn.Module) -> None:
-    """Lets the fast path be taken again, for controls."""
+    """Enables the fast path again, for controls."""
     for part in model.modules():
         if isinstance(part, nn.TransformerEncoderLayer):
             part.activation_relu_or_gelu = 1
@@ -264,7 +264,7 @@ def test_evaluation_never_takes_the_fast_path(ranks, transport, in_place, every)
 
 
 def test_emulated_ring_computes_through_its_parts():
-    """Where a shard is a plain tensor, the fast path would take it for the whole weight."""
+    """If a shard is a plain tensor, the fast path would use it as the whole weight."""
     layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True, dtype=torch.float64)
     model = convert(nn.TransformerEncoder(layer, 2), rtp_ext.Ring.emulated(2))
     x, ended = random(2, SOURCE, 8, dtype=torch.float64, seed=0), padding(SOURCE, 0)

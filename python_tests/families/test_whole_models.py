@@ -1,4 +1,4 @@
-"""Whole models, bundled: what people do besides a plain training loop gives what it gives in one process."""
+"""Whole models, bundled: uses besides a plain training loop give the results of one process."""
 
 import contextlib
 import copy
@@ -34,7 +34,8 @@ from torch.utils.checkpoint import checkpoint
 
 
 def controls(rank, ranks, kind, variant):
-    """What the comparisons below refuse: a wrong learning rate, a batch too few, no averaging, one weight moved."""
+    """Errors that the comparisons below detect: a wrong learning rate, a missing batch, no averaging, one changed
+    weight."""
     model, plain = pair(kind, variant)
     shard = next(model.parameters()).detach().to_local()
     for moved in (1e-6, -1e-6):
@@ -240,7 +241,7 @@ def _errors(values: list[torch.Tensor], truth: list[torch.Tensor]) -> float:
 
 
 def low_precision(rank, ranks, kind, variant):
-    """In bfloat16 both models round, each its own way: ours may be off from float64 by twice what the plain is."""
+    """In bfloat16 both models round differently: the error of the ring against float64 may be twice the plain one."""
     plain = exact(kind, torch.float32)
     truth = copy.deepcopy(plain).double()
     mean_loss(truth, kind, ranks, 0).backward()

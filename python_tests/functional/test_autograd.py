@@ -1,5 +1,5 @@
-"""What people do with autograd besides one backward: they write weights before it, differentiate twice, and compute
-with whole weights of their own. Exactly as in one process; refused where plain torch refuses, or we cannot compute."""
+"""Uses of autograd besides one backward: writes to weights before it, double backward, and computations with gathered
+weights. The results are exactly those of one process; cases that plain torch or the ring cannot compute are refused."""
 
 import copy
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def weighed(y: Tensor) -> Tensor:
 
 
 def attempt(loss: Tensor) -> str | None:
-    """Runs the backward. Returns what it says of a write in between, if it does."""
+    """Runs the backward. Returns its error about a write in between, if there is one."""
     try:
         loss.backward()
     except RuntimeError as error:
@@ -46,7 +46,7 @@ def attempt(loss: Tensor) -> str | None:
 
 
 def written_in_between(subject: Subject, ring: rtp_ext.Ring, in_place: bool, cases: Cases, label: str) -> None:
-    """Every parameter in turn, with an input that wants a gradient and one that does not."""
+    """Tests every parameter in turn, with an input that requires a gradient and one that does not."""
     rank, ranks = ring.rank, ring.size
     plain = subject.make()
     module = subject.rotate(copy.deepcopy(plain), ring, in_place)
@@ -119,7 +119,7 @@ def block() -> nn.Module:
 
 
 def _writers(rank, ranks):
-    """Whoever writes: the second backward of one graph is refused, by rotated layers and by gathered ones."""
+    """For any writer: rotated and gathered layers refuse the second backward of one graph."""
     cases = Cases()
     for in_place, transport in VARIANTS:
         with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
@@ -229,7 +229,7 @@ def _twice(rank, ranks):
 
 
 def _frozen(rank, ranks):
-    """What depends on nothing that wants a gradient has derivatives of zero, as in plain torch."""
+    """Outputs without a dependency that requires a gradient have derivatives of zero, as in plain torch."""
     with rtp_ext.Ring(timeout=TIMEOUT) as ring:
         layer = RotatedLinear.from_module(nn.Linear(6, 7).requires_grad_(False), ring)
         x = torch.ones(2, 6, requires_grad=True)
@@ -276,7 +276,7 @@ class ByHand(nn.Module):
 
 
 def _whole_weights(rank, ranks, tied):
-    """The gradient of a weight that somebody gathers is averaged, as every other; a penalty's is as it is."""
+    """The gradient of a gathered weight is averaged like every other; that of a penalty is not."""
     for in_place, transport in VARIANTS:
         with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
             plain = Subject(ByHand, features()).make()

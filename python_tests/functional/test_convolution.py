@@ -1,4 +1,4 @@
-"""Rotated convolutions: memory formats, copies, constructors. What they compute: test_operations.py."""
+"""Rotated convolutions: memory formats, copies, constructors. test_operations.py tests their results."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""RotatedEmbedding: what travels, what is refused, and its constructor. What it computes: test_operations.py."""
+"""RotatedEmbedding: its hops, refusals and constructor. test_operations.py tests its results."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The plain experts that rotated ones are compared with. What rotated experts compute: test_operations.py."""
+"""The plain experts that are the reference of rotated ones. test_operations.py tests the results of rotated experts."""
 
 from dataclasses import replace
 

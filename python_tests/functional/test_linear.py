@@ -1,4 +1,5 @@
-"""RotatedLinear is built as nn.Linear is, and what a linear layer saves. What it computes: test_operations.py."""
+"""The constructor of RotatedLinear matches nn.Linear, and a linear layer's saved tensors. test_operations.py tests its
+results."""
 
 import torch
 from harness import run_ranks

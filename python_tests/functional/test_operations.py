@@ -1,8 +1,8 @@
-"""Each rotated operation gives what the plain one gives in one process: outputs, gradients, steps of AdamW, frozen
+"""Each rotated operation gives the results of the plain one in one process: outputs, gradients, steps of AdamW, frozen
 parameters, checkpointing, precisions; on rings of 1 to 4 ranks, in place and not.
 
-What each is tried with is in operations/described.py, what is compared, and how, in operation_checks.py. What is
-particular to an operation is in a file of its own.
+operations/described.py has the cases of each operation, operation_checks.py the comparisons. Tests that only one
+operation needs are in separate files.
 """
 
 from dataclasses import replace
@@ -213,7 +213,7 @@ def test_an_emulated_ring_repeats_its_shards(name, ranks):
             assert ranks == 1 or differs(shard.grad, repeated[n].grad, 1e-12)
 
 
-# What a forward keeps of the hidden values of a token: as many numbers as the first layer has rows.
+# Hidden values of a token that a forward saves: as many as the first layer has rows.
 HIDDEN = {
     "mlp": lambda options: make_mlp((5, 64, 7), **options),
     "experts": lambda options: make_experts((6, 5, 64), routing="sentinel", **options),

@@ -1,5 +1,5 @@
-"""Every rotated operation in a region of selective activation checkpointing, where it is one operator, and what is
-drawn, written and counted around it."""
+"""Every rotated operation in a region of selective activation checkpointing, where it is one operator, with random
+draws, writes and counters around it."""
 
 import copy
 from typing import Any
@@ -65,7 +65,7 @@ class Recorder(_RETURNING):
 
 
 def seen_twice(model: nn.Module, inputs: list[Tensor]) -> tuple[list[str], list[str]]:
-    """What of a region is seen in its forward and in its recomputation."""
+    """The calls of a region in its forward and in its recomputation."""
     modes = Recorder(), Recorder()
     with set_checkpoint_early_stop(False):
         weighed(checkpoint(model, *inputs, use_reentrant=False, context_fn=lambda: modes)).backward()
@@ -222,7 +222,7 @@ def test_ranks_that_save_differently(between):
 
 
 def _out_of_step(rank: int, ranks: int) -> None:
-    """One rank saves otherwise in a later step only, of what both have told each other before."""
+    """One rank saves other operations in a later step than both ranks have agreed on before."""
     saves = True
 
     def policy(_: Any, operator: Any, *__: Any, **___: Any) -> bool:

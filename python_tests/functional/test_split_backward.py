@@ -1,5 +1,5 @@
 """A backward in two parts, as zero-bubble pipelines run it: gradients of inputs first, those of parameters later. Each
-part computes, and sends, what it is asked for and nothing else."""
+part computes and sends only the requested gradients."""
 
 import copy
 
@@ -121,7 +121,7 @@ def _subject(label: str, subject: Subject, ring: rtp_ext.Ring, in_place: bool, c
 
 
 def _checkpointed(ring: rtp_ext.Ring, cases: Cases) -> None:
-    """What is computed again is so in either part."""
+    """Recomputations run in either part."""
     plain = Subject(lambda: nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 5)), features(3, 6)).make()
     model = converted(copy.deepcopy(plain), ring, False)
     inputs = [random(3, 6, dtype=torch.float64, seed=rank).requires_grad_() for rank in range(ring.size)]
@@ -136,7 +136,7 @@ def _checkpointed(ring: rtp_ext.Ring, cases: Cases) -> None:
 
 
 def _adapted(ring: rtp_ext.Ring, cases: Cases) -> None:
-    """A parameter that was added after conversion is averaged in either kind of backward, whoever accumulates."""
+    """A parameter that was added after conversion is averaged in either kind of backward, for any way to accumulate."""
     plain = Subject(Adapted, features(3, 6)).make()
     model = converted(copy.deepcopy(plain), ring, False)
     plain.adapt(), model.adapt()
@@ -145,7 +145,7 @@ def _adapted(ring: rtp_ext.Ring, cases: Cases) -> None:
     (alone,) = torch.autograd.grad(losses[ring.rank], [plain.adapter], retain_graph=True)
     (sum(losses) / ring.size).backward()
     theirs = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    for twice in (1, 2):  # the second time it adds up to what is averaged already
+    for twice in (1, 2):  # the second backward adds to an average
         mine = inputs[ring.rank].detach().clone().requires_grad_()
         loss = weighed(model(mine))
         _, groups = stage_backward_input([loss], None, [mine], model.parameters())
@@ -163,7 +163,7 @@ def _adapted(ring: rtp_ext.Ring, cases: Cases) -> None:
 
 
 def _leaves(ring: rtp_ext.Ring, cases: Cases) -> None:
-    """Shards that are plain leaves, of which torch does not tell whether torch.autograd.grad wants them."""
+    """Shards that are plain leaves: torch does not report whether torch.autograd.grad needs their gradients."""
     whole = random(7, 6, dtype=torch.float64, seed=1), random(7, dtype=torch.float64, seed=2)
     shards = [chunk(tensor, ring.size, ring.rank).clone().requires_grad_() for tensor in whole]
     inputs = [random(3, 6, dtype=torch.float64, seed=10 + rank).requires_grad_() for rank in range(ring.size)]
@@ -194,9 +194,9 @@ def _leaves(ring: rtp_ext.Ring, cases: Cases) -> None:
 
 
 def _parts(ring: rtp_ext.Ring, cases: Cases) -> None:
-    """A part that was converted before the model: what the model was called with tells of its backward too."""
+    """A part that was converted before the model: the inputs of the model determine its backward, too."""
     plain = Subject(lambda: nn.Sequential(nn.Embedding(5, 6), Scaled(), nn.Linear(7, 6), Scaled()), features()).make()
-    for split in (True, False):  # what comes after the embedding is a stage whose inputs want gradients
+    for split in (True, False):  # the layers after the embedding are a stage whose inputs require gradients
         expected = nn.Sequential(*plain[1:]) if split else plain
         model = copy.deepcopy(expected)
         model.zero_grad()

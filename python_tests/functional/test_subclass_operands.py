@@ -101,7 +101,7 @@ class Summed(torch.autograd.Function):
 
 
 def _on_their_way(rank, ranks):
-    """What functional collectives return is a wrapper without memory until torch computes with it."""
+    """Functional collectives return a wrapper without memory until torch computes with it."""
     cases = Cases()
     plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What rotated operations refuse: shapes, dtypes and settings that do not fit, each by name; the ring lives on."""
+"""Rotated operations refuse wrong shapes, dtypes and settings, each by name, and the ring stays usable."""
 
 import functools
 
@@ -17,7 +17,7 @@ TIMEOUT = 30.0
 
 
 def _linear(rank, ranks, ring):
-    """Ranks that want gradients of different parameters."""
+    """Ranks that need gradients of different parameters."""
     operation = make_linear()
     shards = operation.shards(rank, ranks, ("weight", "bias")[: 1 + rank])
     message = r"fc: the ranks of the ring disagree.* of weight, bias \(True, False\).*\(True, True\).* on rank 1"

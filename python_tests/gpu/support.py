@@ -1,4 +1,4 @@
-"""What the tests of this folder share: rings over every link, and where results of a run are written."""
+"""Helpers of the tests in this folder: rings over every link, and the file for the results of a run."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def record(**facts: Any) -> None:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the library that is loaded, which need not be the one that torch was built with."""
+    """Returns the version of the loaded library, which need not be the one that torch was built with."""
     versions = rtp_ext._native.nccl_versions()
     if versions is None:
         pytest.skip("rtp_ext was built without CUDA")

@@ -1,7 +1,7 @@
 """Hops that need no SM: they complete while a kernel occupies every SM and waits for the host.
 
-The control is an ordinary kernel on a stream of its own, launched at the same time: it must not complete before the
-blocking kernel is released. What happens on links that use SMs is recorded, and not asserted.
+The control is an ordinary kernel on its own stream, launched at the same time: it must not complete before the blocking
+kernel is released. The behaviour of links that use SMs is recorded, and not asserted.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ def rotate(ring, shard) -> torch.cuda.Event:
 
 
 def run(link: str, control: bool) -> bool:
-    """Whether all hops of a rotation complete while every SM is taken."""
+    """Whether all hops of a rotation complete while every SM is occupied."""
     ring = emulated(RANKS, link=link)
     shard = random(BYTES // 8, dtype=torch.float64, seed=1).cuda()
     hops, plain, numbers = torch.cuda.Stream(), torch.cuda.Stream(), torch.ones(1024, device="cuda")

@@ -119,7 +119,7 @@ def test_experts(ranks, dtype):
     local, choices = 3, 2
     generator = torch.Generator().manual_seed(1)
     index = torch.stack([torch.randperm(local * ranks, generator=generator)[:choices] for _ in range(TOKENS)])
-    index[::5, 1] = local * ranks  # nobody's
+    index[::5, 1] = local * ranks  # of no rank
     index = index.to(DEVICE)
 
     def plain(x, factors, up, down):
@@ -160,7 +160,7 @@ def test_convolution(ranks, dtype):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_llama_takes_steps_in_bfloat16(fused):
-    """On the emulated ring its numbers are no model's; they are finite, and the loss falls."""
+    """The numbers on the emulated ring are not those of a model; they are finite, and the loss falls."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

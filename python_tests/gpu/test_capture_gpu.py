@@ -91,7 +91,7 @@ def test_replays_equal_single_launches(link, bundle, optimize):
 
 @pytest.mark.parametrize("link", LINKS)
 def test_a_ring_goes_on_after_a_capture(link):
-    """Replays and single steps take turns on one ring, whose slots stay the ones that the graph knows."""
+    """Replays and single steps alternate on one ring, which keeps the slots of the graph."""
     plain = plain_model()
     single, mixed = (Training(plain, link, bundle=False, optimize=True) for _ in range(2))
     for training in (single, mixed):

@@ -1,4 +1,4 @@
-"""CuPy as a second opinion, with an NCCL communicator and products of its own; and arrays that nobody copies."""
+"""CuPy as an independent reference, with its own NCCL communicator and products; and arrays without copies."""
 
 from typing import Any
 
@@ -96,7 +96,7 @@ def _against_collectives(rank: int, ranks: int, log: str) -> None:
 
 @needs_nccl
 def test_collectives_by_cupy(tmp_path):
-    """Two ranks: CuPy gathers the weight and scatters the gradient with a communicator of its own."""
+    """Two ranks: CuPy gathers the weight and scatters the gradient with its own communicator."""
     if (problem := several_ranks_problem(2)) is not None:
         pytest.skip(problem)
     run_ranks(_against_collectives, 2, str(tmp_path / "nccl"), timeout=60.0)

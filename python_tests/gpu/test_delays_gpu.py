@@ -1,4 +1,4 @@
-"""Races: with a channel that is held up before its hops, or with computes that are, every result stays the same.
+"""Races: with delays before the hops of a channel, or before computes, every result stays the same.
 
 RTP_RACE_REPETITIONS sets how often (default 5).
 """
@@ -40,7 +40,7 @@ def passes(ring, x, weights, pauses, in_place=False):
 
 
 def check(ring, undisturbed, generator, repetitions=REPETITIONS):
-    """Every repetition, with pauses drawn anew, ends as the undisturbed ring does, bit for bit."""
+    """Every repetition, with new random pauses, ends bitwise like the undisturbed ring."""
     x = random(TOKENS, FEATURES, dtype=torch.float32, seed=99).cuda().requires_grad_()
     for in_place in (False, True):
         weights = layers(4)
@@ -60,7 +60,7 @@ def test_held_up_computes(link):
 
 
 def milliseconds(ring, shard) -> float:
-    """What a rotation takes on the GPU."""
+    """Returns the time of a rotation on the GPU."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _owner, _view in ring.rotate(shard):
@@ -81,7 +81,7 @@ def test_held_up_channels(link, delay, monkeypatch):
     if delay == LONGEST:
         shard = torch.ones(1 << 16, device="cuda")
         times = [[milliseconds(each, shard) for _ in range(10)] for each in (undisturbed, ring)]
-        # 30 hops, each held up by LONGEST / 2 on average; a tenth of that is far above what they take otherwise
+        # 30 hops, each delayed by LONGEST / 2 on average; a tenth of that is far above their usual time
         assert sum(times[1]) > sum(times[0]) + 30 * LONGEST / 2 / 1000 / 10, "control: hops are not held up"
     repetitions = REPETITIONS if delay < LONGEST else max(1, REPETITIONS // 10)
     check(ring, undisturbed, rng.Random(delay), repetitions)

@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU becomes an error of the documented kind, and a ring that says why it is dead."""
+"""Failures on a GPU become errors of the documented kind, and the ring reports why it failed."""
 
 import pytest
 import torch

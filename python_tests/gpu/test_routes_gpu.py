@@ -1,4 +1,4 @@
-"""Ways to travel on one GPU: gathered, in halves, sent ahead, with a second compute lane: the plain layer's results."""
+"""Routes on one GPU: gathered, in halves, sent ahead, with a second compute stream: the plain layer's results."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ WAYS = {
     "direct": {"route": "direct"},
     "halves direct": {"route": "direct", "gradient_halves": True},
 }
-# rows, in and out features of a shard: the second fill less than their last wave, so that two lanes compute
+# rows, in and out features of a shard: the second fill only part of their last wave, so two streams compute
 SIZES = [(33, 7, 5), (640, 768, 384)]
 
 

@@ -1,4 +1,4 @@
-"""Traces of CUDA streams: every step once, nothing before what it waits for, and slow hops are seen as waiting."""
+"""Traces of CUDA streams: every step once, no step before its dependencies, and slow hops appear as waiting."""
 
 import logging
 from datetime import timedelta
@@ -57,7 +57,7 @@ def test_slow_hops_are_seen_as_waiting():
     ring.communicator.executor.set_delay(timedelta(milliseconds=20))
     found = recorded(ring, x, weight)
     check_trace(found, tolerance=CLOCK)
-    # 9 hops that are held up by 10 ms on average
+    # 9 hops with delays of 10 ms on average
     assert sum(each.waiting for each in trace.summaries([found])) > quick + 10e-3
 
 

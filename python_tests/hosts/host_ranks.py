@@ -1,4 +1,4 @@
-"""What ranks on made hosts do in the tests: `python host_ranks.py FUNCTION FOLDER`. They answer in FOLDER."""
+"""The program of ranks on emulated hosts: `python host_ranks.py FUNCTION FOLDER`. They write results to FOLDER."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ def answer(folder: Path, value: object) -> None:
 
 
 def doctor() -> str:
-    """What `python -m rtp_ext doctor` prints under torchrun. It has a process group of its own."""
+    """Returns the output of `python -m rtp_ext doctor` under torchrun. It has its own process group."""
     more = {"TORCHELASTIC_RUN_ID": "tests", "MASTER_PORT": "29501"}
     before = dict(os.environ)
     os.environ.update(more)
@@ -70,7 +70,7 @@ def until_lost(layer: nn.Module, x: torch.Tensor, folder: Path) -> dict:
 
 
 def a_host_is_lost(folder: Path) -> None:
-    """Two hosts of two ranks: the ring, what it says of itself, and what it does when a host goes dark."""
+    """Two hosts of two ranks: the ring, its description, and its failure when a host goes dark."""
     told = {"doctor": doctor(), "hostname": socket.gethostname()}
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
@@ -103,7 +103,7 @@ def restarts(folder: Path) -> None:
     if saved.exists():
         first, values = torch.load(saved)
         model.load_state_dict(values)
-    model = rtp_ext.fully_rotate(model, timeout=60.0)  # who has ended is noticed at once; hosts start seconds apart
+    model = rtp_ext.fully_rotate(model, timeout=60.0)  # an ended rank is detected at once; hosts start seconds apart
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for step in range(first, STEPS):
         loss = batch_loss(model, rank, step)

@@ -1,4 +1,4 @@
-"""Hosts that are made of namespaces: what they share, what ends with them; rings across them, and a host that dies."""
+"""Hosts made of namespaces: their shared resources and their end; rings across them, and a host that dies."""
 
 import json
 import os
@@ -105,10 +105,10 @@ def test_what_hosts_share_and_what_they_do_not(mark):
 @needs_hosts
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_whoever_made_the_hosts(how, mark):
-    """Two at a time, which do not meet."""
-    command = [sys.executable, RUNNER, "--hosts", "2", "--", "-m", "http.server"]  # which does not end by itself
+    """Two sets of hosts at a time, which do not interfere."""
+    command = [sys.executable, RUNNER, "--hosts", "2", "--", "-m", "http.server"]  # which does not end on its own
     ((key, value),) = mark.items()
-    marks = [f"{value}-{number}" for number in range(2)]  # those of the two are told apart
+    marks = [f"{value}-{number}" for number in range(2)]  # those of the two are distinguished
     started = [
         subprocess.Popen(command, env={**os.environ, key: own}, stderr=subprocess.DEVNULL, start_new_session=True)
         for own in marks

@@ -1,5 +1,5 @@
-"""What the README and the pages of docs/ name exists; the list of files that a layer passes through is complete; the
-operation that docs/development.md prints works."""
+"""Every name in the README and the pages of docs/ exists; the list of files that a layer passes through is complete;
+the operation that docs/development.md prints works."""
 
 import importlib
 import re
@@ -42,7 +42,7 @@ DESIGN, DEVELOPMENT, USAGE = (PAGES[Path(f"docs/{name}.md")] for name in ("desig
 PATH = re.compile(r"`((?:csrc|rtp_ext|benchmarks|python_tests|docs)/[\w/.-]+)`")
 # of an example that the reader is to fill in
 EXAMPLES = re.compile(r"MACHINE|NAME|FILE")
-# Of the printed operation: in bfloat16 each product is rounded, and so is a gradient, once more.
+# Tolerances of the printed operation: in bfloat16 each product is rounded, and a gradient once more.
 TOLERANCES = {
     torch.float64: (EXACT, EXACT),
     torch.float32: (1e-6, 1e-6),
@@ -202,7 +202,7 @@ def test_the_walk_of_a_linear_is_what_the_design_says():
 
 
 class Scale(nn.Module):
-    """A layer of somebody's own."""
+    """A user's layer."""
 
     def __init__(self, features):
         super().__init__()
@@ -239,7 +239,7 @@ def _scales(rank, ranks, code):
         )
 
     cases = Cases()
-    shift = replace(  # a bias, of which no gradient reads the shards
+    shift = replace(  # a bias, whose shards no gradient reads
         make(),
         plain=lambda p, batch: batch[0] + p["weight"],
         rotated=lambda p, batch, **o: batch[0] + rotated_scale(torch.ones_like(batch[0]), p["weight"], **o),

@@ -114,7 +114,7 @@ def test_torch_still_needs_the_rules_of_its_compiler():
 
 
 def test_torch_still_needs_the_patch_of_pipeline_stages():
-    """Stages reduce the gradients of FSDP and DistributedDataParallel, and ask no other model."""
+    """Stages reduce the gradients of FSDP and DistributedDataParallel, and call no other model."""
     stage = pytest.importorskip("torch.distributed.pipelining.stage")
     asked = []
 

@@ -45,7 +45,7 @@ def test_every_function_that_is_called_is_named():
 
 
 def test_every_function_that_is_linked_is_named():
-    """What torch's headers call counts too."""
+    """Calls of torch's headers count too."""
     nm = shutil.which("nm")
     if _native.nccl_versions() is None:
         pytest.skip("built without CUDA: nothing of it is linked")

@@ -84,7 +84,7 @@ def python_imports(source: str, module: str, modules: set[str]) -> Iterator[str]
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level]) if node.level else ""
             stem = ".".join(part for part in (base, node.module) if part)
-            found = [f"{stem}.{alias.name}" for alias in node.names]  # what is no module belongs to the one it lies in
+            found = [f"{stem}.{alias.name}" for alias in node.names]  # a name that is no module counts as its module
         else:
             continue
         yield from (python_unit(name, modules) for name in found if name.split(".")[0] == "rtp_ext")

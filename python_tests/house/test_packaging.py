@@ -1,4 +1,4 @@
-"""What is packed: an archive that builds, the torch that it needs, and the architectures that are compiled for."""
+"""Packaging: an archive that builds, the torch that it needs, and the architectures that it is compiled for."""
 
 import re
 import runpy
@@ -22,7 +22,7 @@ def setup():
 
 @pytest.fixture(scope="module")
 def metadata(tmp_path_factory):
-    """What setuptools writes before it builds or packs anything."""
+    """Returns the files that setuptools writes before it builds or packs anything."""
     folder = tmp_path_factory.mktemp("egg")
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
@@ -109,7 +109,7 @@ def test_cuda_is_compiled_as_the_environment_says(setup, tmp_path, monkeypatch):
             monkeypatch.setenv("RTP_CUDA_ARCHITECTURES", asked)
         facts = setup.cuda_facts(torch)
         assert facts["WITH_CUDA"] == "ON" and facts["CUDA_ARCHITECTURES"] == expected
-        ahead = setup.kernel_facts()  # of which the kernels that are compiled ahead are those that are needed
+        ahead = setup.kernel_facts()  # these contain the kernels that are compiled ahead
         assert ahead.items() <= facts.items()
     monkeypatch.setenv("RTP_WITH_CUDA", "0")
     assert setup.cuda_facts(torch) == {"WITH_CUDA": "OFF", "CUDA_REASON": "RTP_WITH_CUDA=0"}

@@ -1,4 +1,4 @@
-"""What README prints runs as printed, and it is short. What it names is checked in test_docs.py."""
+"""The programs in the README run as printed, and it is short. test_docs.py checks its names."""
 
 import contextlib
 import io
@@ -43,7 +43,7 @@ def _losses(printed: str) -> list[float]:
 
 
 def _never_steps(rank, ranks, code):
-    """What the quickstart prints without its optimizer's steps, on ranks that have met already."""
+    """Returns the output of the quickstart without its optimizer's steps, on ranks with a process group."""
     meeting = "torch.distributed.init_process_group()\n", "torch.distributed.destroy_process_group()\n"
     for line in ("    optimizer.step()\n", *meeting):
         assert code.count(line) == 1, line

@@ -18,7 +18,7 @@ def _check_curves(run, name):
     assert run.worst("losses", "reference_losses") < CLOSE, f"{run.losses}, expected {run.reference_losses}"
     assert run.worst("norms", "reference_norms") < CLOSE, f"{run.norms}, expected {run.reference_norms}"
     falls = run.losses[0] - run.losses[-1]
-    if name in ("grpo", "dpo"):  # whose losses say how batches compare, and not what was learned
+    if name in ("grpo", "dpo"):  # whose losses compare batches, and do not show the progress of training
         falls = max(run.losses) - min(run.losses)
     assert len(run.losses) == 6 and falls > 100 * CLOSE, "control: losses change"
 

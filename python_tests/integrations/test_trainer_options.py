@@ -1,4 +1,4 @@
-"""RotationTrainer and RotationAccelerator: what else they are asked for, and what they refuse."""
+"""RotationTrainer and RotationAccelerator: further options, and refusals."""
 
 import copy
 from pathlib import Path

@@ -18,12 +18,12 @@ from rtp_ext.integrations.checkpoints import is_converted
 
 LENGTH = 9
 
-# each rank takes seconds to import what it needs
+# each rank takes seconds for its imports
 with_frameworks = pytest.mark.skipif(bool(missing(["trl"])), reason="trl is not installed: make frameworks")
 
 
 def as_torchrun(rank: int, ranks: int) -> None:
-    """What torchrun tells its ranks."""
+    """Returns the environment variables that torchrun sets for its ranks."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="localhost")
     os.environ["TORCHELASTIC_RUN_ID"] = "none"
@@ -81,7 +81,7 @@ def trainer_of(cls: type, model: nn.Module, folder: str, changes: dict[str, Any]
 
 
 def curve(trainer: Any, key: str) -> list[float]:
-    """What a trainer logged in every step."""
+    """Returns the logged values of a trainer for every step."""
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 

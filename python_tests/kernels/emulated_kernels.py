@@ -161,7 +161,7 @@ class Emulated:
         return Memory(self.library, array, self.sanitized)
 
     def room(self, like: Array, element: str | None = None) -> Memory:
-        """An output shaped as `like`, at an alignment and a stride of its own."""
+        """Returns an output shaped like `like`, with a different alignment and stride."""
         element = element or like.element
         stride = like.shape[1] + int(self.rng.choice([0, 0, 3, 8]))
         return self.memory(Array(None, element, stride, int(self.rng.integers(16 // BYTES[element])), like.shape))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rtp_ext._native import kernels
 
-# Of operands and of the result: those that the engine multiplies.
+# Dtypes of operands and of the result: those that the engine multiplies.
 DTYPES = [
     (torch.float64, torch.float64),
     (torch.float32, torch.float32),

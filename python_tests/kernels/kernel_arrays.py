@@ -43,7 +43,7 @@ def decode(bits: np.ndarray, element: str) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, element: str) -> np.ndarray:
-    """What is left of float64 values in an element type; float32 on the way, as in the kernels."""
+    """Rounds float64 values to an element type, through float32 as in the kernels."""
     return decode(encode(values, element), element)
 
 
@@ -111,6 +111,6 @@ def assert_refused(actual: np.ndarray, expected: np.ndarray, element: str, error
         with np.errstate(invalid="ignore"):
             apart = np.abs(np.roll(expected, 1, axis) - expected) > 4 * (bound + np.roll(bound, 1, axis))
         if not apart.any():
-            continue  # all neighbours are alike: nothing to tell apart
+            continue  # all neighbours are equal, so there is nothing to distinguish
         good = close(wrong, expected, element, np.broadcast_to(error, expected.shape))
         assert not good.all(), f"control of {what}: a result one place aside along dimension {axis} passes"

@@ -62,7 +62,7 @@ def activation_and_slope(activation: str, x: np.ndarray) -> tuple[np.ndarray, np
 
 
 def hidden_error(runner, element: str) -> float:
-    """Of hidden values and their gradients, before the last rounding, relative to the factors that they are made of."""
+    """The errors of hidden values and their gradients, before the last rounding, relative to their factors."""
     return STEPS + runner.hidden_roundings * ROUNDING[element]
 
 

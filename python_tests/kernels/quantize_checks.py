@@ -1,7 +1,7 @@
-"""Random cases for numbers in eight bits and for sums of what has fewer bits: see kernel_checks.
+"""Random cases for numbers in eight bits and for sums of numbers with fewer bits: see kernel_checks.
 
-A number in a block whose largest magnitude is m comes back as q * m / 127 with a whole q: at most m / 254 away, but for
-roundings of float32, which are a thousandth of a step here.
+A number in a block whose largest magnitude is m is dequantized to q * m / 127 with an integer q: at most m / 254 away,
+except for roundings of float32, which are a thousandth of a step here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ NAN = np.array(0x7FF8_0000_2000_0000).view(np.float64)[()]  # in float32 its low
 
 
 def layout(numbers: int) -> tuple[int, int]:
-    """Where the scales begin, and all bytes."""
+    """Returns the offset of the scales, and the total bytes."""
     scales = -(-numbers // 4) * 4
     return scales, scales + 4 * -(-numbers // BLOCK)
 
 
 def scales_of(packed: np.ndarray, numbers: int) -> np.ndarray:
-    """Of every number."""
+    """Returns the scale of every number."""
     start, _ = layout(numbers)
     return np.repeat(packed[start:].view(np.float32).astype(np.float64), BLOCK)[:numbers]
 

@@ -1,4 +1,4 @@
-"""How products are put to a column-major BLAS, against a naive one on flat memory; and the engine's `gemm` on a CPU."""
+"""Products for a column-major BLAS, against a naive one on flat memory; and the engine's `gemm` on a CPU."""
 
 import ctypes
 from itertools import product
@@ -31,7 +31,7 @@ def layout_of():
 
 
 def naive_gemm(layout: dict[str, int], left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
-    """What a column-major BLAS does with flat memory; refuses the leading dimensions that it would refuse."""
+    """Emulates a column-major BLAS on flat memory; refuses the leading dimensions that it would refuse."""
     m, n, k = layout["m"], layout["n"], layout["k"]
     lda, ldb, ldc = layout["left_stride"], layout["right_stride"], layout["out_stride"]
     assert lda >= max(1, k if layout["transpose_left"] else m), layout
@@ -90,7 +90,8 @@ def check(layout_of, out: Matrix, a: Matrix, b: Matrix, change=lambda layout: la
 
 
 def test_every_layout(layout_of):
-    """All ways to store three matrices, for sizes that tell dimensions apart and for single rows and columns."""
+    """Yields all ways to store three matrices, for sizes that differ in all dimensions and for single rows and
+    columns."""
     for m, n, k in ((2, 3, 4), (4, 2, 3), (3, 3, 3), (1, 3, 2), (3, 1, 2), (2, 3, 1), (1, 1, 4), (1, 4, 1), (4, 1, 1)):
         for out, a, b in product(storages(m, n), storages(m, k), storages(k, n)):
             if m == 1 and n == 1 and out[2:] == (0, 1):

@@ -69,7 +69,7 @@ def test_a_sum_that_lies_elsewhere_is_added_without_a_copy(sim_blas):
         counted = Counter(sim_blas.calls()) - counted
         assert counted["cublasLtMatmul"] == 1 and counted["cublasGemmEx_64"] == 0, number
         assert seen.calls["aten::copy_"] == 0, number
-    # What cuBLASLt cannot add is copied first: a bias, and a sum that is stored the other way.
+    # Addends that cuBLASLt does not support are copied first: a bias, and a sum that is stored the other way.
     out, bias = torch.zeros(4, 6), torch.arange(6.0)
     a, b = torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(3, 6, dtype=torch.bfloat16)
     for other in (bias, stored(torch.ones(4, 6), True, 2)):

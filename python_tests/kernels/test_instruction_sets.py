@@ -30,7 +30,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @pytest.fixture
 def chosen():
-    """What runs before and after each test."""
+    """Runs before and after each test."""
     before = kernels.instruction_set()
     yield before
     kernels.set_instruction_set(before)
@@ -69,7 +69,7 @@ def test_loops_are_compiled_for_what_their_names_say():
 
 
 def test_every_instruction_set_and_every_kernel_gives_the_same_bytes(chosen):
-    """Also of what is not finite. Sums in float32 of what is dequantized tell one rounding from two."""
+    """Includes non-finite numbers. Sums in float32 of dequantized numbers distinguish one rounding from two."""
     emulated = [("emulated kernels", Emulated(build()))] if compiler() else []
     for element in ELEMENTS:
         for numbers in SIZES:

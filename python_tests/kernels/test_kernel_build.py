@@ -31,7 +31,7 @@ def compiled_with(build):
 
 
 def architectures(command):
-    """What RTP_CUDA_ARCHITECTURES says for it."""
+    """Returns the value of RTP_CUDA_ARCHITECTURES for it."""
     codes = [set(code.split(",")) for code in re.findall(r"code=\[([\w,]+)\]", " ".join(command))]
     assert codes, command
     names = []
@@ -69,8 +69,8 @@ def test_no_kernel_is_compiled_otherwise(commands):
 
 
 def test_what_is_quantized_is_rounded_as_on_a_cpu(commands, tmp_path):
-    """No product and sum of floats in one rounding, in what is compiled for GPUs: neither by nvcc (`fma`), nor left to
-    ptxas, which joins products and sums that do not say how they round."""
+    """Code for GPUs never computes a product and a sum of floats with one rounding: neither does nvcc contract them
+    (`fma`), nor can ptxas, which contracts products and sums without an explicit rounding mode."""
     compiler, *flags = commands["quantize.cu"]
     kept = [flag for flag in flags if flag.startswith(("-O", "-D", "-I", "-std", "-fmad"))]
     source = next(flag for flag in flags if flag.endswith("quantize.cu"))

@@ -1,4 +1,4 @@
-"""The CUDA kernels' own source on emulated threads: against float64, under the address sanitizer, and with mistakes
+"""The CUDA kernels' own source on emulated threads: against float64, under the address sanitizer, and with errors
 planted that the emulation must find. ATen's side of the same steps goes through the same checks."""
 
 import subprocess
@@ -118,7 +118,7 @@ def test_the_sanitizer_finds_planted_mistakes():
 
 
 def test_unset_locals_show():
-    """Where the compiler can fill them (g++ 12, clang 8): a sum that was never set to zero is far off."""
+    """If the compiler can fill them (g++ 12, clang 8), a sum that was never set to zero has a large error."""
     if not telling_pattern(compiler()):
         pytest.skip("this compiler does not fill unset locals")
     values = np.ones(THREADS, np.float32)

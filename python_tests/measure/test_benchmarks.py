@@ -217,7 +217,7 @@ def test_hops_alone_travel_as_the_layer_does(ranks):
 
 
 def test_hops_alone_in_fewer_bits():
-    """What is timed alone, and what results are compared with, is what travels; exact weights would not pass."""
+    """The separately timed products and the reference use the travelling values; exact weights would not pass."""
     direct = {"travel": "int8", "gradient_route": "direct"}
     for options, reduce in (
         (direct, torch.bfloat16),
@@ -225,7 +225,7 @@ def test_hops_alone_in_fewer_bits():
         ({"travel": "bfloat16"}, torch.bfloat16),
     ):
         ring = rtp_ext.Ring.emulated(3, prefetch=0, **options)
-        ring.slot_cap = 5 * 40 * 4  # in pieces, of which each has blocks of its own
+        ring.slot_cap = 5 * 40 * 4  # in chunks, each with its own blocks
         layer = measured_layer.TimedLayer(ring, 24, 40, 12, torch.float32, reduce_dtype=reduce)
         layer.check("step")
         layer.check_hops(measured_layer.PASSES)
@@ -237,7 +237,7 @@ def test_hops_alone_in_fewer_bits():
 
 
 def test_shards_that_travel_in_pieces(tmp_path):
-    """A slot cap of ten rows: five pieces of a shard, with as many hops in what is timed alone."""
+    """A slot cap of ten rows: five chunks of a shard, with as many hops in the separate timing."""
     results, _ = measure(tmp_path, "--slot-cap", str(10 * 64 * 4))
     assert [row["pieces"] for row in results["rows"]] == [5, 5, 5]
     assert results["rows"][0]["slot_bytes"] < 3 * 10 * 64 * 4
@@ -293,7 +293,7 @@ MEMORY |= {"parameter_dtype": "float32", "checkpoint": False, "device": "cpu", "
 
 
 def _remembers(rank, ranks):
-    """In a process of its own, where a fake process group can be the default."""
+    """Runs in a separate process, where a fake process group can be the default."""
     dist.destroy_process_group()
     import memory_per_rank
 
@@ -329,7 +329,7 @@ def _remembers(rank, ranks):
 
 
 def _check_retries(cases, memory_per_rank, args):
-    """What does not fit is tried with half as many layers; any other failure ends the run."""
+    """A model that does not fit is run with half as many layers; any other failure ends the run."""
 
     def end_with(*statuses):
         left, tried = list(statuses), []

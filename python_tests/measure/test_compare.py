@@ -97,7 +97,7 @@ def _check_agreement(cases, compare, run, rank):
     make = compare.make_trainer
 
     def refused(change, *options):
-        """What rank 0 says of losses and of gradients where `change` has spoilt the trainer of the first strategy."""
+        """Returns rank 0's differences of losses and gradients after `change` modified the first strategy's trainer."""
         told, first = io.StringIO(), options[options.index("--strategies") + 1].split(",")[0]
 
         def make_one(strategy, *others):
@@ -157,7 +157,7 @@ def _check_agreement(cases, compare, run, rank):
         with cases.case(f"they differ: {what}"):
             found = refused(change, "--strategies", *options)
             for value, bound, most in zip(found or (), least, TOLERANCES["float32"], strict=rank == 0):
-                if bound == 0:  # that is not what they differ in
+                if bound == 0:  # they do not differ in that
                     assert value <= most, found
                 elif bound is not None:
                     assert value >= bound or (math.isnan(value) and math.isnan(bound)), found

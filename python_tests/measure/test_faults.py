@@ -21,7 +21,7 @@ SAMPLE = [
 
 @pytest.fixture(autouse=True)
 def generous(monkeypatch):
-    """Of load: the matrix itself is run alone."""
+    """Allows more time, for a loaded machine: the matrix itself runs alone."""
     monkeypatch.setattr(faults, "SLACK", 6.0)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", "torch._dynamo", "rtp_ext.convert"])
 

@@ -60,7 +60,7 @@ def test_the_suite_says_that_there_is_no_gpu(tmp_path):
 
 
 def test_the_suite_can_write_its_card(tmp_path):
-    """As it does, without what pytest puts on the path of imports: else a run would end there."""
+    """Runs the suite without the import paths that pytest adds: otherwise a run would end there."""
     (line,) = [line for line in suite("--dry-run", "kernels", str(tmp_path)).stdout.splitlines() if "card" in line]
     command = [sys.executable, *line.split()[3:]]
     done = subprocess.run(

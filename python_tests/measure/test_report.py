@@ -211,7 +211,7 @@ def test_figures_come_from_committed_results_alone(tmp_path, monkeypatch, capsys
 
 
 def rows_of_policies(rate):
-    """Of two runs of outer.py, the last at `rate`."""
+    """Returns the lines of two runs of outer.py, the last at `rate`."""
     card = {**json.loads(COMPARE.read_text().splitlines()[0]), "dtype": "float32"}
     rows = []
     for date, scale in (("2026-01-01", 2.0), ("2026-01-02", 1.0)):

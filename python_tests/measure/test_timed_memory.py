@@ -30,8 +30,8 @@ print((faults() - before) / 10)
 
 
 def test_what_is_freed_is_kept_while_times_are_taken():
-    """Page faults of a step that takes 32 MiB and frees them; without settling, some processes keep the memory too,
-    so the control is one whose malloc was told to map each tensor anew."""
+    """Page faults of a step that allocates and frees 32 MiB; without settling, some processes keep the memory too, so
+    malloc of the control is configured to map each tensor separately."""
     faults = {}
     for how, told in (("settled", {}), ("mapped anew", {"MALLOC_MMAP_THRESHOLD_": "131072"})):
         command = [sys.executable, "-c", FREED, how]

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from harness import Cases
 from models import Block
-from narrowed import Cuts, computing_with, cuts_of
 from reference import assert_same, differs, random, whole_parameters
+from rounded_travel import Cuts, computing_with, cuts_of
 from shards import AdamW, scale_shards
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -81,7 +81,7 @@ def make_parts(count: int = 4) -> list[Part]:
 
 
 def batch(place: int, step: int) -> tuple[Tensor, Tensor]:
-    """Of all micro-batches of one place of a ring: ids and targets [MICRO * ROWS, TOKENS]."""
+    """Returns all micro-batches of one place of a ring: ids and targets [MICRO * ROWS, TOKENS]."""
     generator = torch.Generator().manual_seed(1000 * place + step)
     ids = torch.randint(VOCABULARY, (MICRO * ROWS, TOKENS + 1), generator=generator)
     return ids[:, :-1], ids[:, 1:]
@@ -178,7 +178,7 @@ class Pipeline:
 
     @property
     def place(self) -> int:
-        """Which batches are this rank's own; those of one tensor-parallel group have the same."""
+        """Returns the index of this rank's batches; ranks of one tensor-parallel group have the same."""
         place = 0
         for name, size in zip(self.batches.mesh_dim_names, self.batches.shape, strict=True):
             place = place * size + self.mesh.get_local_rank(name)
@@ -195,7 +195,7 @@ class Pipeline:
         }
 
     def cuts(self) -> tuple[tuple[str, Cuts], ...]:
-        """Of the weights of all parts that rotate, by name; every rank has to call this."""
+        """Returns the cuts of the weights of all rotated parts, by name; every rank has to call this."""
         mine = {}
         for index, stage in self.stages.items():
             for name, parameter in stage.named_parameters():
@@ -235,8 +235,8 @@ class Pipeline:
 def trains_like_one_process(
     cases: Cases, what: str, pipeline: Pipeline, parts: int, steps: int, travel: str | None = None
 ) -> dict[int, tuple[int, ...]]:
-    """Returns what was counted of the last step. Parameters say nothing of the scale of gradients; norms do. `travel`:
-    of the weights."""
+    """Returns the counts of the last step. Parameters do not show the scale of gradients; norms do. `travel`: the
+    format of the weights."""
     rounded = () if travel is None else (pipeline.cuts(), travel)
     plain, losses, norms = trained(parts, pipeline.batches.size(), steps, *rounded)
     initial = make_parts(parts)

@@ -26,7 +26,7 @@ class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.q, self.v = nn.Linear(WIDTH, HEADS), nn.Linear(WIDTH, HEADS)
-        self.k = nn.Linear(WIDTH, HEADS, bias=False)  # of which the softmax takes no notice
+        self.k = nn.Linear(WIDTH, HEADS, bias=False)  # which the softmax cancels
         self.o = nn.Linear(HEADS, WIDTH)
 
     def forward(self, x):
@@ -116,7 +116,7 @@ def rotated(shape, names, plan, tied=False, model=None, **options):
 
 
 def batch_number(mesh):
-    """Which batch a rank has, the same for all ranks of tensor parallelism; and how many there are."""
+    """Returns the index of a rank's batch, the same for all ranks of tensor parallelism; and the number of batches."""
     number, batches = 0, 1
     for name, place, size in zip(mesh.mesh_dim_names, mesh.get_coordinate(), mesh.shape, strict=True):
         if name != "tp":

@@ -18,7 +18,7 @@ VOCABULARY, WIDTH, HEADS, SEQUENCE, STEPS = 19, 10, 2, 12, 4
 
 
 class Sequence:
-    """How [batch, SEQUENCE, ...] is cut over the ranks of a group: rank r has positions bounds[r] to bounds[r + 1]."""
+    """The cuts of [batch, SEQUENCE, ...] over the ranks of a group: rank r has positions bounds[r] to bounds[r + 1]."""
 
     def __init__(self, group: dist.ProcessGroup | None, bounds: list[int]) -> None:
         place = dist.get_rank(group) if group else 0

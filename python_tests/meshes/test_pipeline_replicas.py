@@ -26,9 +26,10 @@ TENSOR_PARALLEL = few([ScheduleInterleavedZeroBubble], [ScheduleInterleavedZeroB
 
 
 def bytes_of_a_step(stage, outer, mesh):
-    """What a rank sends of one reduction of a stage's gradients; ZeroOuter also of one change of its weights.
+    """Returns the bytes that a rank sends for one reduction of a stage's gradients; for ZeroOuter also for an update of
+    its weights.
 
-    Over Gloo: there a reduce-scatter is an all-reduce.
+    The counts are those of Gloo, where a reduce-scatter is an all-reduce.
     """
     group, replicas = mesh.get_group("replicas"), mesh["replicas"].size()
     largest = torch.tensor([local(p).numel() for p in stage.parameters()])  # of the pieces of a shard

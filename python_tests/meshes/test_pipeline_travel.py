@@ -1,12 +1,12 @@
-"""Zero-bubble pipelines over rings with fewer bytes: weights in 8 or 16 bits, gradients that go straight home or land
-late, in backwards that are split in two. Against one process that rounds in the same way, or within what rounding may
-be off by."""
+"""Zero-bubble pipelines over rings with fewer bytes: weights in 8 or 16 bits, direct or deferred gradients, in
+backwards that are split in two. The reference is one process that rounds in the same way, or has a tolerance for
+rounding."""
 
 import torch
 from harness import Cases, run_ranks
-from narrowed import Contributions
 from pipeline_models import MICRO, ROWS, TOLERANCE, Pipeline, batch, loss_of, make_parts, trains_like_one_process
 from reference import assert_same, full, local, own_part
+from rounded_travel import Contributions
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
@@ -26,7 +26,7 @@ ROUNDED = [
 
 
 def contributions():
-    """Of every micro-batch of every place, the gradients of the whole model, by name."""
+    """Returns the gradients of the whole model, by name, for every micro-batch of every place."""
     found = {}
     for place in range(PLACES):
         ids, targets = batch(place, 0)

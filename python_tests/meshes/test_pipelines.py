@@ -1,6 +1,6 @@
-"""Stages of a pipeline, each on a ring of its own: torch.distributed.pipelining with several schedules, like one
-process, clipped by the norm of all stages. Zero-bubble schedules compute the gradients of inputs and of parameters in
-two backwards."""
+"""Stages of a pipeline, each on its own ring: torch.distributed.pipelining with several schedules gives the results of
+one process, clipped by the norm of all stages. Zero-bubble schedules compute the gradients of inputs and of parameters
+in two backwards."""
 
 from harness import Cases, run_ranks
 from pipeline_models import MICRO, Pipeline, trains_like_one_process
@@ -16,7 +16,7 @@ SCHEDULES = [
 
 
 def _trains(rank, ranks, meshes):
-    """Groups of ranks, each with one stage, or with two. Returns what was counted of each schedule's last step."""
+    """Groups of ranks, each with one stage, or with two. Returns the counts of each schedule's last step."""
     cases, counted = Cases(), {}
     for shape, schedules in meshes:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "ring"))

@@ -1,4 +1,4 @@
-"""Tensor parallelism under rotation: how else models are run, what is refused, and what the log says."""
+"""Tensor parallelism under rotation: further ways to run models, refusals, and the log."""
 
 import contextlib
 import logging
@@ -203,7 +203,7 @@ def logged(cases, rank):
 
 
 def one(layer, **placements):
-    """A layer whose parameters lie over "tp" as given, and the mesh."""
+    """Returns a layer whose parameters have the given placements over "tp", and the mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
     for key, placement in placements.items():
         value = getattr(layer, key).detach()

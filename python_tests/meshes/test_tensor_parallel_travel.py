@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from grids import few
 from harness import Cases, run_ranks
-from narrowed import Contributions, computing_with, cuts_of
 from reference import assert_same, differs, full, local, own_part
+from rounded_travel import Contributions, computing_with, cuts_of
 from tensor_models import (
     Tiny,
     adamw,
@@ -42,12 +42,12 @@ def rotating(model):
 
 
 def weight_cuts(model):
-    """Of the weights that rotate, which travel in fewer bits; biases do not."""
+    """Returns the cuts of the rotated weights, which travel in fewer bits; biases do not."""
     return {name: cuts_of(model.get_parameter(name)) for name in rotating(model) if name.endswith("weight")}
 
 
 def copies_agree(cases, what, model, mesh):
-    """What every rank of tensor parallelism has a copy of is bitwise the same on them."""
+    """The copies on the ranks of tensor parallelism are bitwise the same."""
     group, ranks = mesh.get_group("tp"), mesh["tp"].size()
     with cases.case(f"{what}: copies"):
         for name, parameter in model.named_parameters():
@@ -120,7 +120,7 @@ def rounds(cases, shape, plan, travel, gradient_travel):
 
 
 def refused(cases):
-    """What no ring takes is refused before a model is touched, tensor parallelism or not."""
+    """Invalid options are refused before a model is changed, with and without tensor parallelism."""
     for options, message in (
         ({"gradient_travel": "int8", "gradient_route": "chain"}, "direct where gradients travel in int8.*got.*'chain'"),
         ({"travel": "int8", "route": "gather"}, "travel None with route gather.*got 'int8'"),

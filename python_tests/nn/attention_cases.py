@@ -30,7 +30,7 @@ MODULES: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Form:
-    """How a module is called: on which inputs, with which masks, for which results."""
+    """A call of a module: its inputs, masks and results."""
 
     inputs: str  # "self", "cross" (key is value) or "all" (three different tensors)
     attn_mask: str | None = None
@@ -128,7 +128,7 @@ def loss(results: tuple, rank: int, seed: int = 300) -> torch.Tensor:
 
 
 def run(module: nn.MultiheadAttention, form: Form, rank: int, dtype: torch.dtype, compute: torch.dtype) -> dict:
-    """Forward and backward of one local batch: results and input gradients, by what they are."""
+    """Runs forward and backward of one local batch: results and input gradients, by their kind."""
     tensors = [tensor.to(compute).requires_grad_() for tensor in make_tensors(module, form, rank, dtype)]
     masks = make_masks(module, form, rank, dtype)
     for key in ("attn_mask", "key_padding_mask"):
@@ -144,7 +144,7 @@ def run(module: nn.MultiheadAttention, form: Form, rank: int, dtype: torch.dtype
 def reference(
     name: str, form: str, dtype: torch.dtype, ranks: int, compute: torch.dtype = torch.float64, skipped: int = -1
 ) -> tuple[list[dict], dict]:
-    """What the plain module gives on every rank's batch, and the averaged gradients of its parameters.
+    """Returns the plain module's results on every rank's batch, and the averaged gradients of its parameters.
 
     `skipped`: a rank whose gradients are left out, for controls.
     """
@@ -159,15 +159,15 @@ def reference(
 
 
 def error(actual: torch.Tensor | None, expected: torch.Tensor | None) -> float:
-    """Relative to the largest magnitude of what is expected."""
+    """Returns the error relative to the largest expected magnitude."""
     if expected is None or not expected.any():
         return 0.0
     return ((actual.double() - expected).abs().max() / expected.abs().max()).item()
 
 
 def tolerances(name: str, form: str, dtype: torch.dtype, ranks: int, rank: int) -> dict[str, float]:
-    """By what is compared. In bfloat16 a result went through many roundings, of q, k, v, scores, weights and heads:
-    it may be off by what two roundings make more than twice the error of the plain module in bfloat16."""
+    """Returns the tolerance of each comparison. In bfloat16 a result has many roundings, of q, k, v, scores, weights
+    and heads: its error may exceed twice the error of the plain module in bfloat16 by two roundings."""
     values, gradients = reference(name, form, dtype, ranks)
     if dtype != torch.bfloat16:
         return dict.fromkeys([*values[rank], *gradients], TOLERANCE[dtype])

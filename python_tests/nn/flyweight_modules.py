@@ -34,7 +34,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Cross attention whose heads are a dimension of its parameters; a mask; queries scaled alike in every head."""
+    """Cross attention whose heads are a dimension of its parameters; a mask; queries scaled equally in every head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def leaves_of(call: tuple[tuple, dict]) -> list[Tensor]:
 
 
 def as_leaves(call: tuple[tuple, dict], dtype: torch.dtype) -> tuple[tuple, dict]:
-    """The same call with floating tensors in `dtype` that want gradients."""
+    """Returns the same call with floating tensors in `dtype` that require gradients."""
     return tree_map_only(
         Tensor, lambda x: x.detach().to(dtype, copy=True).requires_grad_() if x.is_floating_point() else x, call
     )

@@ -70,7 +70,7 @@ def test_one_pass(ranks, transport, route, in_place, every):
 
 
 def _controls(rank, ranks):
-    """Each tolerance fails where a rank's part is missing, where gradients are summed, and without the mask."""
+    """Each tolerance fails if a rank's part is missing, if gradients are summed, and without the mask."""
     with rtp_ext.Ring(timeout=TIMEOUT) as ring:
         for dtype, (name, form) in product(
             DTYPES, (("packed", "self causal hint, weights"), ("separate bias_kv", "all 2d"))

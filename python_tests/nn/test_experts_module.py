@@ -64,7 +64,7 @@ def make_batch(
 
 
 def check_trained(module: nn.Module, plain: nn.Module, rank: int, ranks: int, steps: int = 2, **options) -> None:
-    """Both give the same outputs and gradients of the router's weights, and train alike."""
+    """Both give the same outputs and gradients of the router's weights, and train the same."""
     start = copy.deepcopy(plain)
     optimizers = adamw(module.parameters()), adamw(plain.parameters())
     for step in range(steps):
@@ -171,7 +171,7 @@ def test_constructor():
 
 
 def _transformers(rank, ranks):
-    """A random configuration of Mixtral, every implementation of whose experts gives way to the rotated one."""
+    """A random configuration of Mixtral; the rotated experts replace every implementation of its experts."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 

@@ -69,7 +69,7 @@ def test_one_pass(ranks, transport):
 
 
 def _controls(rank, ranks):
-    """Each tolerance fails where a contribution is missing, gradients are summed, or a bias is added R times."""
+    """Each tolerance fails if a contribution is missing, gradients are summed, or a bias is added R times."""
     with rtp_ext.Ring(timeout=TIMEOUT) as ring:
         for dtype in DTYPES:
             plain = make_module("mlp", dtype)

@@ -1,4 +1,4 @@
-"""What people do with a Flyweight besides a plain training loop, and what it refuses."""
+"""Uses of a Flyweight besides a plain training loop, and its refusals."""
 
 import copy
 import pickle
@@ -37,7 +37,7 @@ TIMEOUT = 30.0
 
 
 def needs(ring):
-    """Only what is wanted gets a gradient, and gradients that nobody wants do not travel."""
+    """Only parameters that require gradients get them, and other gradients do not travel."""
     rank, ranks = ring.rank, ring.size
     calls, _, gradients, expected = reference("attention", torch.float64, ranks)
     for needs_x, needs_v, needs_rest in product((True, False), repeat=3):
@@ -214,7 +214,7 @@ class Spoiled(nn.Module):
 
 
 def errors(ring):
-    """Every rank raises what went wrong, and the ring goes on."""
+    """Every rank raises the error, and the ring stays usable."""
     x = torch.ones(2, 3, dtype=torch.float64)
     for what, kind, text in (
         ("adds to a buffer", ValueError, r"Flyweight\(Spoiled\).*it changed buffer count"),

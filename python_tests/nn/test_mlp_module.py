@@ -1,4 +1,4 @@
-"""RotatedMLP: the module over rotated_mlp. What the operation computes is tested in test_operations.py."""
+"""RotatedMLP: the module over rotated_mlp. test_operations.py tests the results of the operation."""
 
 import pytest
 import torch

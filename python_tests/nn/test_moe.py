@@ -21,7 +21,7 @@ WEIGHT = 0.3  # of the balance loss, large enough to matter
 
 
 class PlainMoE(nn.Module):
-    """The same parameters under the same names. Options that are wrong are for controls."""
+    """Has the same parameters under the same names. Wrong options are for controls."""
 
     def __init__(self, top_k=2, capacity_factor=None, gated=True, bias=False, renormalise=True, order="choices"):
         super().__init__()
@@ -163,7 +163,7 @@ def test_trains_as_the_plain_layer_does(ranks):
 
 
 def _router(rank, ranks):
-    """What the gradient of the router comes from: experts that differ, and, apart from them, the balance loss."""
+    """The sources of the router's gradient: experts that differ, and, separately, the balance loss."""
     with rtp_ext.Ring(timeout=TIMEOUT) as ring:
         module, _ = make(ring)
         module(make_input(rank)).square().sum().backward()
@@ -304,7 +304,7 @@ def _squares(plain, x):
 
 
 def _inside_a_model(ring):
-    """Within a model that fully_rotate converts on the same ring it stays what it is."""
+    """fully_rotate leaves it unchanged in a model that it converts on the same ring."""
     module, plain = make(ring)
     torch.manual_seed(1)
     first = nn.Linear(HIDDEN, HIDDEN).double()

@@ -1,4 +1,4 @@
-"""Rings of any size asked for by mistake: an answer within seconds, or a limit that is named."""
+"""Accidentally huge rings: a result within seconds, or an error that names the limit."""
 
 import time
 

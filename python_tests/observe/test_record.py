@@ -1,4 +1,4 @@
-"""What a ring did last: written when it fails and when somebody asks, and what the files of all ranks tell."""
+"""The last operations of a ring: recorded when it fails and on request; findings from the files of all ranks."""
 
 import faulthandler
 import os
@@ -77,7 +77,7 @@ def _tells(rank, ranks, folder, transport):
     with pytest.raises(rtp_ext.RotationError, match=r"cannot be used any more.*did last: ") as caught:
         step()
     dist.barrier()
-    # One that stays away, and is asked by a signal meanwhile.
+    # A rank that stays away, and gets a signal for its record meanwhile.
     ring = rtp_ext.Ring(transport=transport, timeout=1.0)
     step = Steps(ring)
     step()
@@ -92,7 +92,7 @@ def _tells(rank, ranks, folder, transport):
         told["away"] = str(caught.value)
     keep("away", ring)
     dist.barrier()
-    # One that stays away from a collective.
+    # A rank that stays away from a collective.
     ring = rtp_ext.Ring(transport=transport, timeout=1.0)
     step = Steps(ring)
     step()
@@ -104,7 +104,7 @@ def _tells(rank, ranks, folder, transport):
         with pytest.raises(rtp_ext.RingTimeout, match=rf"^all_gather on rank {rank} of {ranks}, {after}: a rank of"):
             ring.all_gather(torch.ones(2))
     dist.barrier()
-    # One that is lost.
+    # A lost rank.
     ring = rtp_ext.Ring(transport=transport, timeout=3.0)
     step = Steps(ring)
     step()

@@ -53,15 +53,15 @@ HOPS = [(0.0, 0.0), (0.65, 1.3), (1.0, 2.0), (1.5, 3.0), (3.5, 1.0), (2.5, 4.0)]
 
 
 def hops_of(weight, gradient):
-    """Durations of hops, of which half a gradient takes half."""
+    """Returns the durations of hops; half a gradient takes half the time."""
     return lambda rank, step: weight if step.channel == "weight" else gradient * (0.5 if step.half else 1.0)
 
 
 @pytest.mark.parametrize(("route", "slots"), [("ring", False), ("direct", False), ("ring", True)])
 @pytest.mark.parametrize(("weight", "gradient"), HOPS)
 def test_timeline_of_halves(weight, gradient, route, slots):
-    # A half's hop has one and a half computes to hide under, and the two halves share a channel: what is seen is what
-    # a hop of the whole outlasts a dgrad and a wgrad by.
+    # One and a half computes can hide a half's hop, and the two halves share a channel: the exposed time is the excess
+    # of a whole hop over a dgrad and a wgrad.
     for ranks in SOME_RANKS:
         spent = {}
         for halves in (False, True):

@@ -188,7 +188,7 @@ def test_slow_hops_are_seen_as_waiting(emulated):
         check_trace(recorded)
         found = trace.summaries([recorded])
         totals.append(sum(each.waiting for each in found))
-        # a copy that the host makes itself hides under nothing
+        # no compute hides a copy that the host makes
         assert all(each.hidden == pytest.approx(0, abs=1e-6) for each in found)
     ring.communicator.executor.set_delay(timedelta())
     # 27 hops of 10 ms on average
@@ -362,7 +362,7 @@ def _simulated(rank, sim, ids, ranks):
                     sim.launch_add(total, execution.weight()[0])
                 execution.finish()
         executor.trace(False)
-        raw = executor.read_trace()  # waits for what has been enqueued
+        raw = executor.read_trace()  # waits for all enqueued work
         sim.synchronize()
     finally:
         sim.set_compute(False)

@@ -1,4 +1,4 @@
-"""What every trace must keep, whatever was recorded: used on CPUs, on the simulated CUDA runtime and on GPUs."""
+"""The invariants of every trace: used on CPUs, on the simulated CUDA runtime and on GPUs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def steps_of(trace: Trace, number: int) -> list[TraceEvent]:
 
 
 def check_trace(trace: Trace, tolerance: float = ROUNDING) -> None:
-    """Every step of every pass is there once, lanes do one thing at a time and in order, and nothing starts before what
-    it waits for has ended. `tolerance`: seconds, of the clock."""
+    """Every step of every pass appears once, the steps of a lane run in order without overlap, and no step starts
+    before its dependencies have ended. `tolerance`: seconds, of the clock."""
     for each in trace.passes:
         where = f"rank {trace.rank}, pass {each.number}, {each.operation}"
         schedule = make_schedule(trace.ranks, trace.rank, **each.options)
@@ -47,7 +47,7 @@ def check_trace(trace: Trace, tolerance: float = ROUNDING) -> None:
             own = [event for event in steps if event.lane == lane]
             assert all(a.start <= b.start + tolerance for a, b in pairwise(own)), f"{where}, {lane}: out of order"
         for event, waits in zip(steps, hazards(schedule.steps, schedule.ranks), strict=True):
-            for earlier, which in waits:  # when what left has left, only the receiver knows
+            for earlier, which in waits:  # only the receiver records the end of a send
                 if which != "sent":
                     late = steps[earlier]
                     assert late.end <= event.start + tolerance, f"{where}: {event} before the end of {late}"
@@ -61,7 +61,8 @@ def check_trace(trace: Trace, tolerance: float = ROUNDING) -> None:
 
 
 def check_arrivals(traces: list[Trace]) -> int:
-    """On ranks of one clock nothing arrives before its sender has posted it. Returns how many hops were compared."""
+    """With one clock for all ranks, no hop arrives before its sender has posted it. Returns the number of compared
+    hops."""
     compared = 0
     for trace in traces:
         for each in trace.passes:

@@ -98,7 +98,7 @@ ADAM = {"lr": 0.02, "weight_decay": 0.1, "amsgrad": True}
 LOOPS = ({"foreach": False}, {"foreach": True})
 FUSED = (*LOOPS, {"fused": True})
 
-# Of each class of torch.optim that trains all parameters of a model: arguments, and its implementations.
+# The arguments and implementations of each class of torch.optim that trains all parameters of a model.
 STOCK: dict[str, tuple[dict[str, Any], tuple[dict[str, Any], ...]]] = {
     "Adadelta": ({"lr": 0.5, "weight_decay": 0.1}, LOOPS),
     "Adafactor": ({"lr": 0.05, "weight_decay": 0.1}, LOOPS),

@@ -10,13 +10,14 @@ from reference import assert_same, full
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-# What five steps may be off torch's AdamW, relative to what they move: AdamW4bit is off by 0.42 in one process, too.
+# The tolerance of five steps against torch's AdamW, relative to their updates: AdamW4bit has an error of 0.42 in one
+# process, too.
 OFF = {"AdamW8bit": 0.2, "AdamW4bit": 0.45, "AdamWFp8": 0.2, "_AdamW": 1e-3}
 OPTIONS = {"lr": 0.02, "weight_decay": 0.0}
 
 
 class _Elementwise(torch.optim.Optimizer):
-    """As torchao's: elementwise, with a state of its own, by operations that are wrong on DTensors."""
+    """An optimizer like torchao's: elementwise, with its own state, with operations that are wrong on DTensors."""
 
     def __init__(self, params, lr=0.05):
         super().__init__(params, {"lr": lr})

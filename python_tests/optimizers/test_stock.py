@@ -1,4 +1,4 @@
-"""Optimizers of torch on sharded parameters, against the plain model in one process; and what is refused of them."""
+"""Optimizers of torch on sharded parameters, against the plain model in one process; and their refusals."""
 
 import copy
 import re
@@ -33,7 +33,7 @@ from rtp_ext.outer import AllReduce, LocalSGD, ZeroOuter
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 GRID = (2, 2)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-# Those that torch steps on DTensors: their rules are looked up for every operator and shape, which takes long.
+# Optimizers whose steps run on DTensors: DTensor looks up its rules for every operator and shape, which takes long.
 MESHES = [((2,), None), ((3,), None), (GRID, AllReduce), (GRID, ZeroOuter)]
 
 
@@ -59,7 +59,7 @@ def test_optimizers_train_as_in_one_process(cases_of):
 
 
 def _iterate_in_float64(monkeypatch):
-    """Muon rounds its iteration to bfloat16, which would hide what is wrong with shards."""
+    """Muon rounds its iteration to bfloat16, which would hide errors of shards."""
     module = sys.modules["torch.optim._muon"]
     monkeypatch.setattr(module.Tensor, "bfloat16", lambda self: self.double())
 
@@ -104,7 +104,7 @@ class _Looked(nn.Module):
 
 
 def _small(rank, ranks):
-    """What needs no mesh of its own, on a ring of two."""
+    """Cases that need no separate mesh, on a ring of two."""
     cases = Cases()
     with cases.case("SparseAdam"):
         make = lambda model: [  # noqa: E731
@@ -236,7 +236,8 @@ def test_state_is_saved_and_loaded(shape, outers):
 
 
 def _apart(rank, ranks):
-    """Replicas that train apart have statistics of their own: each is a ring, in one process two models."""
+    """Replicas with local training have separate statistics: each is a ring; the reference is two models in one
+    process."""
     cases = Cases()
     for name, options in (("Adafactor", {"lr": 0.05}), ("Rprop", {"lr": 0.01})):
         with cases.case(name):

@@ -216,7 +216,7 @@ def _hooks(rank, ranks, cases):
 
 
 def _travels_early(rank, ranks, cases):
-    """From the second backward on gradients leave under the backward; each once."""
+    """From the second backward on gradients are sent during the backward, each once."""
     sent, ends = [], []
     begin, rest = Replicas.begin_sum, AllReduce._reduce_rest
     model = replicated((2, 2), outer=AllReduce(bucket_bytes=300))

@@ -1,5 +1,5 @@
 """Checkpoints of one training run, saved by any of: replicas of rings, the same with ZeroOuter, one ring, fully_shard
-and the plain model, and loaded by any other: bit by bit what was saved. Training goes on as in one process."""
+and the plain model, and loaded by any other: bitwise equal. Training continues as in one process."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ from rtp_ext.outer import ZeroOuter
 
 
 def make(factor: float) -> Tiny:
-    """Without a scalar, of which fully_shard wants none."""
+    """Without a scalar, since fully_shard refuses scalars."""
     model = Tiny()
     model.temperature = nn.Parameter(torch.ones(1, dtype=torch.float64))
     with torch.no_grad():
@@ -87,7 +87,7 @@ def _matrix(rank, ranks, folder):
             assert changed == [[name] for name in saved[kind]], f"control: one bit is found, and where: {changed}"
     for place, (kind, convert) in enumerate(KINDS.items()):
         others = [*list(KINDS)[place + 1 :], *list(KINDS)[:place]]
-        for source in few(others[:1], others):  # what is saved does not know who will load it
+        for source in few(others[:1], others):  # the saved files do not depend on the loading program
             with cases.case(f"{source} to {kind}"):
                 model, optimizer = loaded(convert, f"{folder}/{source}")
                 assert unequal(training_state(model, optimizer), saved[source]) == []
@@ -95,7 +95,7 @@ def _matrix(rank, ranks, folder):
                 after = training_state(model, optimizer)
                 assert_near(after, stages[1], "a step later")
                 assert len(unequal(after, saved[source])) == len(after), "control: a step moves all"
-    # One state goes from each kind to the next and back to the first, saved anew by each.
+    # Each kind loads the state of the one before and saves it again, back to the first.
     trip = [*list(KINDS)[1:], next(iter(KINDS))]
     at = f"{folder}/{trip[-1]}"
     for kind in trip:

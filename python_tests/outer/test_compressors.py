@@ -1,4 +1,4 @@
-"""Compressors, in one process: what is known of them exactly."""
+"""Compressors, in one process: their exact properties."""
 
 import math
 
@@ -106,7 +106,7 @@ def test_power_sgd_is_exact_at_full_rank_and_warm():
 
 @pytest.mark.parametrize("compressor", EVERY, ids=repr)
 def test_error_feedback_telescopes(compressor):
-    """What was sent and what is left add up to what was to be sent; EF21's estimate follows what does not change."""
+    """The sent values and the error add up to the values to send; EF21's estimate converges to a constant value."""
     shape = (8, 10)
     memory = compressor.remember(shape, torch.float64)
     error = sent = given = torch.zeros(shape, dtype=torch.float64)

@@ -127,7 +127,7 @@ def _refused(ranks):
             rtp_ext.set_gradient_divide_factor(model, wrong)
     with pytest.raises(ValueError, match="got a RotatedLinear, which is in such a model: pass the model, or call"):
         rtp_ext.set_gradient_divide_factor(model.mlp[0], 2)
-    model.mix.weight = model.extra = model.mlp[0].weight  # shared by two parts, which divide it alike
+    model.mix.weight = model.extra = model.mlp[0].weight  # shared by two parts, which divide it by the same factor
     rtp_ext.set_gradient_divide_factor(model.mlp, None)
     with pytest.raises(ValueError, match=r"one gradient divide factor for all parts that share.* got 2.0 and None"):
         rtp_ext.set_gradient_divide_factor(model.mix, 2)

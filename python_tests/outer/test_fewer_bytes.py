@@ -1,5 +1,5 @@
-"""Weights in 8 bits and gradients that go straight home, on rings that are part of something else: replicas, shards
-that stay on the host, backwards in two parts, models that were saved."""
+"""Weights in 8 bits and gradients on the direct route, combined with replicas, shards that stay on the host, backwards
+in two parts, and saved models."""
 
 import contextlib
 import copy
@@ -7,10 +7,10 @@ import itertools
 
 import torch
 from harness import Cases, run_ranks
-from narrowed import rebuilt
 from offload_cases import made_up
 from reference import assert_same, differs, full, random, whole_gradients, whole_parameters
 from replica_models import Tiny, adamw, all_losses, batch_loss, replicated
+from rounded_travel import rebuilt
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -48,7 +48,7 @@ def _rounded(plain, cuts, ranks):
 
 
 def _train(cases, what, model, rank, ranks, cuts, sign=1.0):
-    """Two steps like those of one process. `sign`: of numbers on the host."""
+    """Runs two steps like those of one process. `sign`: the sign of numbers on the host."""
     plain, unrounded = Tiny(), Tiny()
     optimizers = adamw(model), adamw(plain), adamw(unrounded)
     for step in range(2):

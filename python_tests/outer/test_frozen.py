@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from apart_cases import SHAPE, everyone, other_values
 from freezing_cases import freeze
 from frozen_training import Outer
 from grids import few
 from harness import Cases, run_ranks
+from local_training_cases import SHAPE, gather_all, other_values
 from reference import assert_same, differs, full, local
 from workers import EXACT, Replica, Workers, adamw, assert_trained_alike, momentum
 
@@ -27,7 +27,7 @@ def streaming(period=4, delay=1):
 
 def mixed(replica):
     """The frozen parameters, of all ranks."""
-    return everyone(torch.cat([full(p.detach()).reshape(-1) for p in replica.model.mix.parameters()]))
+    return gather_all(torch.cat([full(p.detach()).reshape(-1) for p in replica.model.mix.parameters()]))
 
 
 POLICIES = {
@@ -165,7 +165,7 @@ def resume_cases(rank, cases, folder):
                 again.train(4)
                 assert torch.equal(again.weights, still), "bit for bit, frozen"
                 assert differs(still, saved, 1e-3), "control"
-                # what is saved of it can be loaded in both orders, too
+                # its saved state can be loaded in both orders, too
                 dcp.save({"policy": again.policy}, checkpoint_id=f"{where}{frozen_first}")
                 last = Replica(rank, SHAPE, policies[name](), adamw, model=other_values())
                 freeze(last.model, frozen_first)
@@ -185,7 +185,7 @@ def stateless(model):
 
 
 def thawed_cases(rank, cases, folder):
-    """An optimizer without state: what is frozen before it is loaded may be thawed."""
+    """An optimizer without state: parameters that are frozen before loading may be thawed."""
     for name, policy in (("plain", lambda: DiLoCo(3)), ("streaming", lambda: streaming(4, 1))):
         first = Replica(rank, SHAPE, policy(), stateless)
         first.train(5)

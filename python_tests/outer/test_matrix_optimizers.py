@@ -1,4 +1,4 @@
-"""Optimizers that multiply across shards (Muon, Shampoo, SOAP) where replicas train apart: against n workers in one
+"""Optimizers that multiply across shards (Muon, Shampoo, SOAP) in local training of replicas: against n workers in one
 process."""
 
 import copy
@@ -8,9 +8,9 @@ import logging
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from apart_cases import SHAPE, everyone, other_values
 from grids import few
 from harness import Cases, run_ranks
+from local_training_cases import SHAPE, gather_all, other_values
 from matrix_optimizers import muon, shampoo, soap
 from reference import assert_same, differs, full
 from replica_models import DIMS, Tiny, mesh_of
@@ -93,7 +93,7 @@ def checkpoint_cases(rank, cases, folder):
         with cases.case(f"restart of {name}"):
             first = Replica(rank, SHAPE, policy(), make, clip=None)
             first.train(2)
-            schedule, saved = first.schedule.state_dict(), everyone(first.weights)
+            schedule, saved = first.schedule.state_dict(), gather_all(first.weights)
             dcp.save({"policy": first.policy}, checkpoint_id=f"{folder}/{name}")
             assert differs(saved[0], saved[2], 1e-4), "control: replicas differ when they are saved"
             first.train(2)
@@ -110,7 +110,7 @@ def checkpoint_cases(rank, cases, folder):
         with pytest.raises(ValueError, match=r"state_dict of Shampoo.*average"):
             replica.optimizer.state_dict()
         (factor, _) = replica.optimizer.state[replica.model.mix.weight]["factors"]
-        both = everyone(full(factor))
+        both = gather_all(full(factor))
         replica.policy.average()
         assert_same(full(factor), (both[0] + both[2]) / 2, CLOSE, "factor")
         assert differs(both[0], both[2], 1e-3), "control"
@@ -125,7 +125,7 @@ def checkpoint_cases(rank, cases, folder):
 
 
 def layout_cases(rank, cases):
-    """Parameters lie on the mesh of their ring alone."""
+    """Parameters are on the mesh of their ring only."""
     with cases.case("parts first, and a copy"):
         warned: list = []
         handler = logging.Handler(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Mixing matrices: what is known of them exactly."""
+"""Mixing matrices: their exact properties."""
 
 import math
 
@@ -68,7 +68,7 @@ def test_one_peer_is_refused_where_it_reaches_no_mean(n):
     with pytest.raises(ValueError, match=message):
         mixing_matrix("one-peer", n)
     matrix = torch.eye(n, dtype=torch.float64)
-    for step in range((n - 1).bit_length()):  # what it would have been
+    for step in range((n - 1).bit_length()):  # the product of the refused steps
         shifted = torch.eye(n, dtype=torch.float64).roll(1 << step, 1)
         matrix = (torch.eye(n, dtype=torch.float64) + shifted) / 2 @ matrix
     assert (matrix * n - 1).abs().max() > 0.2

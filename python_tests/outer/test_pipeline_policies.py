@@ -1,5 +1,5 @@
-"""Pipelines whose stages lie on replicas of rings that train apart: against as many whole models in one process, each
-clipped by the norm of its own gradients."""
+"""Pipelines whose stages are on replicas of rings, with local training: against as many whole models in one process,
+each clipped by the norm of its own gradients."""
 
 import functools
 
@@ -9,7 +9,7 @@ from grids import few
 from harness import Cases, run_ranks
 from pipeline_models import LARGEST_NORM, Pipeline, adamw, batch, loss_of, make_parts
 from reference import assert_same, differs, full
-from test_apart import diloco, gossip_beside, local_sgd
+from test_local_training import diloco, gossip_beside, local_sgd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble

@@ -1,5 +1,5 @@
-"""Replicas of rings with what has rules of its own: recurrent layers, Flyweight, the fused loss head, weights that rank
-0 broadcasts, bfloat16."""
+"""Replicas of rings with features that have special rules: recurrent layers, Flyweight, the fused loss head, weights
+that rank 0 broadcasts, bfloat16."""
 
 import copy
 
@@ -86,7 +86,7 @@ def _broadcast(rank, ranks, cases, policy):
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.mul_(1.5).add_(0.1)
-    batch_loss(model, rank, 0)  # what rotates has been gathered before
+    batch_loss(model, rank, 0)  # rotated parameters have been gathered before
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, plain.state_dict() if rank == 0 else {}, options=options)
     with cases.case(f"broadcast, {policy.__name__}"):
@@ -99,7 +99,7 @@ def _broadcast(rank, ranks, cases, policy):
 
 
 def _bfloat16(rank, ranks, cases):
-    """What a plain model rounds is rounded; sums over the ring and the replicas are not."""
+    """The same values are rounded as in a plain model; sums over the ring and the replicas are not."""
     exact = Tiny(torch.bfloat16).double()
     all_losses(exact, ranks, 0, 1 / ranks).backward()
     plain = Tiny(torch.bfloat16)

@@ -29,7 +29,7 @@ from rtp_ext.outer import AllReduce, ZeroOuter
 
 
 def layout(name, whole, shape):
-    """The dimensions of a parameter that the ring and the replicas cut; None: nobody does."""
+    """Returns the dimensions of a parameter that the ring and the replicas shard; None: not sharded."""
     if not whole:
         return None, None
     over_ring = 1 if name == "mlp.2.weight" else 0
@@ -44,7 +44,8 @@ def chunk(tensor, dim, count, place):
 
 
 def widths(shape, rank):
-    """Elements of the largest pieces of Tiny on the ring place of a rank, and of what stays on every replica."""
+    """Returns the elements of the largest pieces of Tiny at a rank's place of the ring, and of the parameters that stay
+    whole on every replica."""
     cut = whole = 0
     for name, parameter in Tiny().named_parameters():
         over_ring, over_replicas = layout(name, parameter.shape, shape)
@@ -57,8 +58,8 @@ def widths(shape, rank):
 
 
 def scattered(shape, rank):
-    """Bytes of one reduce-scatter of all gradients: what stays on every replica goes to each of them. Twice, since
-    Gloo's is an all-reduce."""
+    """Returns the bytes of one reduce-scatter of all gradients; those that stay whole go to each replica. The bytes
+    count twice, since Gloo's reduce-scatter is an all-reduce."""
     return 2 * (shape[0] - 1) * sum(widths(shape, rank)) * 8
 
 
@@ -96,7 +97,7 @@ def test_four_ranks(tmp_path):
 
 
 def _counts(rank, cases, shape):
-    """What is held of parameters, gradients and optimizer state, and what a step sends."""
+    """The bytes of parameters, gradients and optimizer state, and the bytes that a step sends."""
     with cases.case(f"counts on {shape}"):
         model = replicated(shape, outer=ZeroOuter(bucket_bytes=300))
         policy = rtp_ext.outer_of(model)
@@ -211,7 +212,7 @@ def _hooks(rank, ranks, cases):
 
 
 def _sees_writes(rank, ranks, cases):
-    """Whoever writes to a piece, and by whatever way, the shards of the next forward show it."""
+    """After any write to a piece, the shards of the next forward contain it."""
     ways = {
         "in place": lambda p: p.mul_(2),
         "through data": lambda p: p.data.mul_(2),

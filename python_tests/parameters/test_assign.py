@@ -65,7 +65,7 @@ def check_trains(model: nn.Module, plain: nn.Module, rank: int, ranks: int) -> N
 
 
 def loads(other: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """State dicts of a converted model that say all that there is to say, by what they are."""
+    """Returns complete state dicts of a converted model, by their kind."""
 
     def copies() -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in other.state_dict().items()}

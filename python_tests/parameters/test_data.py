@@ -42,7 +42,7 @@ def placed(ranks: int, replicas: int) -> dict:
 
 
 def ways(model: nn.Module, plain: nn.Module) -> dict[str, Callable[[], object]]:
-    """How user code gives the values of `plain` to `model`."""
+    """Ways in which user code copies the values of `plain` to `model`."""
     pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
 
     def assign(made: Callable[[DTensor, Tensor], Tensor]) -> None:

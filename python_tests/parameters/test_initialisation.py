@@ -31,7 +31,7 @@ MLP_NAMES = {"gate_proj": 0, "up_proj": 1, "down_proj": 2}
 
 
 class PlainExperts(nn.Module):
-    """Every expert's weights as nn.Linear draws its own, stacked."""
+    """Draws every expert's weights like nn.Linear, stacked."""
 
     def __init__(self, experts: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def plain_mlp(features: int, hidden: int, dtype: torch.dtype) -> nn.Module:
     return nn.ModuleList([*pair, nn.Linear(hidden, features, dtype=dtype)])
 
 
-# what is rotated, with further options; what is plain; arguments of both
+# the rotated module, with further options; the plain module; arguments of both
 MODULES = [
     (RotatedLinear, {}, nn.Linear, (5, 1), {}),
     (RotatedLinear, {"shard_dim": 1}, nn.Linear, (3, 5), {"bias": False}),
@@ -103,7 +103,7 @@ def check_all(ring: rtp_ext.Ring, dtype: torch.dtype, cases: Cases) -> None:
                 owner, _, key = name.rpartition(".")
                 shard = chunk(whole, ring.size, ring.rank, module.get_submodule(owner).shard_dims[key])
                 own = local(parameter)
-                # on an emulated ring there is nobody to gather the biases of attention from
+                # an emulated ring has no other ranks to gather the biases of attention from
                 assert torch.equal(own, shard if own.shape == shard.shape else whole), name
                 assert own.untyped_storage().nbytes() == own.nbytes and own.device.type == "cpu"
             assert torch.equal(torch.get_rng_state(), state), "the next module would have other values"
@@ -178,7 +178,7 @@ def test_meta_modules_stay_there_and_draw_nothing():
 
 
 class FromNumpy(RotatedLinear):
-    """Draws from a generator that torch does not know."""
+    """Draws from a generator that torch does not register."""
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
@@ -195,7 +195,7 @@ def test_what_does_not_come_in_pieces_is_drawn_whole_and_said_so(monkeypatch, ca
     assert torch.equal(FromNumpy(5, 7, dtype=torch.float64, ring=ring).weight, chunk(right, 3, 1))
     assert "FromNumpy: initialised whole and then sharded: FromNumpy has a reset_parameters of its own" in caplog.text
 
-    def trunc_normal(module: nn.Linear) -> None:  # of the meta device it takes no notice
+    def trunc_normal(module: nn.Linear) -> None:  # it ignores the meta device
         nn.init.trunc_normal_(module.weight, std=1.0, a=-0.5, b=0.5)
 
     for reset in (trunc_normal, lambda module: nn.init.orthogonal_(module.weight)):

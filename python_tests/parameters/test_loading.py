@@ -43,7 +43,7 @@ def save_in_two(state: dict[str, torch.Tensor], folder: Path) -> Path:
 
 
 class Mixed(nn.Module):
-    """Fewer rows than ranks, three dimensions, a scalar, buffers of several types, of which one is not saved."""
+    """Fewer rows than ranks, three dimensions, a scalar, buffers of several types, one of them not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def _loads(rank, ranks, folder):
                 assert rtp_ext.load_safetensors(model, file) == ([], [])
                 peak = live.peak
                 assert_same_model(model, plain, 0.0)
-                # Not `held`: a thread of gloo may have let go since of what ranks told each other.
+                # Not `held`: a thread of gloo may have released buffers of agreements since.
                 assert live.peak > live.current, "control: parameters gathered one by one"
             assert peak == held <= most, f"{peak - held} bytes while it was loaded, {held} after"
             for name, buffer in plain.named_buffers():
@@ -99,7 +99,7 @@ def test_loads_what_was_saved(ranks, tmp_path):
 
 
 def _into_a_trained_model(rank, ranks, folder):
-    """Into storage reserved for in_place, between steps: the next step reads what was loaded."""
+    """Loads into storage reserved for in_place, between steps: the next step reads the loaded values."""
     plain = make_tied()
     for variant in (COPIES, IN_PLACE):
         model = rotated(make_tied(), variant)
@@ -244,7 +244,7 @@ FEATURES = 2048  # 16 MiB of weights
 
 
 def _pages(rank, ranks, file):
-    """What is read of a file, by the pages that become resident: this rank's rows and no others."""
+    """Measures the reads of a file by the pages that become resident: this rank's rows and no others."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(FEATURES, FEATURES, bias=False))
     model = rotated(model, COPIES).to_empty(device="cpu")

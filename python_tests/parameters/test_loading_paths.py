@@ -1,4 +1,4 @@
-"""What load_safetensors takes for files: paths alone, and an index that names files of its own folder."""
+"""The files that load_safetensors accepts: paths alone, and an index that names files of its own folder."""
 
 import json
 
@@ -72,7 +72,7 @@ def test_a_weight_map_that_is_none(tmp_path, weight_map):
 
 
 def test_links_and_folders_within_are_followed(tmp_path):
-    """Control, and what a cache of downloads looks like: its folders hold links to files elsewhere."""
+    """Control, in the layout of a cache of downloads: its folders hold links to files elsewhere."""
     folder = _folder(tmp_path)
     (folder / "deeper").mkdir()
     (folder / "deeper" / "link.safetensors").symlink_to(tmp_path / "outside" / "part.safetensors")

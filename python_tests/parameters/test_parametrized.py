@@ -1,4 +1,4 @@
-"""Weights that are computed from other parameters: right where that was said before conversion, else an error."""
+"""Weights that are computed from other parameters: right if registered before conversion, otherwise an error."""
 
 from __future__ import annotations
 
@@ -120,14 +120,14 @@ def test_what_was_parametrized_before_trains_as_in_one_process(ranks):
 
 
 def by_hand(net: Net) -> None:
-    """As weight_norm does it, under no name that is known."""
+    """Computes the weight like weight_norm, under an unknown name."""
     weight = net.one._parameters.pop("weight")
     net.one.register_parameter("weight_v", weight)
     net.one.weight = weight * 2
 
 
 def by_hand_of_a_norm(net: Net) -> None:
-    """As a parametrization does it."""
+    """Computes the weight like a parametrization."""
     del net.norm._parameters["bias"]
     net.norm.parametrizations = nn.ModuleDict({"bias": nn.Identity()})
     net.norm.__class__ = type("Mine", (type(net.norm),), {"bias": property(lambda self: torch.ones(6))})

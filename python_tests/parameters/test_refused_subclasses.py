@@ -1,4 +1,4 @@
-"""Tensor subclasses that can be neither sharded nor gathered, and those that are as good as plain tensors."""
+"""Tensor subclasses that can be neither sharded nor gathered, and those that behave like plain tensors."""
 
 from __future__ import annotations
 

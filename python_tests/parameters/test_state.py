@@ -1,4 +1,4 @@
-"""State of converted models: made on the meta device, saved, loaded at another number of ranks, given out whole."""
+"""State of converted models: made on the meta device, saved, loaded at another number of ranks, gathered."""
 
 import copy
 from itertools import product
@@ -63,7 +63,7 @@ def rotated(model: nn.Module, variant: tuple[bool, str]) -> nn.Module:
 
 
 def empty_rotated(make, variant: tuple[bool, str]) -> nn.Module:
-    """Made on the meta device, converted, and given storage filled with what it must not keep."""
+    """Made on the meta device, converted, and given storage filled with values that it must not keep."""
     with torch.device("meta"):
         model = make()
     model = rotated(model, variant).to_empty(device="cpu")
@@ -105,8 +105,8 @@ def own_bytes(module: nn.Module) -> int:
 
 
 BLOCK = 4096  # bytes that travel at once while a parameter is gathered; 1 MiB outside of these tests
-MESSAGES = 512  # bytes that the ranks tell each other while a ring is made
-PLANS = 16 * 1024  # bytes that they tell each other while torch.distributed.checkpoint plans a load
+MESSAGES = 512  # bytes that the ranks exchange while a ring is made
+PLANS = 16 * 1024  # bytes that they exchange while torch.distributed.checkpoint plans a load
 
 
 def most_bytes(model: nn.Module, plain: nn.Module) -> int:
@@ -179,7 +179,7 @@ def _full_state(rank, ranks):
 
 @mock.patch.object(sharding, "_BLOCK", BLOCK)
 def _whole_models(rank, ranks):
-    """In one start: DTensor has found out by then what becomes of these shapes."""
+    """Runs in one start, so that DTensor has these shapes in its caches."""
     _made_on_meta(rank, ranks)
     _full_state(rank, ranks)
 
@@ -239,7 +239,7 @@ def _resume(rank, ranks, folder):
             without = train_shares(forgetful, adamw(forgetful.parameters(), lr=0.01, stock=True), AFTER)
             assert differs(without, theirs, EXACT), "control: the optimizer's state is lost"
             most = most_bytes(model, plain) + PLANS
-            coordinates = rank == 0 and ranks > 1  # and holds the plans of all ranks for as long as Python likes
+            coordinates = rank == 0 and ranks > 1  # and holds the plans of all ranks until Python's garbage collection
             assert coordinates or live.peak <= most, f"{live.peak} bytes, expected at most {most}"
         rtp_ext.ring_of(model).close()
     cases.finish()
@@ -335,7 +335,7 @@ def test_gradient_scaler():
 
 
 def _files_of_other_ranks(rank, ranks, folder):
-    """What one rank has saved of its shards is no other rank's, though its shapes may fit."""
+    """The saved shards of one rank do not fit another rank, even if the shapes do."""
     model = rotated(make_model(), COPIES)
     optimizer = adamw(model.parameters(), lr=0.01, stock=True)
     batch_loss(model, rank, 0).backward()

@@ -59,7 +59,7 @@ class PairNet(nn.Module):
 
 
 class Float8Net(nn.Module):
-    """Layers of several kinds, of which some weights travel in float8; `plain`: the same in one process."""
+    """Layers of several kinds, some with weights that travel in float8; `plain`: the same in one process."""
 
     SPECIAL = ("table", "one", "convolution", "frozen", "experts")
 
@@ -141,7 +141,7 @@ def shards(model: nn.Module) -> dict[str, Tensor]:
 
 
 def parts_of(plain: nn.Module, model: nn.Module) -> dict[str, Tensor]:
-    """What the shards of `model` should be."""
+    """Returns the expected shards of `model`."""
     found = {}
     for (name, whole), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
         mine = own_part(whole.detach(), parameter.device_mesh, parameter.placements)
@@ -151,7 +151,7 @@ def parts_of(plain: nn.Module, model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_shards(model: nn.Module, plain: nn.Module, other: nn.Module | None, tolerance: float) -> None:
-    """`other`: what a wrong sum would give; has to differ somewhere in what was trained."""
+    """`other`: the result of a wrong sum, which must differ in some trained parameter."""
     expected, wrong = parts_of(plain, model), {} if other is None else parts_of(other, model)
     for name, shard in shards(model).items():
         assert_same(shard, expected[name], tolerance, name)

@@ -1,4 +1,4 @@
-"""`python -m rtp_ext plan`: what it prints, draws and refuses."""
+"""`python -m rtp_ext plan`: its output, drawings and refusals."""
 
 import csv
 import io
@@ -184,7 +184,7 @@ def test_configurations_without_hidden_size(tmp_path, capsys):
 
 
 def test_no_torch_at_import():
-    """With torch out of reach the planner imports, estimates memory and prints."""
+    """Without torch the planner can be imported, estimates memory and prints."""
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory\n"

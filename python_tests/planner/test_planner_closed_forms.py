@@ -116,7 +116,7 @@ def test_fujii():
 
 
 def test_chinchilla():
-    """arXiv 2203.15556: 5.76e23 operations are 70e9 parameters and 1.4e12 tokens; the fitted loss wants smaller
+    """arXiv 2203.15556: 5.76e23 operations are 70e9 parameters and 1.4e12 tokens; the fitted loss favours smaller
     models."""
     known = chinchilla.by_ratio(5.76e23)
     assert known.parameters == pytest.approx(70e9, rel=0.02) and known.tokens == pytest.approx(1.4e12, rel=0.02)

@@ -1,4 +1,4 @@
-"""What failures leave of a run: the closed form against a simulation event by event, and against published clusters."""
+"""The useful share of a run with failures: the closed form against an event simulation, and published clusters."""
 
 import heapq
 import math
@@ -61,7 +61,7 @@ def test_a_run_that_stops_at_every_failure(gpus, checkpoint, restart):
     for factor in (
         0.5,
         2.0,
-    ):  # control: the simulation tells other intervals apart, and the closed form prefers its own
+    ):  # control: the simulation distinguishes other intervals, and the closed form prefers its own
         other = _alone(found.mtbf_seconds, factor * found.interval_seconds, checkpoint, restart, 30_000)
         assert other < seen
         share = effective_share(factor * found.interval_seconds, found.mtbf_seconds, checkpoint, restart)

@@ -123,7 +123,7 @@ def test_mixture_of_experts():
 
 
 def test_bytes_of_a_layer():
-    """In units of sequence * batch * hidden, at k/a = 1/4 and f/h = 3.5; the float32 log-sum-exp apart."""
+    """In units of sequence * batch * hidden, at k/a = 1/4 and f/h = 3.5; without the float32 log-sum-exp."""
     model = ModelSpec.preset("llama-3-8b")
 
     def kept(**plan):

@@ -1,4 +1,4 @@
-"""What policies between replicas send and take, by closed form."""
+"""The bytes and the time of policies between replicas, by closed form."""
 
 import pytest
 

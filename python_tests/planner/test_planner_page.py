@@ -66,7 +66,7 @@ def test_commands_of_the_pages_compare_like_with_like():
 
 
 def test_the_first_lines_say_what_rotation_does_not_win():
-    """Where a ring is predicted to be slower than `fully_shard`, before any example, with what it wins instead."""
+    """The page names the cases with a ring slower than `fully_shard` before any example, with the advantage there."""
     for text, ends in ((TEXT, "```"), (scale.PAGE.read_text(), "![")):
         first = text[: text.index(ends)]
         assert re.search(r"\*\*In these predictions r\w+ (saves memory|do not win time; they win memory)", first)

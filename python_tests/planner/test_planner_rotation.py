@@ -58,7 +58,7 @@ def _predicted(held):
 
 
 def _whole_on_an_emulated_ring(held, others, ranks):
-    """What does not rotate stays whole in a ring of one process."""
+    """Parameters that do not rotate stay whole in a ring of one process."""
     more = 4 * sum(weight.shape[0] - shard_sizes(weight.shape[0], ranks)[0] for weight in others)
     return tuple(value + factor * more for value, factor in zip(held, (0, 0, 1, 1, 2, 0), strict=True))
 
@@ -154,7 +154,7 @@ def _squares(model):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_slots_of_layers_that_take_three_steps_to_settle(ranks):
-    """On rings of two a larger slot takes the place of one that the step before left free."""
+    """On rings of two a larger slot replaces one that the step before left free."""
     from rtp_ext import Ring
 
     later = []

@@ -99,7 +99,7 @@ def test_search_misses_nothing_of_its_space():
     assert plans[0].step_seconds == pytest.approx(best)
     assert any(plan.strategy.rtp > 1 for plan in plans) and any(plan.strategy.zero == 3 for plan in plans)
     tight = [plan for plan in plans if plan.binding.startswith("memory")]
-    for plan in tight:  # what is said to be faster is, and does not fit
+    for plan in tight:  # the plans that are reported as faster are faster, and do not fit
         change = dict([plan.binding.split()[1].split("=")])
         values = {"yes": True, "none": "none"}
         wanted = {key: values[v] if v in values else int(v) for key, v in change.items()}
@@ -110,7 +110,7 @@ def test_search_misses_nothing_of_its_space():
 
 
 def test_plans_are_compared_like_with_like(monkeypatch, capsys):
-    """The same loss head for all plans of a search, and for the fewest GPUs. What else they differ in is told."""
+    """The same loss head for all plans of a search, and for the fewest GPUs. The output names other differences."""
     plans = search(LLAMA, H100, global_batch=16, top=30)
     strategies = [plan.strategy for plan in plans]
     assert {plan.rtp > 1 for plan in strategies} == {True, False}
@@ -149,7 +149,7 @@ def test_differences_of_plans_are_told(capsys, change, told):
 
 
 def test_what_rotation_is_held_against_recomputes_as_it_does(monkeypatch):
-    """Every family of `--when` is tried with every recomputation, and every plan of it has the same loss and stack."""
+    """The search tries every family of `--when` with every recomputation; all plans have the same loss and stack."""
     tried, plain = {}, when.estimate_time
 
     def noted(model, cluster, strategy, batch):

@@ -1,4 +1,4 @@
-"""Models, clusters and strategies of the planner: parameter counts, configurations, and what is refused."""
+"""Models, clusters and strategies of the planner: parameter counts, configurations, and refusals."""
 
 import json
 import subprocess

@@ -14,7 +14,7 @@ H100 = Cluster.preset("h100-80gb", gpus=8)
 
 
 def _cuts(layers, stages):
-    """All ways to give layers to stages, at least one each."""
+    """Yields all ways to assign layers to stages, at least one each."""
     for ends in itertools.combinations(range(1, layers), stages - 1):
         edges = (0, *ends, layers)
         yield tuple(b - a for a, b in itertools.pairwise(edges))

@@ -1,4 +1,4 @@
-"""What a strategy can say beside degrees: routes, what travels, policies between rings, replicas, offload, kernels."""
+"""The options of a strategy besides degrees: routes, formats, policies between rings, replicas, offload, kernels."""
 
 import dataclasses
 
@@ -112,7 +112,7 @@ def test_what_travels_in_fewer_bits():
 
 
 def test_policies_between_rings():
-    """Of the shards of a ring of 8 with a replica on the other node."""
+    """The bytes of the shards of a ring of 8 with a replica on the other node."""
     ring = {"rtp": 8, "dp": 2, "fused_loss": True}
     plans = {
         "allreduce": {},

@@ -76,7 +76,7 @@ def test_collectives_over_nodes_share_ports_and_bandwidth_grows_with_size():
         2 * 7 / 8 * size / all_reduce_s(a100, size, CONSTANTS) / 1e9 / bus for size, bus in published.A100_BUS.items()
     ]
     assert all(0.85 < ratio < 1.5 for ratio in ratios) and abs(ratios[-1] - 1) < 0.06
-    flat = [240 / bus for bus in published.A100_BUS.values()]  # control: a bandwidth that knows no size
+    flat = [240 / bus for bus in published.A100_BUS.values()]  # control: a bandwidth independent of the size
     assert max(flat) > 10
 
 
@@ -87,7 +87,7 @@ def test_pipelines_wait_as_their_formula_says():
         plan = Strategy(tp=8, pp=8, schedule=schedule_, interleave=chunks)
         report = estimate_time(model, cluster, plan, 32)
         busy = report.step_seconds - report.components["bubble"] - report.components["optimizer"]
-        # embedding and head are nearly nothing here: (p - 1) / (m chunks) of what is busy
+        # embedding and head are negligible here: (p - 1) / (m chunks) of the busy time
         assert report.components["bubble"] / busy == pytest.approx(7 / 32 / chunks, rel=0.03)
     assert report.components["bubble"] / busy != pytest.approx(7 / 32, rel=0.03)  # control
 
@@ -310,7 +310,7 @@ def test_nemo(run):
     assert run.predicted == pytest.approx(run.measured, rel=0.15)
 
 
-# -- files and mistakes -----------------------------------------------------------------------------------------------
+# -- files and errors -------------------------------------------------------------------------------------------------
 
 
 def test_measurements_from_files(tmp_path):

@@ -1,11 +1,11 @@
-"""Two runs are equal bit by bit, whatever arrives when: every operation on every transport, and a model that trains."""
+"""Two runs are bitwise equal for any order of arrivals: every operation on every transport, and a model that trains."""
 
 import pytest
 import torch
 from harness import Cases, run_ranks
 from models import batch_loss, make_model, train
 from operation_checks import rotated_result
-from pretended import pretend_hosts
+from pretended_hosts import pretend_hosts
 from reference import random
 from test_two_level import _operations
 
@@ -17,7 +17,7 @@ ROUTES = {"shm": ("ring", "direct", "gather"), "tcp": ("ring",), "c10d": ("direc
 
 
 def everything(ring) -> list[torch.Tensor]:
-    """What all operations compute: outputs, gradients of inputs and of parameters."""
+    """Returns the results of all operations: outputs, gradients of inputs and of parameters."""
     told = []
     for operation in _operations().values():
         shards = operation.shards(ring.rank, ring.size)

@@ -1,4 +1,4 @@
-"""Rings that nobody closes give back what they hold, whenever each rank comes to collect them."""
+"""Rings that are dropped without close() release their resources, at any time of the ranks' garbage collections."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ def _held():
 
 
 def _use(rank, transport, whole):
-    """A ring that was used, or a model on one; nobody else holds it."""
+    """Returns a used ring, or a model on one, without other references."""
     if not whole:
         ring = rtp_ext.Ring(transport=transport, timeout=TIMEOUT)
         assert len(list(ring.rotate(torch.ones(3)))) == ring.size
@@ -37,7 +37,7 @@ def _drop(rank, ranks, transport):
     cases, unraisable = Cases(), []
     sys.unraisablehook = lambda caught: unraisable.append(str(caught.exc_value))
     for whole in (False, True):
-        _use(rank, transport, whole)  # what is made once for all rings
+        _use(rank, transport, whole)  # creates the state that all rings share
         dist.barrier()
         before = _held()
         for _ in range(5):
@@ -47,7 +47,7 @@ def _drop(rank, ranks, transport):
             assert _held() == before
         kept = [_use(rank, transport, whole) for _ in range(3)]
         dist.barrier()
-        del kept[rank : rank + 1]  # each rank another one
+        del kept[rank : rank + 1]  # a different one on each rank
         gc.collect()
         dist.barrier()
         with cases.case(f"dropped at other times on other ranks, with a model: {whole}"):
@@ -82,7 +82,7 @@ def test_dropped_rings_leave_nothing(ranks, transport):
 
 
 def _exit(rank, ranks):
-    """A ring, a model and a hop sent ahead that are still there when the interpreter ends."""
+    """A ring, a model and a hop sent ahead that still exist when the interpreter ends."""
     globals()["kept"] = _use(rank, "shm", True)
 
 

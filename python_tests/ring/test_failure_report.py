@@ -1,4 +1,4 @@
-"""Whose fault it was that a collective failed: the roll that is called then."""
+"""Failure reports: they name the rank that caused the failure of a collective."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ def _lose_sockets():
 
 
 def _error_of(ring, cases, name, who, operation="all_reduce", collective=None):
-    """A collective of the ring fails, and says where, after which hop and because of whom."""
+    """A collective of the ring fails, and its error names the place, the last hop and the failed rank."""
     start = time.monotonic()
     with pytest.raises(RingTimeout) as caught:
         collective() if collective else ring.all_reduce(torch.ones(5))
@@ -66,7 +66,7 @@ def _faults(rank, ranks):
     all_four, last_three, last_two, first_three, first_two = (
         dist.new_group(members) for members in ([0, 1, 2, 3], [1, 2, 3], [2, 3], [0, 1, 2], [0, 1])
     )
-    # one that lives and does not come, where an earlier life of these ranks has called the roll in the same store
+    # a live rank that does not come, with a failure report of an earlier run of these ranks in the same store
     with unittest.mock.patch("rtp_ext.ring.links.failure_report._made", weakref.WeakKeyDictionary()):
         earlier = FailureReport([0, 1, 2, 3])
     for key, said in ((rank, "{}"), ("found", "; who failed: global rank 9")):
@@ -79,7 +79,7 @@ def _faults(rank, ranks):
         text = _error_of(ring, cases, "absent", "who failed: global rank 3 (no report within 0.6 s)")
     assert "; what this rank did last: " in text, text
 
-    # one whose connections break, all of them, in a ring that counts its ranks otherwise
+    # a rank whose connections all break, in a ring with another order of ranks
     if rank > 0:
         if rank > 1:  # in a collective of torch's own over the ring's mesh
             ring = _ring(last_two)
@@ -92,7 +92,7 @@ def _faults(rank, ranks):
         if rank == 3:
             _lose_sockets()
         _error_of(ring, cases, "connections", "who failed: global rank 3 (its connections broke)")
-        # one with a reason of its own
+        # a rank with its own error
         ring = _ring(last_three)
         if rank == 3:
             error = MemoryError("planted")
@@ -110,7 +110,7 @@ def _faults(rank, ranks):
         os.kill(os.getpid(), signal.SIGSTOP)
     _error_of(ring, cases, "stopped", "who failed: global rank 2 (its process is stopped)")
 
-    # one that keeps the store: stopped, it answers nothing; ended, it is known to be gone
+    # the rank that hosts the store: stopped, it does not answer; ended, its absence is detected
     if rank == 1:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         dist.distributed_c10d._get_default_store().set("port", str(store.port))
@@ -146,7 +146,7 @@ def test_every_survivor_names_who_failed():
 
 
 def _keepers(rank, ranks):
-    """Of the store of a rendezvous it is rank 0 that keeps it; who keeps one that the caller brings, nobody knows."""
+    """Rank 0 hosts the store of a rendezvous; the host of a store that the caller passes is unknown."""
     dist.destroy_process_group()
     brought = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(brought.port)}
@@ -168,7 +168,7 @@ def test_who_keeps_the_store():
 
 
 def _told(**broken):
-    """Of ranks in the order in which they gave up."""
+    """Reports of ranks in the order in which they gave up."""
     return {
         int(rank[1:]): {"text": rank, "own": False, "broken": others, "seen": time_, "ended": time_}
         for time_, (rank, others) in enumerate(broken.items())
@@ -180,7 +180,7 @@ def test_connections_that_broke():
     for order in (dict(r0=[1], r2=[0, 1], r1=[0, 2]), dict(r1=[0, 2], r0=[1], r2=[0, 1]),
                   dict(r2=[1], r1=[0, 2], r0=[1, 2])):  # fmt: skip
         assert "global rank 1 (its connections" in _links(_told(**order)), order
-    # what broke because its other end had given up before is nobody's fault
+    # a connection that broke because its other end had given up before blames no rank
     assert "ranks 0, 1 (the connection" in _links(_told(r0=[1], r3=[0], r1=[0, 3], r2=[0, 1, 3]))
     assert "the first error was that of global rank 2: r2" in _links(_told(r2=[], r0=[2]))
 
@@ -209,7 +209,7 @@ def _answer(text="theirs", broken=(), seen=0.0, ended=0.0):
 
 
 def _alone(store, me, ranks):
-    """The roll of a rank that sees no process of the others, with the first rank for the keeper of its store."""
+    """The failure report of a rank that sees no process of the others; the first rank hosts its store."""
     failure_report = FailureReport.__new__(FailureReport)
     failure_report.ranks, failure_report.me, failure_report.neighbours, failure_report._called = (
         tuple(ranks),
@@ -227,7 +227,7 @@ def test_a_store_that_is_slow_is_not_taken_for_one_that_does_not_answer(monkeypa
         if thread.name == "rtp failure report":
             thread.join()
     assert said == "; the rank that failed is unknown: the store of the process group answers too slowly"
-    # suspects that answer just before they are given up: then there is some time for what they find
+    # suspects that answer just before their deadline: then some time remains for their findings
     monkeypatch.setattr("rtp_ext.ring.links.failure_report.PATIENCE", 1.5)
     monkeypatch.setattr("rtp_ext.ring.links.failure_report.GRACE", 1.5)
     store = dist.HashStore()
@@ -247,7 +247,7 @@ def test_who_fails_for_a_reason_of_its_own_names_nobody():
 def test_a_rank_of_another_ring_that_is_busy_is_not_missed():
     absent = "; who failed: global rank{} (no report within 0.6 s)"
     told = []
-    for answered in ((), (3,)):  # rings 0, 1 and 2, 3 of a mesh, on hosts of which nothing can be seen
+    for answered in ((), (3,)):  # rings 0, 1 and 2, 3 of a mesh, on hosts that cannot be observed
         store = dist.HashStore()
         for rank in answered:
             store.set(str(rank), _answer())
@@ -256,8 +256,8 @@ def test_a_rank_of_another_ring_that_is_busy_is_not_missed():
 
 
 def test_connections_that_a_timeout_ended_did_not_break():
-    """Two ranks wait for a third, and run out of time at once: each finds the connections to the other closed, by the
-    other's own wait, before that one has come to say so."""
+    """Two ranks wait for a third and time out at the same moment: each finds its connection closed by the other's
+    timeout, before the other has reported."""
     for ended, who in ((10.0, "rank 1 (no report"), (None, "ranks 0, 2 (the connection between")):
         store, here = dist.HashStore(), this_process()
         store.set("2", _answer(broken=[0], seen=10.01, ended=10.0))

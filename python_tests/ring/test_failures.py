@@ -1,4 +1,4 @@
-"""Mistakes are named on every rank; ranks that die, stop or differ are reported, and nothing hangs."""
+"""Every rank raises an error about wrong calls; ranks that die, stop or differ are reported, and no rank hangs."""
 
 import os
 import re
@@ -20,9 +20,9 @@ import rtp_ext
 from rtp_ext.functional import rotated_embedding, rotated_linear
 from rtp_ext.nn import RotatedEmbedding, RotatedLinear
 
-TIMEOUT = 2.0  # of rings whose ranks die
-PROMPT = TIMEOUT + 6.0  # the others must know within it, and some more for the scheduler
-PATIENT = 30.0  # of rings whose ranks live
+TIMEOUT = 2.0  # for rings whose ranks die
+PROMPT = TIMEOUT + 6.0  # the others must raise within it, and some more for the scheduler
+PATIENT = 30.0  # for rings whose ranks live
 TRANSPORTS = ["shm", "tcp", "c10d"]
 
 
@@ -47,7 +47,7 @@ class raises:
 
 
 def _bad_inputs(rank, ranks):
-    """All ranks make the same mistake; all get the same kind of error, and the ring still works."""
+    """All ranks make the same wrong call; all get the same kind of error, and the ring still works."""
     with rtp_ext.Ring(timeout=PATIENT) as ring:
         linear = RotatedLinear(10, 7, ring=ring)
         table = RotatedEmbedding(10, 7, ring=ring)
@@ -138,7 +138,7 @@ def test_shards_that_do_not_belong_together():
 
 
 def _short_lived_rings(rank, ranks):
-    """What ranks have agreed on about a weight does not outlive the ring it was agreed on over."""
+    """The agreement of ranks about a weight ends with the ring that they agreed over."""
     weight = torch.nn.Parameter(torch.ones(2, 6))
     kept = []
     for number in range(6):
@@ -214,13 +214,13 @@ def _different_models(rank, ranks):
         model = rtp_ext.fully_rotate(ours, timeout=PATIENT)
         with raises(ValueError, r"(head|embed)\.weight", "frozen"):
             model(make_batch(rank, 0)[0])
-        # The ring has not suffered: once the ranks agree, it goes on.
+        # The ring is intact: it continues once the ranks agree.
         model.head.weight.requires_grad_(True)
         batch_loss(model, rank, 1).backward()
 
 
 def _changed_on_one_rank(rank, ranks):
-    """A rank that alone freezes a parameter between steps: the others are past the comparison, but nobody hangs."""
+    """A single rank freezes a parameter between steps: the others are past the comparison, but no rank hangs."""
     model = rtp_ext.fully_rotate(make_model(), timeout=TIMEOUT)
     batch_loss(model, rank, 0).backward()
     model.head.weight.requires_grad_(rank != 1)
@@ -294,7 +294,7 @@ def test_lost_rank_with_the_direct_route(how):
 
 
 def _lose_a_rank_in_a_model(rank, ranks, transport):
-    """Also where the others wait in a gather of left-over parameters or in an exchange."""
+    """Also if the others wait in a gather of left-over parameters or in an exchange."""
     model = rtp_ext.fully_rotate(make_model(), transport=transport, timeout=TIMEOUT)
     batch_loss(model, rank, 0).backward()
     dist.barrier()
@@ -314,7 +314,7 @@ def test_lost_rank_of_a_model(transport):
 
 
 def _late(rank, ranks, transport):
-    """A rank that is late, but not by more than the timeout, disturbs nobody."""
+    """A rank that is late by less than the timeout causes no failure."""
     with rtp_ext.Ring(transport=transport, timeout=2 * TIMEOUT) as ring:
         layer = RotatedLinear(64, 64, ring=ring)
         for step in range(ranks):

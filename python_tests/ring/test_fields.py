@@ -1,4 +1,4 @@
-"""The fields of a ring, each without the others: which ranks share a host, options, groups, agreement, routes."""
+"""The fields of a ring, each without the others: hosts of ranks, options, groups, agreement, routes."""
 
 import dataclasses
 import inspect
@@ -61,7 +61,7 @@ class Alone:
 
 
 def test_containers_and_pretended_hosts_are_hosts(monkeypatch):
-    """One kernel and one namespace of processes make a host; a rank that cannot tell is one of its own."""
+    """One kernel and one namespace of processes define a host; a rank that cannot read them is a host of its own."""
     told = []
     monkeypatch.setattr(Alone, "exchange", lambda self, value: told.append(value) or [value])
     for host, processes, pretended in (("a", "1", ""), ("b", "1", ""), ("a", "2", ""), ("a", "1", "x")):

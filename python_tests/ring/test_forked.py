@@ -1,4 +1,4 @@
-"""A process forked from a rank is no rank: it is told so, and its end leaves the rank's ring as it is."""
+"""A process forked from a rank is no rank: its calls raise an error, and its end does not affect the rank's ring."""
 
 import gc
 import multiprocessing
@@ -20,7 +20,7 @@ TIMEOUT = 30.0
 
 
 class Embedded(Dataset):
-    """A dataset whose items are a model's outputs, or nothing of it."""
+    """A dataset whose items are a model's outputs, or do not use the model."""
 
     def __init__(self, model, calls):
         self.model, self.calls = model, calls
@@ -33,7 +33,7 @@ class Embedded(Dataset):
 
 
 def _told(model, ring, rank):
-    """What a forked process is told by whatever it tries."""
+    """Returns the errors of all calls in a forked process."""
     told = []
     attempts = (
         lambda: model(make_batch(rank, 0)[0]),
@@ -114,7 +114,7 @@ def _fork(rank, ranks, transport):
                             pass
                     os._exit(0)
                 _check_ended(pid)
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # how long it waits for a worker that has failed, else 5 s
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # its wait for a failed worker, otherwise 5 s
     with cases.case("workers of a DataLoader"):
         options = {"num_workers": 1, "batch_size": None, "multiprocessing_context": "fork"}
         loaded = [batch.tolist() for batch in DataLoader(Embedded(model, False), **options)]

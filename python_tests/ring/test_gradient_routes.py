@@ -1,5 +1,5 @@
-"""Gradients that go straight home: the results are those of one process, each contribution is rounded once, and fewer
-bytes travel."""
+"""Gradients on the direct route to their owners: the results are those of one process, each contribution is rounded
+once, and fewer bytes travel."""
 
 import copy
 import os
@@ -11,7 +11,7 @@ from harness import Cases, run_ranks
 from models import batch_loss, make_model, mean_loss
 from models import train as train_model
 from operation_checks import check_pass, plain_results, scale_of
-from pretended import pretend_hosts
+from pretended_hosts import pretend_hosts
 from reference import assert_same, chunk, differs, full, random
 from test_two_level import PATIENT, _Convolved, _operations
 from torch import nn
@@ -22,7 +22,7 @@ from rtp_ext.functional import rotated_linear, rotated_linear_cross_entropy, rot
 from rtp_ext.nn import Flyweight
 
 HALF = torch.bfloat16
-ROUNDING = 2.0**-8  # of one number to bfloat16: half of the distance to the next one, at most
+ROUNDING = 2.0**-8  # error of one number in bfloat16: at most half of the distance to the next one
 BLOCK = 128
 
 
@@ -48,15 +48,15 @@ def _narrow(cases, ring, what, tolerance):
                 rounded += skipped < 0 and any(differs(found.gradients[n], part, 1e-6) for n, part in parts.items())
                 wide = {n: tolerance * scale_of(whole[n], part) for n, part in parts.items()}
                 seen += skipped >= 0 and any(differs(found.gradients[n], parts[n], wide[n]) for n in parts)
-    with cases.case(f"{what}, controls"):  # where others have no tokens for a rank's experts or rows, there is nothing
+    with cases.case(f"{what}, controls"):  # the gradient is zero if others have no tokens for a rank's experts or rows
         assert min(rounded, seen) > 6 or ring.size == 1, f"control: {rounded} rounded, {seen} that lack a rank refused"
 
 
-# -- one layer, and what its gradients may be off by -----------------------------------------------------------------
+# -- one layer, and the tolerance of its gradients -------------------------------------------------------------------
 
 
 def _layer(ring, outputs, features, reduce_dtype, tokens=6):
-    """The gradients of a linear layer on this rank, and in float64 what each rank contributes to them."""
+    """Returns the gradients of a linear layer on this rank, and each rank's contribution to them in float64."""
     weight = random(outputs, features, dtype=torch.float32, seed=1)
     bias = random(outputs, dtype=torch.float32, seed=2)
     shards = [chunk(whole, ring.size, ring.rank).clone().requires_grad_() for whole in (weight, bias)]
@@ -73,7 +73,7 @@ def _layer(ring, outputs, features, reduce_dtype, tokens=6):
 
 
 def _blockmax(part):
-    """Of the block of every number, along the flat shard."""
+    """Returns the largest magnitude of each number's block, along the flat shard."""
     flat = part.abs().reshape(-1)
     return (
         torch.cat([block.max().expand_as(block) for block in flat.split(BLOCK)]).view(part.shape) if len(flat) else part
@@ -81,7 +81,7 @@ def _blockmax(part):
 
 
 def _check_bound(ring, gradients, contributions, bound):
-    """Each rank's contribution but this one's own is off by at most bound(contribution)."""
+    """Each contribution of another rank has an error of at most bound(contribution)."""
     for index, gradient in enumerate(gradients):
         parts = [of_rank[index] for of_rank in contributions]
         others = [part for rank, part in enumerate(parts) if rank != ring.rank]
@@ -146,7 +146,7 @@ def _operations_on_rings(rank, ranks, transports):
 
 
 def _exact_elsewhere(cases, ring):
-    """In pieces, blocks begin anew in each: every number is still off by less than its row's largest allows."""
+    """Blocks restart in each chunk: the error of every number is still below the bound by its row's largest number."""
     with cases.case("int8 in pieces"):
         gradients, parts = _layer(ring, 13, 40, HALF)
         _check_bound(ring, gradients[:1], parts, lambda part: part.abs().max() / 254 + 0 * part)
@@ -225,7 +225,7 @@ def test_models(ranks):
 
 
 def _mlp_gradients(ring, dtype):
-    """Of an MLP and a vocabulary head: a bundle, and one whose wgrad adds several times."""
+    """Tests an MLP and a vocabulary head: a bundle, and a bundle whose wgrad adds several times."""
     up = random(9, 16, dtype=dtype, seed=1).requires_grad_()
     down = random(16, 9, dtype=dtype, seed=2).requires_grad_()
     head = random(11, 16, dtype=dtype, seed=3).requires_grad_()
@@ -247,12 +247,12 @@ def _twice(rank, ranks):
 
 
 def test_two_runs_are_bitwise_equal():
-    """Whichever contribution is late: hops of the second run are held up by random times."""
+    """For any late contribution: random times delay the hops of the second run."""
     assert run_ranks(_twice, 4) == [(True, 5)] * 4
 
 
 def _late(rank, ranks):
-    """What lands late, in 16 and in 8 bits, is bitwise what lands within its pass."""
+    """Deferred gradients, in 16 and in 8 bits, are bitwise equal to gradients that arrive within their pass."""
     cases = Cases()
     for travel, gradients in ((None, None), ("int8", "int8")):
         found = []
@@ -307,7 +307,7 @@ def test_bytes_on_the_wire():
 
 
 def _relative_error(ranks, **options):
-    """Of one rank's gradient in an emulated ring, whose neighbours are itself: the sum of what it computes for all."""
+    """One rank's gradient in an emulated ring, its own neighbour, is the sum of its contributions to all owners."""
     ring = rtp_ext.Ring.emulated(ranks, rank=ranks // 2, **options)
     rows, features, tokens = 16, 96, 96
     weight = random(rows, features, dtype=torch.float32, seed=1).requires_grad_()
@@ -325,14 +325,14 @@ def test_the_error_does_not_grow_with_the_ring():
     chain = [_relative_error(ranks, gradient_route="chain") for ranks in sizes]
     int8 = [_relative_error(ranks, gradient_route="direct", gradient_travel="int8") for ranks in sizes]
     for errors in (direct, int8):
-        # of R ranks R - 1 contributions are rounded: sqrt((R - 1) / R) of what it would be if all were
+        # R - 1 contributions of R ranks are rounded: sqrt((R - 1) / R) of the error if all were
         scaled = [error / (1 - 1 / ranks) ** 0.5 for error, ranks in zip(errors, sizes, strict=True)]
         assert max(scaled) < 1.1 * min(scaled), scaled
     assert chain[-1] > 2 * direct[-1] and chain[-1] > 1.5 * chain[1], f"control: {chain}, {direct}"
     assert 1e-4 < direct[-1] < ROUNDING and direct[-1] < int8[-1] < 0.01
 
 
-# -- what is chosen, and what is refused -----------------------------------------------------------------------------
+# -- choices and refusals --------------------------------------------------------------------------------------------
 
 
 def test_what_no_ring_takes():
@@ -408,7 +408,7 @@ def test_what_is_chosen():
 
 
 def test_a_linear_layer_of_one_process_is_the_same():
-    """The emulated ring takes both ways to one sum."""
+    """Both routes give the same sum on the emulated ring."""
     gradients = []
     for options in ({}, {"gradient_route": "direct"}):
         ring = rtp_ext.Ring.emulated(3, **options)

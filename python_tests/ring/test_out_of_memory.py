@@ -1,5 +1,5 @@
-"""A rank whose memory runs out in the middle of a step, and which itself goes on: others name it within the timeout,
-and what it does next on the ring is an error within the timeout too. Where all ranks caught it, training goes on."""
+"""A rank runs out of memory in the middle of a step but continues: the others name it within the timeout, and its next
+call on the ring raises within the timeout, too. If all ranks catch the error, training continues."""
 
 import os
 import re
@@ -27,7 +27,7 @@ ERRORS = (torch.OutOfMemoryError, MemoryError, RuntimeError)
 
 
 class Small(nn.Linear):
-    """A part of what is copied; memory runs out in its second copy."""
+    """A part of a copied structure; memory runs out in its second copy."""
 
     hungry = False
 
@@ -82,7 +82,7 @@ def _steps_until_error(step):
 
 
 def _goes_on(rank, ranks, step, ring, plant, clear):
-    """Plants it on one rank, and has all of them go on until they hear of it. Returns the error of this one."""
+    """Plants it on one rank, and continues on all until they get an error. Returns the error of this rank."""
     for number in range(3):
         step(number)
     dist.barrier()
@@ -152,7 +152,7 @@ def test_a_rank_without_memory_that_goes_on(ranks, transport, tmp_path):
 
 
 def _slots(rank, ranks, transport):
-    """Memory runs out within a pass, where its slots are allocated: the ring ends at once, and tells its neighbours."""
+    """Memory runs out within a pass when its slots are allocated: the ring ends at once and notifies its neighbours."""
     ring = rtp_ext.Ring(transport=transport, timeout=60.0, slot_cap=0)
     shard = torch.zeros(8000, 3000)  # 96 MB, and so is a slot: more than what the heaps of other threads have reserved
     small = rtp_ext.nn.RotatedLinear(8, 8, ring=ring)
@@ -185,7 +185,7 @@ def test_slots_that_there_is_no_memory_for(transport):
 
 
 def _all_ranks(rank, ranks, transport):
-    """The same batch is too large for all: the usual answer is a smaller one."""
+    """The same batch is too large for all ranks, which then use a smaller one."""
     model, plain = rtp_ext.fully_rotate(Net(), transport=transport, timeout=30.0), Net()
     for place in ("forward", "a product", "backward"):
         model.place = place

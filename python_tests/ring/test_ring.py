@@ -1,4 +1,4 @@
-"""Ring, rotate and collect: order, values, counters, and what happens when a loop is left early."""
+"""Ring, rotate and collect: order, values, counters, and loops that end early."""
 
 import copy
 import datetime
@@ -70,7 +70,7 @@ def test_rotate(ranks, transport):
 
 
 def _bad_lists(rank, ranks):
-    """Told on every rank before anything travels."""
+    """Every rank raises before anything travels."""
     emulated = rtp_ext.Ring.emulated(2)
     assert len(list(emulated.rotate([torch.ones(1)] * 9))) == 2, "one process may send any number"
     for transport in TRANSPORTS:
@@ -252,7 +252,7 @@ def test_emulated_ring():
 
 
 def _many_rings(rank, ranks, transport):
-    """Rings are independent, whatever the order in which they are used and closed."""
+    """Rings are independent for any order of use and close."""
     rings = [rtp_ext.Ring(transport=transport, timeout=TIMEOUT) for _ in range(4)]
     iterators = [ring.rotate(torch.full((64,), float(10 * number + rank))) for number, ring in enumerate(rings)]
     for _ in range(ranks):  # in step with each other
@@ -278,7 +278,7 @@ def test_several_rings_at_once(transport):
 
 
 def _close_early(rank, ranks, transport):
-    """A rank that is done and closes does not disturb ranks that are still at their last hops."""
+    """A rank that finishes and closes does not disturb ranks that still run their last hops."""
     for slow in range(ranks):
         ring = rtp_ext.Ring(transport=transport, route="ring", timeout=TIMEOUT)
         seen = []
@@ -297,7 +297,7 @@ def test_closing_while_others_finish(transport):
 
 
 def _wait_for_a_slow_rank(rank, ranks, transport):
-    """Returns how often another Python thread of rank 0 ran while it waited for rank 1."""
+    """Counts the runs of another Python thread of rank 0 while it waited for rank 1."""
     with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
         visits = ring.rotate(torch.zeros(4))  # collective: from here on only hops hold a rank up
         if rank == 1:

@@ -1,11 +1,11 @@
-"""Passes as graphs, without a GPU: which rings have them, and that operations write their results where they are told.
-What replays do is in python_tests/engine/pass_graphs/test_pass_graphs.py."""
+"""Passes as graphs, without a GPU: which rings have them, and that operations write their results to the given memory.
+python_tests/engine/pass_graphs/test_pass_graphs.py tests replays."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from pretended import graphs_of
+from pretended_hosts import graphs_of
 from reference import random
 from replayed import replayed
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -33,7 +33,7 @@ def test_rings_that_have_no_graphs_say_why():
 
 
 def _executor():
-    """One over a transport that takes graphs, as choose_graphs() sees it."""
+    """An executor over a transport that supports graphs, for choose_graphs()."""
     return SimpleNamespace(
         takes_graphs=lambda: True, prefetch=lambda _: None, fix_slots=lambda: None, generation=lambda: 0
     )

@@ -1,4 +1,4 @@
-"""What the gate decides: from which sizes on a layer is gathered, and that all ranks decide alike."""
+"""The decisions of the RoutePlanner: the sizes from which a layer is gathered, the same on all ranks."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_tiny_layers_are_gathered_and_large_ones_rotate():
 
 
 def test_a_large_layer_is_never_gathered():
-    """However few its tokens: no rank is to hold a large layer."""
+    """For any number of tokens: no rank may hold a large layer."""
     layer = LayerSize(14336, 4096, 2, 4)
     fast = Link(4e12, 6e-6, "assumed")
     seconds = predict(RANKS, 16, layer, fast, DEVICE)

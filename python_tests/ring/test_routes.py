@@ -1,4 +1,4 @@
-"""Ways that weights and gradients can travel: gathered, and in two halves. The results are the same."""
+"""Routes of weights and gradients: gathered, and in two halves. The results are the same."""
 
 import copy
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_gathered_rotates():
 
 
 def test_large_shards_go_in_pieces_instead():
-    """A slot cap is there to hold less than a shard; a gathered layer would hold all of them."""
+    """A slot cap limits slots to less than a shard; a gathered layer would hold all of them."""
     ring = rtp_ext.Ring.emulated(2, route="gather")
     ring.slot_cap = 4 * 8 * 4
     weight, x = torch.randn(6, 8, requires_grad=True), torch.randn(3, 8)
@@ -134,7 +134,7 @@ def test_large_shards_go_in_pieces_instead():
 
 
 def test_two_lanes_leave_results_alone():
-    """A CPU has one lane; a schedule with two runs there all the same."""
+    """A CPU has one stream; a schedule with two streams still runs there."""
     plain = torch.nn.Linear(5, 7)
     ring = rtp_ext.Ring.emulated(1)
     model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=ring)

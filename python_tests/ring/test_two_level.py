@@ -1,5 +1,5 @@
-"""Rings of two levels on real data, over hosts that are pretended: the results are those of one process, fewer bytes
-leave a host, and a lost rank is an error on all others."""
+"""Rings of two levels on real data, over pretended hosts: the results are those of one process, fewer bytes leave a
+host, and a lost rank is an error on all others."""
 
 import copy
 import os
@@ -16,7 +16,7 @@ from models import train as train_model
 from operation_checks import EXACT, Operation, check_controls, check_frozen, check_pass, train
 from operations.bundles import make_experts, make_head, make_mlp
 from operations.layers import make_embedding, make_linear, make_linears
-from pretended import pretend_hosts
+from pretended_hosts import pretend_hosts
 from reference import assert_same, full, random
 from test_failures import PROMPT, TIMEOUT, _steps_until_error
 from torch import nn
@@ -139,7 +139,7 @@ class _Convolved(nn.Module):
 
 
 def _model(rank, ranks, per_host):
-    """Prefetch learns the order in the first step, and sends the first hop, to the other host, ahead from then on."""
+    """Prefetch records the order in the first step, and from then on sends the first hop, to the other host, ahead."""
     pretend_hosts(rank, per_host)
     cases, steps = Cases(), 3
     plain = _Convolved()
@@ -238,7 +238,7 @@ def _lose_a_rank(rank, ranks, how, lost):
 def test_a_lost_rank_is_a_timeout_on_all_survivors(how):
     """Rank 3 is the second place of the second host: messages call it by its rank in the ring."""
     blamed = run_ranks(_lose_a_rank, 4, how, 3, lost={3})[:3]
-    # it, or a rank that has failed because of it and told all others
+    # it, or a rank that has failed because of it and notified all others
     assert 3 in blamed and all(peer != rank for rank, peer in enumerate(blamed)), blamed
 
 

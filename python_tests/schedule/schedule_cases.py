@@ -1,4 +1,4 @@
-"""The schedules that are checked: a ring size and a variant, and what is expected of it."""
+"""The cases of schedules: a ring size and a variant, with the expected properties."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Case:
         return order
 
     def _leave(self, rank: int, s: int) -> list[str]:
-        """After the wgrad of shard r + s: what arrived before goes home, then this leaves and the next arrives."""
+        """After the wgrad of shard r + s: the arrived sum goes to its owner, this one leaves, the next arrives."""
         arrived = f"{'copy' if s == 2 else 'add'} gradient {rank}"
         leaves = f"gradient hop {(rank + s) % self.ranks} {rank}"
         return [*[arrived] * (s > 1), leaves] if s < self.ranks else []

@@ -4,24 +4,24 @@
 
     computed once   every rank computes every wanted product with every owner's shard exactly once
     order           computes and hops in the order of DESIGN.md section 2
-    lanes           with two lanes forwards alternate, dgrads are on lane 0, wgrads and additions of what goes straight
-                    home on lane 1; else all are on lane 0
+    lanes           with two streams forwards alternate, dgrads are on stream 0, wgrads and additions of gradients on
+                    the direct route on stream 1; otherwise all are on stream 0
     wgrad inputs    in a bundle wgrad(j) follows dgrad(j) and reads the same buffer; elsewhere it reads no weight
     hop count       R - 1 hops of each kind that is needed, R weight hops in place, twice as many of half gradients,
                     none of the others; R - 1 shards (in place R) in all; of K hosts K - 1 between them, on two levels
-    slots           at most two slots of each kind, one weight slot in place, two gradient slots for each half, three of
-                    gradients that go straight home; where shards are gathered no weight slot, and one that holds all
-                    shards for each kind that is needed; two of each kind more on two levels, of which a weight slot is
-                    missing where a host has two ranks, and one where there are two hosts
-    parts           a buffer is used as a whole or in halves, and each half has slots of its own
+    slots           at most two slots of each kind, one weight slot in place, two gradient slots for each half, three
+                    for gradients on the direct route; with gathered shards no weight slot, and one slot for all shards
+                    for each kind that is needed; two more of each kind on two levels, minus a weight slot if a host has
+                    two ranks, and minus one if there are two hosts
+    parts           a buffer is used as a whole or in halves, and each half has its own slots
     route           hops go to the neighbour (on two levels to that of the host, or the same place of the next host), or
-                    weights come straight from their owner's home (where shards are gathered, from its place in the
-                    whole), and gradients go straight to it
+                    weights come directly from their owner's local shard (with gathered shards, from its place in the
+                    whole), and gradients go directly to it
     pairing         every send meets its receive at the same position on the peer, and both name the same shard or half
-    contents        whatever is read is the shard that the step names
-    overwritten     nobody overwrites a shard that a later step reads
-    gradients       every gradient gets every rank's contribution once and ends at home
-    homecoming      at the end every home holds its own weight; out of place nobody ever writes it
+    contents        every read gets the shard that the step names
+    overwritten     no step overwrites a shard that a later step reads
+    gradients       every gradient gets every rank's contribution once and ends at its owner
+    homecoming      at the end every local shard holds its own weight; out of place no step ever writes it
     race            accesses to one buffer that are in flight together, given what the executor waits for
     deadlock        ranks that wait for each other for ever
 """
@@ -239,7 +239,7 @@ class Value(NamedTuple):
 
 
 class _Memory:
-    """The buffers of one rank, and what they held before."""
+    """The buffers of one rank, and their previous contents."""
 
     def __init__(self, case: Case, rank: int, found: list[Violation]):
         self.case, self.rank, self.found = case, rank, found
@@ -247,7 +247,7 @@ class _Memory:
         self.past: dict[str, list[Value]] = {}
 
     def read(self, position: int, buffer: str, expected: Value) -> Value | None:
-        """What a buffer holds, which is expected to be of the shard, or half, of `expected`."""
+        """Returns the contents of a buffer, which must belong to the shard, or half, of `expected`."""
         value = self.now.get(buffer)
         if value is None or value[:3] != expected[:3]:
             was_there = any(old[:3] == expected[:3] for old in self.past.get(buffer, []))

@@ -1,7 +1,7 @@
-"""Who waits for whom when the schedules of a ring run asynchronously: races and deadlocks.
+"""The waits between ranks when the schedules of a ring run asynchronously: races and deadlocks.
 
-The waits are those of csrc/schedule/uses.h, written down a second time, one name for each. So is what a step reads and
-writes: see csrc/schedule/schedule.h.
+The waits repeat those of csrc/schedule/uses.h independently, one name for each. So do the reads and writes of a step:
+see csrc/schedule/schedule.h.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class Step:
 
     @property
     def link(self) -> str:
-        """What a hop takes: hops of one link are in order."""
+        """Returns the link of a hop: hops of one link are in order."""
         return f"{'outer ' * self.outer}{self.channel}"
 
     def parts(self, buffer: str | None, owner: int, ranks: int) -> list[str]:
-        """What a step about the shard of `owner` uses of a buffer: of the whole, shards; of a home, perhaps a half."""
+        """Returns the parts of a buffer that a step with the shard of `owner` uses: shards of the whole, or a half of a
+        local shard."""
         if buffer is None:
             return []
         if buffer.endswith(" whole"):
@@ -77,7 +78,7 @@ def computes(ring: Ring, rank: int, kind: str) -> list[int]:
     return [at for at, step in enumerate(ring[rank]) if step.compute == kind]
 
 
-Node = tuple[int, int, str]  # rank, position, what has happened: posted, sent, received (hops), done (all others)
+Node = tuple[int, int, str]  # rank, position, event: posted, sent, received (hops), done (all others)
 
 WAITS = (
     "hop for arrival in its source",
@@ -147,13 +148,14 @@ def waits_of(steps: list[Step], ranks: int, without: Collection[str] = ()) -> Wa
 def _happens_before(ring: Ring, waits: list[Waits]) -> dict[Node, int]:
     """For each node the set (bits) of nodes that must have happened before it, itself included.
 
-    As little as any transport promises: hops of one link are posted in order but may overlap; a message arrives
-    after it was sent for and after the receiver has posted; a sent message may still be under way. Computes of one lane
-    are in order, those of different lanes run side by side. The end, the step after the last one, is on lane 0.
+    The order assumes only the guarantees of all transports: hops of one link are posted in order but may overlap; a
+    message arrives after its send and its receive were posted; a sent message may still be under way. Computes of one
+    stream are in order, those of different streams run concurrently. The end, the step after the last one, is on
+    stream 0.
     """
     before: dict[Node, list[Node]] = {}
     for rank, steps in enumerate(ring):
-        last: dict[str, Node] = {}  # newest compute of each lane, newest post on each link
+        last: dict[str, Node] = {}  # newest compute of each stream, newest post on each link
         for position, (step, needed) in enumerate(zip([*steps, None], waits[rank], strict=True)):
             hop = step is not None and step.action == "hop"
             first: Node = (rank, position, "posted" if hop else "done")
@@ -222,7 +224,7 @@ def races(ring: Ring, without: Collection[str] = (), waits: list[Waits] | None =
                 writer[name], readers[name] = writing, []
 
 
-# Who executes the steps, in order. `blocking`: the next step starts after this one has ended, not when it is posted.
+# Executors of the steps, in order. `blocking`: the next step starts after this one has ended, not when it is posted.
 Lane = Callable[[Step], str]
 LANES: dict[str, tuple[Lane, bool]] = {
     "communicators of both levels": (
@@ -241,14 +243,14 @@ def deadlocks(
     enqueue: Callable[[list[int], list[Step]], list[int]] | None = None,
     waits: list[Waits] | None = None,
 ) -> Iterator[str]:
-    """Runs all ranks until nothing moves, and yields where each lane is stuck.
+    """Runs all ranks until none can advance, and yields where each executor is stuck.
 
     A hop is a rendezvous: it ends when its two peers have started hops that name this rank, with the same index among
     the hops of its link.
 
     Args:
         lanes: one of LANES.
-        enqueue: reorders the positions of the hops of a lane, given them and all steps of the rank.
+        enqueue: reorders the positions of the hops of an executor, given them and all steps of the rank.
         waits: those of every rank, if they are known already.
     """
     lane_of, blocking = lanes

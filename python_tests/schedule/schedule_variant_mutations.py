@@ -1,4 +1,4 @@
-"""Wrong schedules of gathered shards, of gradients in halves and of two lanes."""
+"""Wrong schedules of gathered shards, of gradients in halves and of two streams."""
 
 from schedule_cases import case
 from schedule_mutations import mutation, swap
@@ -186,7 +186,7 @@ def a_half_lands_in_a_slot_that_has_not_left(ring):
         swap(steps, *of_half(ring, rank, 1, "hop")[:2])
 
 
-# -- lanes -----------------------------------------------------------------------------------------------------------
+# -- streams ---------------------------------------------------------------------------------------------------------
 
 
 @mutation(case(4, two_lanes=1), "lanes")

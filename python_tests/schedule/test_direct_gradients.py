@@ -1,4 +1,4 @@
-"""Schedules whose gradients go straight home, for R = 1..16: against the mathematics, for races, slots, footprint."""
+"""Schedules with gradients on the direct route, for R = 1..16: against the mathematics, for races, slots, footprint."""
 
 from itertools import product
 
@@ -52,8 +52,8 @@ def _gradient_slots(made, ranks):
 
 @pytest.mark.parametrize("bundle", [0, 1])
 def test_contributions_are_added_in_one_order(bundle):
-    """Those of ranks r - 1, r - 2, ..., r - R + 2, then this rank's own, and last that of rank r + 1, whenever they
-    come: sums are bitwise the same in every run."""
+    """Adds those of ranks r - 1, r - 2, ..., r - R + 2, then this rank's own, and last that of rank r + 1, in any order
+    of arrival: sums are bitwise the same in every run."""
     for ranks in range(3, 9):
         for rank, steps in enumerate(straight(ranks, bundle=bundle).ring()):
             landed, arrived = [], None
@@ -152,7 +152,7 @@ def test_waits_are_needed():
 
 
 def test_hops_hide_under_a_wgrad_and_a_dgrad():
-    """The chain stands still where a hop outlasts a dgrad; straight home, it may take a wgrad more."""
+    """The chain of the ring route stalls if a hop takes longer than a dgrad; a direct hop may take a wgrad more."""
     ranks, hop = 4, 1.8
 
     def end(route):

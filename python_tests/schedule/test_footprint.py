@@ -1,4 +1,4 @@
-"""What rotation takes of memory, reckoned by hand: shards, pieces, slots and pool; and how tiles fill a device."""
+"""The memory of rotation, calculated by hand: shards, chunks, slots and pool; and the tiling of a device."""
 
 import math
 

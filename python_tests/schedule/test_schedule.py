@@ -83,7 +83,7 @@ def test_bundles_neither_gather_nor_halve_nor_take_two_lanes(options):
 
 def test_what_else_is_ignored():
     for ranks in (1, 2, 5):
-        # nothing is gathered in place, nothing goes in halves or lanes where all is gathered, no weight is halved
+        # no gather in place, no halves or second stream with gathered shards, no weights in halves
         for pass_ in ("forward", "backward"):
             assert case(ranks, pass_, route="gather", in_place=1).ring() == case(ranks, pass_, in_place=1).ring()
             ways = ({"halves": 1}, {"two_lanes": 1}, {"receive_in_slots": 1})
@@ -92,7 +92,7 @@ def test_what_else_is_ignored():
                 assert case(ranks, pass_, route="gather", **way).ring() == gathered.ring()
         assert case(ranks, halves=1).ring() == case(ranks).ring()
         assert not case(ranks, halves=1).schedules()[0].halves
-        # what travels in halves, and what is gathered, lands within the pass
+        # halves and gathered shards are not deferred
         for pass_, way in (("forward", {}), ("backward", {"halves": 1}), ("backward", {"route": "gather"})):
             assert case(ranks, pass_, late=1, **way).ring() == case(ranks, pass_, **way).ring()
             assert not case(ranks, pass_, late=1, **way).schedules()[0].late
@@ -113,9 +113,9 @@ def test_gradients_first_deadlock_one_communicator(ranks, bundle):
     assert list(deadlocks(ring, LANES["two communicators"], gradients_first)) == []
 
 
-# What the executor waits for is enough (test_every_schedule_is_right). Without one of these waits it is not. Two
-# others, for who wrote the target of a hop, are implied by the wait for who read it since. Those of one compute for
-# another are implied where both are on one lane, and where a hop lies between them.
+# The executor's waits are sufficient (test_every_schedule_is_right). Without one of these waits they are not. Two
+# others, for the writer of the target of a hop, are implied by the wait for its later reader. Waits of one compute for
+# another are implied if both are on one stream, and if a hop lies between them.
 IMPLIED = {"hop for arrival in its target", "hop for the compute that wrote its target"}
 LANES_ONLY = {"compute for the compute that wrote what it uses", "compute for computes that read what it writes"}
 
@@ -149,7 +149,7 @@ def test_an_addition_takes_part_in_races(wait, send, receive, at, text):
 
 
 def test_lanes_that_meet_wait_for_each_other():
-    """In no schedule made today do computes of two lanes meet without a hop between them; the executor waits anyway."""
+    """In all current schedules a hop separates conflicting computes of two streams; the executor waits in any case."""
     moved = case(1, "backward", route="gather").ring()  # what a wgrad wrote, the copy home reads
     copied = case(5, in_place=1, two_lanes=1).ring()  # what a forward read, the copy home writes
     for steps in moved:

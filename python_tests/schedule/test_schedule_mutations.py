@@ -1,7 +1,7 @@
 """Every check of a schedule against a schedule that is wrong."""
 
 import pytest
-import schedule_variant_mutations  # noqa: F401  those of gathered shards, halves and lanes
+import schedule_variant_mutations  # noqa: F401  those of gathered shards, halves and streams
 from schedule_cases import case
 from schedule_checks import violations
 from schedule_mutations import MUTATIONS, mutation, swap

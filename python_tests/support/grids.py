@@ -1,6 +1,6 @@
 """Grids of parameters, thinned: every two values of two parameters meet, not every combination of all of them.
 
-`make sweep` sets RTP_SWEEP, which gives back what `few` leaves out of `make test`.
+`make sweep` sets RTP_SWEEP, which restores the combinations that `few` omits in `make test`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SWEEP = os.environ.get("RTP_SWEEP", "0") != "0"
 
 
 def few(enough: Sequence[Any], everything: Sequence[Any]) -> Sequence[Any]:
-    """`enough` of a parameter to find what is wrong; all of it in a sweep."""
+    """Returns `enough` values of a parameter for a normal run, all values in a sweep."""
     assert all(value in everything for value in enough), (enough, everything)
     return everything if SWEEP else enough
 
@@ -22,12 +22,12 @@ def few(enough: Sequence[Any], everything: Sequence[Any]) -> Sequence[Any]:
 def pairs(*parameters: Iterable[Any], forms: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
     """Rows with a value of each parameter, such that every two values of two parameters stand together in some row.
 
-    The same rows in the same order wherever it is called. A mistake that shows for one value, or for two values
-    together, shows in one of them; where three must meet, take the product of one parameter with the pairs of the rest.
+    Every call gives the same rows in the same order. An error that needs one value, or two values together, occurs in
+    one of them; for three values together, use the product of one parameter with the pairs of the rest.
 
     Args:
-        forms: values of one parameter more, of forms of a batch. Where the batch is empty on some rank, a mistake in
-            another parameter may not show: each of these meets every value of the others besides their own pairs.
+        forms: values of one more parameter, the form of a batch. If the batch is empty on some rank, an error in
+            another parameter may stay hidden: each form is combined with every value of the others besides their pairs.
     """
     if given := list(forms):
         full = [form for form in given if "empty" not in form]
@@ -49,7 +49,7 @@ def pairs(*parameters: Iterable[Any], forms: Iterable[Any] = ()) -> list[tuple[A
     )
     rows = []
     while missing:
-        row = dict(next(iter(missing)))  # what is missing longest
+        row = dict(next(iter(missing)))  # the combination that has been missing longest
         for place in sorted(set(range(len(values))) - set(row), key=lambda place: -len(values[place])):
 
             def gained(value: int, place: int = place, row: dict[int, int] = row) -> int:
@@ -64,6 +64,6 @@ def pairs(*parameters: Iterable[Any], forms: Iterable[Any] = ()) -> list[tuple[A
     return rows
 
 
-# Rings for one pass of a layer. Its results depend on the size of the ring, not on the transport: linear layers meet
-# every pair, the others every size and both transports, and more of the pairs where they train.
+# Rings for one pass of a layer. Its results depend on the size of the ring, not on the transport: linear layers run
+# with every pair, the others with every size and both transports, and with more of the pairs in training.
 RINGS = few([(1, "c10d"), (2, "shm"), (3, "c10d"), (4, "shm")], list(product((1, 2, 3, 4), ("shm", "c10d"))))

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks of this machine and brings back what each returned, or why it failed.
+"""Runs a function on several ranks of this machine and returns the results, or raises their errors.
 
     def work(rank, ranks, scale):          # module level, so that it can be pickled
         ...
@@ -32,7 +32,7 @@ from typing import Any
 
 GRACE = 2.0  # seconds that the other ranks have to report their own failure after the first one
 EXIT = 20.0  # seconds that a rank may take to end after all ranks have reported
-# What ranks find imported: each would need half a second and more for it.
+# Modules that ranks find imported: each rank would need half a second and more to import them.
 PRELOADED = [
     "pytest",
     "torch._dynamo",  # the first DTensor would import it
@@ -64,7 +64,7 @@ class _Rank:
 
 @dataclass
 class Cases:
-    """Many cases in one function of a rank. A failed comparison lets the next case run; any other error ends the rank.
+    """Many cases in one function of a rank. A failed comparison does not end the rank; any other error does.
 
     with cases.case("5->7 float32"):
         ...
@@ -147,7 +147,7 @@ def _main(
     import torch.distributed as dist
     from shards import detach_without_rules
 
-    # What the server has imported is no garbage: to look through it takes longer than all else that a start does, and
+    # The server's imports are no garbage: to scan them takes longer than the rest of a start, and
     # copies the pages that the server shares.
     gc.freeze()
     # torch flushes the processor's caches to time the guards of each graph, for a line of a log.
@@ -168,12 +168,12 @@ def _main(
             message = pickle.dumps((True, fn(rank, ranks, *args)))
         except BaseException:
             message = pickle.dumps((False, traceback.format_exc()))
-            # The parent hears of it before anything here is taken down: what is torn down may hang.
+            # Report to the parent before the teardown, which may hang.
             pipe.send_bytes(message)
             message = b""
         if message:
             pipe.send_bytes(message)
-        # Nobody leaves before everybody is finished: a neighbour may still be reading what this rank sent.
+        # No rank leaves before all ranks are finished: a neighbour may still read data of this rank.
         with contextlib.suppress(EOFError):
             pipe.recv_bytes()
         gc.collect()
@@ -223,7 +223,7 @@ def _collect(ranks: list[_Rank], lost: frozenset[int], deadline: float, timeout:
 
 
 def _take(rank: _Rank, lost: bool) -> None:
-    """What a rank has sent, or that it has ended without."""
+    """Receives the message of a rank; notes if the rank ended without one."""
     rank.done = True
     try:
         good, value = pickle.loads(rank.pipe.recv_bytes())

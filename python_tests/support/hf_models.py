@@ -31,7 +31,7 @@ FAMILIES = (*CAUSAL, "bert", "vit")
 
 
 def make(family: str, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
-    """The same on every rank, with no two parameters alike; `changes` go to the configuration."""
+    """Builds the same model on every rank, with different values in all parameters; `changes` go to its config."""
     import transformers as hf
 
     hf.logging.set_verbosity_error()
@@ -43,7 +43,7 @@ def make(family: str, dtype: torch.dtype = torch.float32, **changes) -> nn.Modul
     elif family == "qwen3":
         model = hf.Qwen3ForCausalLM(hf.Qwen3Config(head_dim=6, **grouped))
     elif family == "mixtral":
-        # "eager": torch's grouped GEMM, the default, wants rows of multiples of 16 bytes
+        # "eager": torch's grouped GEMM, the default, needs rows of multiples of 16 bytes
         options = {"num_local_experts": 5, "num_experts_per_tok": 2, "output_router_logits": True}
         model = hf.MixtralForCausalLM(
             hf.MixtralConfig(router_aux_loss_coef=0.5, experts_implementation="eager", **options, **grouped)
@@ -64,7 +64,7 @@ def make(family: str, dtype: torch.dtype = torch.float32, **changes) -> nn.Modul
 
 
 def fill(model: nn.Module) -> nn.Module:
-    """Gives every parameter values of its own, large enough for each to matter: norms around 1, biases not 0."""
+    """Gives every parameter distinct values, large enough to affect the results: norms around 1, biases not 0."""
     with torch.no_grad():
         for number, (name, parameter) in enumerate(model.named_parameters()):
             values = random(*parameter.shape, dtype=parameter.dtype, seed=2000 + number)
@@ -120,8 +120,8 @@ class Classifier(nn.Module):
 
 
 def exact(kind: str, dtype: torch.dtype = torch.float64, **changes) -> nn.Module:
-    """A family's model, "tied" (a Llama) or "encoder" (a Classifier) that computes in `dtype` all through:
-    transformers' RMSNorm, always in float32, gives way to torch's."""
+    """Returns a family's model, "tied" (a Llama) or "encoder" (a Classifier), that computes entirely in `dtype`:
+    torch's RMSNorm replaces that of transformers, which is always in float32."""
     if kind == "encoder":
         return fill(Classifier(**changes).to(dtype))
     if kind == "tied":
@@ -187,9 +187,9 @@ def refused(what: str) -> Iterator[None]:
 
 
 def check_trained(model, plain, kind, rank, ranks, steps=2, first=50):
-    """Both train on, and end alike: whatever came before has left no trace.
+    """Trains both models further and compares them: earlier actions must have left no trace.
 
-    Of the plain model each rank computes its own batch, and the gradients are averaged as `mean_loss` averages them.
+    Each rank computes its own batch with the plain model, and the gradients are averaged as in `mean_loss`.
     """
     train(model, lambda step: batch_loss(model, kind, rank, first + step), steps)
     averaged = adamw([p for p in plain.parameters() if p.requires_grad], lr=0.01)
@@ -199,7 +199,7 @@ def check_trained(model, plain, kind, rank, ranks, steps=2, first=50):
 
 
 def average_gradients(model: nn.Module, ranks: int) -> None:
-    """Of a plain model. Collective."""
+    """Trains a plain model. Collective."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat)
@@ -217,7 +217,7 @@ def check_gradients(model, plain):
 
 
 def check_parameters(model, plain, of=lambda parameter: parameter):
-    """Every parameter, or what is `of` it. Each rank compares what it holds; where one differs, all raise."""
+    """Compares every parameter, or `of` applied to it. Each rank compares its part; all ranks raise if one differs."""
     ours = {name: of(parameter) for name, parameter in model.named_parameters()}
     theirs = {name: of(parameter) for name, parameter in plain.named_parameters()}
     assert list(ours) == list(theirs)

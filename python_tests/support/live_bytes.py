@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors that are alive, as they come and go."""
+"""Counts the bytes of live tensors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class LiveBytes(TorchDispatchMode):
             ...
         live.current, live.peak
 
-    Every storage counts once, however many tensors share it. A DTensor counts its local part. What is looked at is
-    every operator call of this thread, those that C++ makes included: what an operator allocates and frees within
-    itself is not seen. Storages that map a file are not counted, they are the file's pages.
+    Every storage counts once, however many tensors share it. A DTensor counts its local part. The meter examines every
+    operator call of this thread, including calls from C++; memory that an operator allocates and frees internally does
+    not count. Storages that map a file are not counted, since they are the file's pages.
 
     Args:
-        rings: their slots count too. Those over shm are memory files, which only `slot_count` knows; those of other
-            transports are storages like any other, and `slot_count` is not needed.
+        rings: their slots count too. Slots over shm are memory files, which only `slot_count` counts; slots of other
+            transports are ordinary storages, which do not need `slot_count`.
     """
 
     def __init__(self, *rings: rtp_ext.Ring) -> None:
@@ -43,19 +43,19 @@ class LiveBytes(TorchDispatchMode):
         return sum(self._bytes.values()) + sum(slot.bytes for slot in slots)
 
     def reset_peak(self) -> None:
-        """Starts the peak anew, from the current bytes."""
+        """Resets the peak to the current bytes."""
         self.peak = self.current
 
     def __enter__(self) -> LiveBytes:
         for thing in gc.get_objects():
-            if issubclass(type(thing), Tensor):  # isinstance would wake properties of modules
+            if issubclass(type(thing), Tensor):  # isinstance would evaluate properties of modules
                 self._see(thing, allocated=False, counts=False)
         self.reset_peak()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(_wraps(kind) for kind in types):
-            return NotImplemented  # the DTensor goes first, and this mode sees what it does
+            return NotImplemented  # DTensor dispatches first, and this mode receives its operator calls
         # an argument seen for the first time was made without an operator: by torch.tensor, or over some memory
         self._see_all((args, kwargs), allocated=False)
         result = func(*args, **(kwargs or {}))

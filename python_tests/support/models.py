@@ -1,4 +1,4 @@
-"""Small models for the tests of conversion, and how they are trained in one process and on a ring."""
+"""Small models for the tests of conversion, and their training in one process and on a ring."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LanguageModel(nn.Module):
         checkpointed: bool | None = None,
         inside: bool = True,
     ) -> None:
-        """`inside`: blocks checkpoint a method of theirs; else the model checkpoints the blocks."""
+        """`inside`: blocks checkpoint one of their methods; otherwise the model checkpoints the blocks."""
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.temperature = nn.Parameter(torch.tensor(1.0))
@@ -65,7 +65,7 @@ class LanguageModel(nn.Module):
 
 
 def make_model(dtype: torch.dtype = torch.float64, **options) -> LanguageModel:
-    """The same on every rank, with no two parameters alike."""
+    """Builds the same model on every rank, with different values in all parameters."""
     model = LanguageModel(**options).to(dtype)
     with torch.no_grad():
         for number, (name, parameter) in enumerate(model.named_parameters()):
@@ -107,7 +107,8 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     clip: float | None = None,
 ) -> list[float]:
-    """AdamW on the parameters that want gradients. Returns the loss, or the gradient norm where clipped, per step."""
+    """Trains with AdamW on the parameters that require gradients. Returns the loss of every step, or the gradient norm
+    with clipping."""
     optimizer = optimizer or adamw([p for p in model.parameters() if p.requires_grad], lr=lr)
     values = []
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""What a rotated operation of any kind is checked for, against a plain one in one process: see reference.py."""
+"""Checks of a rotated operation of any kind against a plain one in one process: see reference.py."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ class Operation:
 
     parameters: dict[str, Tensor]  # whole
     cuts: dict[str, int]  # the dimension that each is cut along
-    plain: Callable[[dict[str, Tensor], Sequence[Tensor]], Tensor]  # of whole parameters
-    rotated: Callable[..., Tensor]  # of local shards: rotated(shards, inputs, ring=..., **options)
+    plain: Callable[[dict[str, Tensor], Sequence[Tensor]], Tensor]  # takes whole parameters
+    rotated: Callable[..., Tensor]  # takes local shards: rotated(shards, inputs, ring=..., **options)
     inputs: Callable[[str, int, int], list[Tensor]]  # (form, rank, seed) -> the local batch of a rank
-    # Whether weights travel in a backward, where gradients of inputs are wanted or not. Those of bundles always do.
+    # Whether weights travel in a backward, with and without gradients of inputs. Weights of bundles always travel.
     weights_return: Callable[[bool], bool] = lambda needs_inputs: True
     float32_output: bool = False  # whether the output is in float32 at least
     # The rotated module with these parameters, if there is one: module(ring, in_place=...).
     module: Callable[..., nn.Module] | None = None
 
     def output_dtype(self, computed: torch.dtype | None = None) -> torch.dtype:
-        """`computed`: what it computes in; by default the dtype of its parameters."""
+        """`computed`: the dtype of the computation; by default the dtype of the parameters."""
         dtype = computed or next(iter(self.parameters.values())).dtype
         return torch.promote_types(dtype, torch.float32) if self.float32_output else dtype
 
     def shards(self, rank: int, ranks: int, trained: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """The local shards of a rank. Those `trained` (by default all) get gradients."""
+        """Returns the local shards of a rank. The `trained` ones (by default all) get gradients."""
         names = self.parameters if trained is None else set(trained)
         return {
             name: chunk(whole, ranks, rank, self.cuts[name]).detach().clone().requires_grad_(name in names)
@@ -65,7 +65,7 @@ class Operation:
 
 @dataclass
 class Result:
-    """Of one rank. `gradients` are averaged over the ranks, and whole in the reference."""
+    """The results of one rank. `gradients` are averaged over the ranks, and whole in the reference."""
 
     output: Tensor
     input_gradients: list[Tensor | None]
@@ -116,7 +116,7 @@ def plain_results(
     zeroed: int = -1,
     dtype: torch.dtype = torch.float64,
 ) -> list[Result]:
-    """Of all ranks. For controls: a rank whose loss is left out, an owner whose shards are zero."""
+    """Computes the results of all ranks. For controls: a rank whose loss is omitted, an owner whose shards are zero."""
     parameters = {}
     for name, whole in operation.parameters.items():
         parameters[name] = whole.detach().to(dtype, copy=True)
@@ -156,7 +156,7 @@ def rotated_result(
 
 
 def scale_of(whole: Tensor, part: Tensor) -> float:
-    """How much larger the largest value of the whole is than that of the part that is compared."""
+    """Returns the quotient of the largest value of the whole and that of the compared part."""
     if part.numel() == 0 or not part.any():
         return 1.0
     return (whole.abs().max() / part.abs().max()).item()
@@ -165,7 +165,7 @@ def scale_of(whole: Tensor, part: Tensor) -> float:
 def assert_result(
     actual: Result, expected: Result, ring: rtp_ext.Ring, cuts: dict[str, int], forward: float, backward: float
 ) -> None:
-    """Tolerances are relative to the largest magnitude of what is compared; of a parameter, to that of the whole."""
+    """Tolerances are relative to the largest magnitude of the compared tensor; of a parameter, to that of the whole."""
     assert_same(actual.output, expected.output, forward, "output")
     for number, (mine, right) in enumerate(zip(actual.input_gradients, expected.input_gradients, strict=True)):
         if mine is not None or right is None:
@@ -188,7 +188,7 @@ def check_pass(
     seed: int = 10,
     **options: Any,
 ) -> Result:
-    """One forward and backward: output, all gradients, and that the shards are at home afterwards."""
+    """Runs one forward and backward: output, all gradients, and a check that the shards are local again."""
     shards = operation.shards(ring.rank, ring.size)
     actual = rotated_result(operation, ring, form, seed, shards, **options)
     assert actual.output.dtype == operation.output_dtype(), f"output dtype {actual.output.dtype}"
@@ -272,7 +272,7 @@ def train(operation: Operation, rank: int, ranks: int, evaluate: bool, dtype: to
     for name, shard in shards.items():
         cut = operation.cuts[name]
         right, start = chunk(whole[name], ranks, rank, cut), chunk(untrained[name], ranks, rank, cut)
-        # AdamW divides by the gradient: one of a hundredth of the largest is known to a hundred times the tolerance.
+        # AdamW divides by the gradient: one of a hundredth of the largest has a hundred times the relative error.
         largest = whole[name].abs().max().item()
         tolerance = TRAINED * TOLERANCE[dtype] if dtype != torch.bfloat16 else trained_tolerance(dtype, largest)
         assert_same(shard, right, tolerance * scale_of(whole[name], right), name)
@@ -284,7 +284,7 @@ def train(operation: Operation, rank: int, ranks: int, evaluate: bool, dtype: to
 
 
 def check_sharded(operation: Operation, ring: rtp_ext.Ring, **options: Any) -> None:
-    """Of parameters that are DTensors, and of the rotated module where there is one: gradients are of their type."""
+    """Checks parameters that are DTensors, and the rotated module if there is one: gradients have the same type."""
     expected = plain_results(operation, ring.size, "3d", 10)[ring.rank]
     shards = {
         name: shard_parameter(nn.Parameter(whole.clone()), ring, operation.cuts[name])
@@ -307,7 +307,8 @@ def check_sharded(operation: Operation, ring: rtp_ext.Ring, **options: Any) -> N
 
 
 def check_frozen(cases: Cases, operation: Operation, ring: rtp_ext.Ring, **options: Any) -> None:
-    """Every subset of the parameters and of the inputs; what is not wanted gets no gradient, and does not travel."""
+    """Every subset of the parameters and of the inputs: a frozen tensor gets no gradient, and its gradient does not
+    travel."""
     expected = plain_results(operation, ring.size, "2d", 10)[ring.rank]
     kinds = [x.is_floating_point() for x in operation.inputs("2d", ring.rank, 10)]
     for flags in product((True, False), repeat=len(operation.parameters) + sum(kinds)):
@@ -350,7 +351,7 @@ def check_checkpointing(cases: Cases, operation: Operation, ring: rtp_ext.Ring, 
 
 
 def check_writes(cases: Cases, operation: Operation, ring: rtp_ext.Ring, **options: Any) -> None:
-    """A parameter is written between a forward and its backward: refused, or the backward does not depend on it."""
+    """Writes a parameter between a forward and its backward: refused, or the backward does not depend on it."""
     expected = plain_results(operation, ring.size, "2d", 10)[ring.rank]
     refused = []
     for name in operation.parameters:
@@ -373,7 +374,7 @@ def check_writes(cases: Cases, operation: Operation, ring: rtp_ext.Ring, **optio
 
 
 def saved_tensors(run: Callable[[], Tensor]) -> list[Tensor]:
-    """What autograd keeps of `run()` for its backward."""
+    """Returns the tensors of `run()` that autograd saves for its backward."""
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What the tests compare with: the plain torch module in one process, computed in float64.
+"""The reference of the tests: the plain torch module in one process, computed in float64.
 
 Every rank has its own local batch. Gradients of parameters are averaged over the ranks, so the reference is the plain
 module on the concatenated batch with `loss = mean over ranks of the local loss`; its input gradient times the number
-of ranks is the one of the local losses.
+of ranks is that of the local losses.
 
 A comparison measures the largest error against the largest magnitude of the reference:
 
@@ -75,8 +75,8 @@ def full(tensor: Tensor) -> Tensor:
 def wholes(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     """The values of whole tensors, as copies without autograd; every rank of their meshes must call this.
 
-    All that one dimension of one mesh cuts comes in a single gather, where `full` takes one for each, and 1 ms of every
-    rank. What is cut in other ways comes as `full` gives it.
+    One gather collects all tensors that are sharded over one dimension of one mesh; `full` needs one for each, with 1
+    ms on every rank. `full` gathers tensors with other placements.
     """
     given = [None if tensor is None else tensor.detach() for tensor in tensors]
     found = [tensor if tensor is None or isinstance(tensor, DTensor) else tensor.clone() for tensor in given]
@@ -129,7 +129,7 @@ def whole_gradients(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def own_part(tensor: DTensor, whole: Tensor) -> Tensor:
-    """What of `whole` this rank should hold of `tensor`."""
+    """Returns the part of `whole` that this rank should hold of `tensor`."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
@@ -175,7 +175,7 @@ def training_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def unequal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """The names of tensors of which a bit differs; of all that are in one of the two only."""
+    """Returns the names of tensors that differ in any bit, or that only one of the two has."""
     odd = set(actual) ^ set(expected)
 
     def same(a: Tensor, b: Tensor) -> bool:
@@ -185,7 +185,7 @@ def unequal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]
 
 
 def one_bit_off(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """For controls: copies of `state` in each of which one tensor's last number is the next one above it."""
+    """For controls: yields copies of `state`; in each the last number of one tensor is the next larger number."""
     copies = []
     for name, value in state.items():
         if value.numel():

@@ -1,10 +1,10 @@
-"""Passes as graphs on rings of CPUs: what a GPU would replay, made again from the addresses that the capture saw.
+"""Passes as graphs on rings of CPUs: repeats the calls that a GPU would replay, with the addresses of the capture.
 
-`with replayed() as rings:` every ring made inside has graphs. A pass that would be captured is remembered as a graph
-knows it: the function, where its tensors lay and how, and the options; a replay runs it with just that, whatever the
-call that asked for it was given. So an option or a tensor that does not tell passes apart, a result that is not where
-the call expects it, and memory that went to somebody else meanwhile, make other numbers. What flags and streams do is
-the business of python_tests/engine/pass_graphs/test_pass_graphs.py.
+`with replayed() as rings:` gives graphs to every ring made inside. A pass that would be captured is stored as a graph
+would store it: the function, the addresses and layouts of its tensors, and the options; a replay runs it with these,
+not with the arguments of the call. So the numbers differ if an option or a tensor is missing in the key of a graph,
+if a result is not where the call expects it, or if memory was reused meanwhile.
+python_tests/engine/pass_graphs/test_pass_graphs.py tests flags and streams.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rtp_ext.ring.graphs import MOST_GRAPHS, PassGraphs, _fill
 
 
 class Address:
-    """Where a tensor lies, and how. `here()`: one that lies there."""
+    """The address and the layout of a tensor. `here()`: a tensor with these."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -52,7 +52,7 @@ def _there(seen: Any) -> Any:
 
 
 class Graph:
-    """What a graph would know of a pass."""
+    """The data of a pass that a graph would store."""
 
     idle = True
 
@@ -81,8 +81,8 @@ class Executor:
 
 
 class Places:
-    """Memory for results that comes again once nobody holds it, the newest first: as that of torch's allocator of
-    CUDA does, and as the host's often does not."""
+    """Memory for results that is reused once it is free, the newest first: like that of torch's CUDA allocator, and
+    often unlike that of the host."""
 
     def __init__(self) -> None:
         self.blocks: list[torch.Tensor] = []
@@ -140,7 +140,7 @@ class Replayed(PassGraphs):
 
 @contextlib.contextmanager
 def replayed() -> Iterator[list[Replayed]]:
-    """Rings that are made in it have graphs. Gives the list of these."""
+    """Rings that are made within the context have graphs. Yields the list of these rings."""
     made: list[Replayed] = []
 
     def choose(

@@ -22,7 +22,7 @@ MATRICES = [aten.mm.default, aten.addmm.default, *SDPA]
 
 
 def every_other_product() -> Callable[..., CheckpointPolicy]:
-    """As torchtitan does: of products of matrices every other one, attention, and what communicates."""
+    """Saves the operations that torchtitan saves: every other matrix product, attention, and communication."""
     products = 0
 
     def policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -39,7 +39,7 @@ def always(what: CheckpointPolicy) -> Callable[[], Callable[..., CheckpointPolic
     return lambda: lambda *_, **__: what
 
 
-# What a region is given for a policy; None: all of it is recomputed. A policy may count, so that each region has one.
+# The policy of a region; None: all of it is recomputed. A policy may count, so each region has its own.
 POLICIES: dict[str, Callable[[], Any] | None] = {
     "full": None,
     "nothing": lambda: [],
@@ -55,7 +55,7 @@ SAVES_ROTATIONS = ("everything", "everything, preferably", "rotations")
 
 
 def contexts(make: Callable[[], Any]) -> Callable[[], Any]:
-    """What `checkpoint` takes as context_fn, with a policy of its own for each region."""
+    """Returns a context_fn for `checkpoint`, with a separate policy for each region."""
     return functools.partial(_make, make)  # torch.compile takes no closure
 
 
@@ -64,7 +64,7 @@ def _make(make: Callable[[], Any]) -> Any:
 
 
 def region(function: Callable[..., Any], policy: str | Callable[[], Any] | None, *arguments: Any) -> Any:
-    """`policy`: one of POLICIES, or what makes one; None: no checkpoint."""
+    """`policy`: one of POLICIES, or a factory of one; None: no checkpoint."""
     if policy is None:
         return function(*arguments)
     make = POLICIES[policy] if isinstance(policy, str) else policy

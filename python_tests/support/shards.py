@@ -1,11 +1,11 @@
-"""AdamW and clipping on each rank's own shards, with what torch keeps and computes, and without DTensor's rules; and
+"""AdamW and clipping on each rank's own shards, with torch's state and kernels but without DTensor's rules; and
 `detach`, which autograd calls for every gradient that it keeps.
 
-DTensor asks its rules for every shape that an operation meets for the first time in a process, 1 to 20 ms on a mesh of
-two or three dimensions: for the state, the step and the clipping of one small model a third of what its test takes. The
-steps are elementwise, so that shards take them alone. Torch's own, on DTensors, are in functional/test_autograd.py,
-parameters/test_state.py, convert/test_whole_embedding.py, and once on meshes of two dimensions with replicas and with
-tensor parallelism: where tests ask for `stock`.
+DTensor evaluates its rules for every new shape of an operation in a process, which takes 1 to 20 ms on a mesh of two or
+three dimensions: for the state, the step and the clipping of one small model a third of the time of its test. The steps
+are elementwise, so each shard can be updated alone. Torch's own steps on DTensors are tested in
+functional/test_autograd.py, parameters/test_state.py, convert/test_whole_embedding.py, and once on meshes of two
+dimensions with replicas and with tensor parallelism, where tests use `stock`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 
 def detach_without_rules() -> None:
-    """From now on a detached DTensor is laid out as it was, which is what torch's rule says of every layout."""
+    """From now on a detached DTensor keeps its placements, as torch's rule specifies for every placement."""
     stock = ShardingPropagator.propagate_op_sharding_non_cached
 
     @functools.wraps(stock)
@@ -41,7 +41,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """The gradient, cut as the parameter is: torch's steps would ask for that, too."""
+    """Returns the gradient with the placements of the parameter, which torch's steps need, too."""
     gradient = parameter.grad
     assert gradient is not None
     assert isinstance(gradient, DTensor) == isinstance(parameter, DTensor), (type(gradient), type(parameter))

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class Pair(TwoTensor):
-    """Two tensors, of which each is computed with; without extensions."""
+    """A tensor subclass of two tensors, both used in computations; without extensions."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -24,7 +24,7 @@ class Pair(TwoTensor):
 
 
 class SentPair(Pair):
-    """The same with extensions in their older form; what it sends is as uneven as the shards."""
+    """The same with extensions in their older form; it sends shards of uneven sizes."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,13 +71,14 @@ class Wrapped(torch.Tensor):
 
 
 def rounded_to_8_bits(whole: torch.Tensor) -> torch.Tensor:
-    """What computes where a weight travels in float8, with one scale."""
+    """Rounds like a weight that travels in float8 with one scale."""
     scale = whole.abs().amax() / 448
     return (whole / scale).to(torch.float8_e4m3fn).to(whole.dtype) * scale
 
 
 class Float8(Wrapped):
-    """A weight that is rounded to float8 before it travels, as torchao's: the scale is the ranks' largest number's."""
+    """A weight that is rounded to float8 before it travels, like torchao's: the largest number of all ranks sets the
+    scale."""
 
     def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: nn.Module, mp_policy: Any) -> Any:
         assert isinstance(module, nn.Module) and stride[-1] == 1
@@ -95,7 +96,7 @@ class Float8(Wrapped):
 
 
 class LosesItself(Float8):
-    """Has the extensions, but slices of it are plain."""
+    """A subclass with the extensions whose slices are plain tensors."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,7 +111,7 @@ class HalfExtended(Wrapped):
 
 
 class Ruled(torch.Tensor):
-    """Memory, but functions of torch compute otherwise with it."""
+    """A subclass with memory that functions of torch compute with differently."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,5 +1,5 @@
-"""Communicators whose calls return when they are done, on the simulated NCCL: passes are right without a thread for
-each group, and a rank that is lost while a call waits for it is given up on all the same."""
+"""Blocking communicators on the simulated NCCL: passes are right without a thread for each group, and a call that waits
+for a lost rank still ends with an error."""
 
 import threading
 from datetime import timedelta

@@ -70,7 +70,7 @@ def same(ours, theirs) -> bool:
 
 
 def told_of_a_flip(rings, channel, ranks, act, hop) -> None:
-    """Flips a bit of the last hop to the last rank, whose error has to match `hop`; all ranks hear of it."""
+    """Flips a bit of the last hop to the last rank, whose error has to match `hop`; all ranks get an error."""
     ring, native = rings.make(verify=True)
     flips_here = ring.rank == ranks - 1
     if flips_here:

@@ -1,5 +1,5 @@
-"""Ring(checksum=True) with fewer bytes: a bit that flips in what travels narrow, in a scale, or in a contribution that
-goes straight home is an error that names the hop and who sent it; without checksums numbers are wrong."""
+"""Ring(checksum=True) with fewer bytes: a flipped bit in a quantized value, in a scale, or in a contribution on the
+direct route is an error that names the hop and the sender; without checksums numbers are wrong."""
 
 import functools
 
@@ -14,8 +14,8 @@ import rtp_ext
 from rtp_ext import _native
 from rtp_ext.functional import rotated_linear
 
-# Of every rank's shard: the flipped bit is in the middle of what a hop brings. With a single number for each rank that
-# is its scale: one byte, three of padding, and four of the scale.
+# The rows of every rank's shard: the flipped bit is in the middle of the data of a hop. With a single number for each
+# rank that is its scale: one byte, three of padding, and four of the scale.
 NUMBERS, SCALE = (6, 7), (1, 1)
 HALF = torch.bfloat16
 DIRECT = {"gradient_route": "direct"}

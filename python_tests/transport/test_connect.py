@@ -1,4 +1,4 @@
-"""How the ranks of a ring agree on a transport, without ranks."""
+"""The agreement of a ring on a transport, without real ranks."""
 
 import pytest
 import torch

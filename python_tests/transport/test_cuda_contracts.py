@@ -1,5 +1,5 @@
-"""What CUDA and NCCL promise and what they do not, as far as the simulation enforces it: memory that copies still use
-stays mapped, no context is made on a stranger's GPU, no code is loaded while streams wait, hops cost few calls."""
+"""Guarantees of CUDA and NCCL, as far as the simulation enforces them: memory that copies still use stays mapped, no
+context is made on another rank's GPU, no code is loaded while streams wait, hops need few calls."""
 
 import gc
 import threading
@@ -28,7 +28,7 @@ def rotate(executor, route="direct"):
 
 
 def layers_behind_a_silent_rank(rank, sim, id_, barrier, mode, layers, news):
-    """Enqueues `layers` passes, which wait for a rank that posts none; the host does not wait, as with a GPU."""
+    """Enqueues `layers` passes that wait for a rank without posts; the host does not wait, as with a GPU."""
     end = Rank(sim, rank, 3, id_, barrier, mode, timedelta(seconds=1), news=news[rank])
     rotate(end.executor)
     barrier.wait(20)
@@ -63,7 +63,7 @@ def test_what_waits_for_a_lost_rank_ends_before_its_memory_is_unmapped(sim, mode
 
 
 def test_memory_that_may_still_be_used_is_left_to_the_process(sim):
-    """A compute that never ends holds hops up whatever flags are raised."""
+    """A compute that never ends delays hops with any flags set."""
 
     def work(rank, id_, barrier):
         end = Rank(sim, rank, 2, id_, barrier, "push", timedelta(seconds=1))
@@ -83,7 +83,7 @@ def test_memory_that_may_still_be_used_is_left_to_the_process(sim):
 
     values(run_threads(work, 2, sim.unique_id(), threading.Barrier(2)))
     assert sim.mistakes() == []
-    sim.controls.released = True  # what was held up runs now, on memory that is still there
+    sim.controls.released = True  # the delayed copies run now, on memory that still exists
     assert simulated_cuda.settled(sim)
 
 
@@ -102,8 +102,8 @@ def test_no_context_is_made_on_the_device_that_a_thread_happens_to_have(sim, mod
 
 
 def test_a_query_leaves_no_error_for_torch_to_find(sim):
-    """After a launch torch asks for the last error, of which cudaErrorNotReady is one. The ring has asked whether its
-    first hops had ended, and asks whether graphs have."""
+    """After a launch torch reads the last error, which cudaErrorNotReady sets, too. The ring has queried whether its
+    first hops had ended, and queries whether graphs have."""
 
     def work(_):
         stream, event, flag = sim.Stream(), sim.Event(), torch.zeros(1, dtype=torch.int64)

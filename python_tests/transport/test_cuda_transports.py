@@ -139,7 +139,8 @@ PLANTS = [(kind, plant) for kind in TRANSPORTS for plant in ("received", "channe
 
 
 def caught_without(sim, kind, plant, delay_us):
-    """Whether any rank finds a wrong result, and what each says. The errors, which hold the executors, end here."""
+    """Returns whether any rank finds a wrong result, and the messages of all. The errors, which hold the executors, are
+    dropped here."""
     sim.controls.delay_us = delay_us
     results = run_threads(passes, 3, sim, kind, unique_ids(sim, kind), 3, 2, plant, timedelta(seconds=1))
     return any(isinstance(result, AssertionError) for result in results), [repr(result) for result in results]
@@ -152,7 +153,7 @@ def _passes_without(rank, _, kind, plant, delay_us):
 
 @pytest.mark.parametrize(("kind", "plant"), PLANTS)
 def test_a_missing_wait_is_caught(kind, plant):
-    simulated_cuda.build()  # here, where nobody looks at the clock
+    simulated_cuda.build()  # here, outside of the measured time
     # a busy machine may hold up the host for longer than the streams dawdle, and nothing is early: they dawdle more
     for delay_us in (1000, 3000, 10000):
         # in a process of its own: who does not wait may write to memory that is no longer there
@@ -220,7 +221,7 @@ def connected_news(ranks):
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_failure_is_told_to_the_ranks_of_the_host(sim, kind):
-    """Nobody waits for the timeout, which is longer than the test."""
+    """No rank waits for the timeout, which is longer than the test."""
     arguments = (sim, kind, unique_ids(sim, kind), 3, timedelta(seconds=100), "fails", threading.Barrier(3))
     results = values(run_threads(until_failure, 3, *arguments, connected_news(3)))
     for error, waited, alive in results[:-1]:
@@ -229,7 +230,7 @@ def test_a_failure_is_told_to_the_ranks_of_the_host(sim, kind):
 
 
 def test_a_process_that_ends_is_noticed(sim):
-    """The rank that everybody waits for is a process that has ended."""
+    """All ranks wait for a rank whose process has ended."""
     address, told_address = os.pipe()
     leave, told_to_leave = os.pipe()
     child = os.fork()
@@ -283,7 +284,7 @@ def test_what_nccl_lacks_is_a_refusal_on_every_rank(sim):
 
 
 def test_memory_that_runs_out_on_one_rank_is_told_to_the_others(sim):
-    """Nobody waits for the timeout, which is longer than the test."""
+    """No rank waits for the timeout, which is longer than the test."""
     news, barrier = connected_news(2), threading.Barrier(2)
 
     def work(rank, ids):
@@ -308,7 +309,7 @@ def test_memory_that_runs_out_on_one_rank_is_told_to_the_others(sim):
 
 
 def test_a_slot_that_a_graph_knows_stays(sim):
-    """A larger slot takes the place of one that no graph knows only."""
+    """A larger slot replaces another one only if no graph uses it."""
 
     def work(rank, ids):
         executor = connect(sim, "nccl", ids, rank, 2)

@@ -1,5 +1,5 @@
-"""What a peer's shared memory says is not believed: memory is private, its size sealed, and every place in it checked
-before anything is copied there."""
+"""The contents of a peer's shared memory are not trusted: memory is private, its size sealed, and every offset in it is
+checked before anything is copied there."""
 
 import fcntl
 import mmap
@@ -140,7 +140,7 @@ def test_addresses_that_are_none_and_places_out_of_reach(tmp_path):
 
 
 def _contained(rank, ranks):
-    """Rank 1 says that it lives in another container: everybody takes tcp, and says why."""
+    """Rank 1 reports another container: all ranks use tcp and name the reason."""
     make = _native.ShmTransport
 
     class Contained:

@@ -66,7 +66,7 @@ class Rank:
         execution = _native.Execution.backward(self.executor, mine, shapes, sums, shapes, options, True, False)
         where = f"layer {layer}, {route}, rank {rank} of {ranks}"
         while (step := execution.next()) is not None:
-            if rank == 0 and self.sim.controls.delay_us:  # the others are ahead, and must not overwrite what it reads
+            if rank == 0 and self.sim.controls.delay_us:  # the others are ahead, and must not overwrite its data
                 time.sleep(0.002)
             if step.compute == "dgrad":
                 for part, weight in enumerate(execution.weight()):
@@ -173,7 +173,7 @@ def test_a_failure_reaches_every_rank(sim, mode, fault):
 
 
 def test_a_failure_reaches_who_waits_for_a_registration(sim):
-    """Nobody waits for the timeout, which is longer than the test."""
+    """No rank waits for the timeout, which is longer than the test."""
 
     def work(rank, id_, barrier, news):
         end = Rank(sim, rank, 2, id_, barrier, "push", timedelta(seconds=100), news=news[rank])

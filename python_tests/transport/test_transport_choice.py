@@ -1,5 +1,5 @@
-"""Which transport, route and mode a ring of GPUs takes, with support that is missing on this rank, on another, or
-between them. No GPU is needed: what the extension would do with one is replaced."""
+"""The transport, route and mode that a ring of GPUs selects if support is missing on this rank, on another, or between
+them. No GPU is needed: the calls of the extension that need one are replaced."""
 
 import logging
 from datetime import timedelta
@@ -137,7 +137,7 @@ def test_routes(gpus):
     for transport in ("ce", "nccl"):
         assert choose_route(ring, transport, "auto") == "direct"
         assert choose_route(ring, transport, "ring") == "ring"
-    gpus.setattr(torch.cuda, "device_count", lambda: 1)  # each rank sees its own, and cannot tell how they are linked
+    gpus.setattr(torch.cuda, "device_count", lambda: 1)  # each rank sees its own GPU, but not the links
     assert choose_route(ring, "nccl", "auto") == "ring"
     gpus.setattr(torch.cuda, "device_count", lambda: 2)
     gpus.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)

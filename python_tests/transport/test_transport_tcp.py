@@ -1,4 +1,4 @@
-"""Sockets between CPU ranks: what is sent arrives, whoever is out of step or gone is named, strangers stay outside."""
+"""Sockets between CPU ranks: messages arrive, errors name a rank that is out of step or gone, strangers are refused."""
 
 import contextlib
 import os
@@ -108,7 +108,7 @@ def test_ranks_out_of_step_are_told_both_hops():
             start = time.monotonic()
             errors = _rotations(executors, threads, sizes, names)
             assert time.monotonic() - start < PROMPT
-            if not isinstance(errors[1], RotationError):  # its own receive was in order: it learns of it in the next
+            if not isinstance(errors[1], RotationError):  # its own receive was in order: the next one fails
                 errors = _rotations(executors, threads, [[1, 1], [1, 1]])
             told = [texts[1], "rank 0 of the ring did not answer .*its ring failed"]
             assert any(re.search(text, str(errors[1])) for text in told), errors[1]
@@ -136,7 +136,7 @@ def test_a_close_that_waits_in_vain_ends_the_ring():
         with pytest.raises(RingTimeout, match="layer forward, weight hop 1 of 1: rank 1 of the ring did not answer"):
             executors[0].close()
         assert not executors[0].alive
-        for _ in range(2):  # what was sent ahead may be there before the news
+        for _ in range(2):  # messages sent ahead may arrive before the failure
             told = _drive(lambda: _native.Execution.forward(executors[1], [shards[1]], [[[5], [5]]], options))
             if isinstance(told, RotationError):
                 break
@@ -203,7 +203,7 @@ def test_addresses(monkeypatch):
     assert addresses.own_address(among("10.0.0.2")) == "10.0.0.1"
     where = {"meeting": "127.0.1.1", "10.0.0.2": "10.0.0.1"}  # the rendezvous is here
     assert addresses.own_address(among("10.0.0.2")) == "10.0.0.1"
-    assert addresses.own_address(among("127.0.0.1")) == "127.0.1.1"  # everybody is
+    assert addresses.own_address(among("127.0.0.1")) == "127.0.1.1"  # all ranks are
     assert asked == ["meeting", "meeting", "10.0.0.2", "meeting"]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth9")
     assert addresses.own_address(among("10.0.0.2")) == "127.0.0.1"
@@ -213,7 +213,7 @@ def test_addresses(monkeypatch):
 
 
 def _out_of_reach(rank, ranks):
-    """Rank 0 tells an address where nobody listens: everybody takes c10d, and says why."""
+    """Rank 0 publishes an address without a listener: all ranks use c10d and name the reason."""
     make = _native.TcpTransport
 
     class Elsewhere:

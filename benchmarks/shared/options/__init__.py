@@ -1,1 +1,1 @@
-"""What several benchmarks can be asked for."""
+"""Command line options that several benchmarks share."""

@@ -1,4 +1,4 @@
-"""The options of the comparison of strategies. What cannot be run is refused here, before anything starts."""
+"""The options of the comparison of strategies. Impossible combinations are refused here, before anything starts."""
 
 import argparse
 import math
@@ -30,7 +30,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
     add("--travel", choices=("bfloat16", "int8"), help="what weights travel in (rtp; default: as computed with)")
     add("--gradient-route", choices=("auto", "chain", "direct"), help="of gradients (rtp; default: the ring's)")
-    add("--gradient-travel", choices=("int8",), help="what they travel in (rtp; default: --reduce-dtype)")
+    add("--gradient-travel", choices=("int8",), help="their format on the ring (rtp; default: --reduce-dtype)")
     add("--reduce-dtype", choices=DTYPES, default="float32", help="of gradients, where a policy says it (rtp, fsdp2)")
     add("--lr", type=float, default=1e-4)
     add("--seed", type=int, default=0)
@@ -116,7 +116,7 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
 
 
 def describe(args: argparse.Namespace) -> str:
-    """All options, and what they mean for each strategy."""
+    """All options, and their meaning for each strategy."""
     options = " ".join(f"{name}={value}" for name, value in vars(args).items() if name != "command")
     if args.dtype == "float32":
         return f"options: {options}"

@@ -26,7 +26,7 @@ def add_host_options(parser: argparse.ArgumentParser, hosts: int | None = None) 
 
 
 def asked_links(args: argparse.Namespace, error: Callable[[str], Any]) -> list[Links]:
-    """One for each rate; none where no hosts are asked for."""
+    """Returns one network for each rate; none without hosts."""
     if args.hosts is None:
         if (args.ranks_per_host, args.rates, args.delay, args.pin) != (1, [None], None, None):
             error("--ranks-per-host, --rate, --delay and --pin are of --hosts")
@@ -41,8 +41,8 @@ def asked_links(args: argparse.Namespace, error: Callable[[str], Any]) -> list[L
 
 
 def complete_hosts(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
-    """For benchmarks that `launch` starts: sets `networks`, and `network` to the first of them or None. What cannot be
-    done is an error."""
+    """Sets `networks`, and `network` to the first of them or None, for benchmarks that `launch` starts. Calls `error`
+    for impossible options."""
     args.networks = asked_links(args, error)
     args.network = args.networks[0] if args.networks else None
     if args.network is None:

@@ -1,4 +1,4 @@
-"""Which cases the benchmark of overlap measures, in which order, and which of them are measured already."""
+"""The cases of the benchmark of overlap, their order, and the filter of cases that are measured already."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Rows N and columns K of the weight: the widest linear layer of each model, and for CPUs small ones of which a case
-# takes seconds.
+# Rows N and columns K of the weight: the widest linear layer of each model, and for CPUs small layers, whose cases take
+# seconds.
 SHAPES = {
     "llama-7b": (11008, 4096),
     "llama3-8b": (14336, 4096),
@@ -20,7 +20,7 @@ SHAPES = {
 DIRECTIONS = ("forward", "backward", "step")
 PASSES = {"forward": ("forward",), "backward": ("backward",), "step": ("forward", "backward")}
 TOKENS = (4096, 8192, 2048, 1024, 16384)
-POINT = 4096  # tokens of the shapes and ring sizes of which one point is measured
+POINT = 4096  # tokens of the shapes and ring sizes that have a single point
 CPU_TOKENS = (512, 64, 8)  # GEMMs that take much longer than a hop, about as long, and less
 
 
@@ -71,7 +71,7 @@ def cpu_cases(directions: Sequence[str]) -> list[Case]:
 
 
 def identity(line: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes two lines measurements of the same thing by the same code."""
+    """Returns the key that is equal for two lines if they measure the same case with the same code."""
     keys = ("benchmark", "case", "link", "transport", "route", "dtype", "graph", "max_ctas", "slot_cap", "commit")
     keys += ("hosts", "rate", "delay")
     return tuple(line.get(key) for key in keys)

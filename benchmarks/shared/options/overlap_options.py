@@ -1,4 +1,4 @@
-"""The options of the benchmark of overlap. What cannot be measured is refused here, before anything starts."""
+"""The options of the benchmark of overlap. Impossible combinations are refused here, before anything starts."""
 
 import argparse
 import math

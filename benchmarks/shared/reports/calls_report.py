@@ -1,4 +1,4 @@
-"""What is said of counted calls of the driver."""
+"""The tables of counted driver calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ CALLS: dict[str, Callable[[Row], str | None]] = {
 
 
 def calls_note(rows: list[Row]) -> str:
-    """For below a command."""
+    """Returns the text below a command."""
     return (
         f" Counted in the simulation, not timed: rank 0 of {rows[0]['ranks']}, forward and backward of a linear layer."
     )

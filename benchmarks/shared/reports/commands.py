@@ -10,7 +10,7 @@ _SCRIPT = re.compile(r"(?<!\S)(?:\.{1,2}/)*((?:[\w-]+/)*)([\w-]+\.py)(?!\S)")  #
 
 @functools.cache
 def _places(benchmarks: Path) -> dict[str, list[str]]:
-    """Of each name the scripts that have it; in shared/ lies none."""
+    """Returns the scripts of each name; shared/ contains no scripts."""
     found: dict[str, list[str]] = {}
     for file in sorted(benchmarks.rglob("*.py")):
         place = file.relative_to(benchmarks)
@@ -20,9 +20,8 @@ def _places(benchmarks: Path) -> dict[str, list[str]]:
 
 
 def today(command: str, benchmarks: Path = BENCHMARKS) -> str:
-    """A command in which scripts of benchmarks/ are named by where they lie now, from the root of the project; in the
-    command they may be named from there, from benchmarks/ or from their own folder. What no script is called, or more
-    than one, stays as it is."""
+    """Rewrites the scripts of a command to their current paths from the root of the project. The command may name them
+    relative to the root, to benchmarks/ or to their own folder. Names of no script, or of several, are not changed."""
 
     def place(found: re.Match[str]) -> str:
         folder, name = found.groups()

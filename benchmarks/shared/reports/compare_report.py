@@ -1,4 +1,4 @@
-"""What the comparison of strategies prints and records."""
+"""The output and the recorded lines of the comparison of strategies."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ COLUMNS = {  # heading: key, unit, digits
 
 
 def print_table(rows: list[Result], args: argparse.Namespace) -> None:
-    """Of one number of ranks and of tokens, and of one rate."""
+    """Returns the table of one number of ranks, one number of tokens, and one rate."""
     first = rows[0]
     columns = {name: column for name, column in COLUMNS.items() if any(row.get(column[0]) is not None for row in rows)}
     threads = f"{first['threads']} CPU thread{'s' * (first['threads'] > 1)} per rank"

@@ -1,4 +1,4 @@
-"""What tables and figures call the strategies."""
+"""The names of strategies in tables and figures."""
 
 NAMES = {
     "rtp-c10d": 'rtp, `transport="c10d"`',

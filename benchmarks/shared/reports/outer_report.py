@@ -1,4 +1,4 @@
-"""What the results of policies between replicas look like as a table."""
+"""The table of the results of policies between replicas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,7 @@ def last_outer_run(lines: list[Row], words: list[str]) -> list[Row]:
 
 
 def outer_note(rows: list[Row]) -> str:
-    """For below a command."""
+    """Returns the text below a command."""
     first = rows[0]
     note = f" {first['replicas']} replicas of {first['ring']}, {first['shape']}, {first['steps']} steps of "
     note += f"{first['tokens']} tokens per rank, {first.get('optimizer', 'AdamW')}"

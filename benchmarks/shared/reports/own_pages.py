@@ -14,14 +14,14 @@ Row = dict[str, Any]
 
 
 def last_lines(path: Path, key: Callable[[Row], Any]) -> list[Row]:
-    """Of each key the last line, in the order of the first ones; none where there is no file."""
+    """Returns the last line of each key, in the order of the first ones; an empty list without a file."""
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
     return list({key(line): line for line in lines}.values())
 
 
 def made_anew(text: str, kind: str, make: Callable[[str], str]) -> str:
-    """A page in which what stands between `<!-- KIND: MACHINE -->` and `<!-- end -->` is what `make(machine)` returns.
-    Raises ValueError where it has no such block."""
+    """Returns the page with the text between `<!-- KIND: MACHINE -->` and `<!-- end -->` replaced by `make(machine)`.
+    Raises ValueError if it has no such block."""
     marker = re.compile(rf"(<!-- {kind}: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
     if not marker.search(text):
         raise ValueError(f"expected a block <!-- {kind}: MACHINE --> ... <!-- end -->, found none")
@@ -29,14 +29,14 @@ def made_anew(text: str, kind: str, make: Callable[[str], str]) -> str:
 
 
 def measured(rows: list[Row], more: str, lines: list[list[str]]) -> str:
-    """`block` of what was measured, with the versions of torch, and `more` of that."""
+    """Returns the `block` of measured rows, with the versions of torch and the text `more`."""
     torches = ", ".join(dict.fromkeys(row["torch"] for row in rows))
     return block(rows, "Measured", f", torch {torches}{more}", lines)
 
 
 def block(rows: list[Row], done: str, more: str, lines: list[list[str]]) -> str:
-    """The commands of `rows`, a sentence of what was `done` when and of which commit, and a table of `lines`, the first
-    being its head."""
+    """Returns the commands of `rows`, a sentence with `done`, the dates and the commits, and a table of `lines` with
+    the first line as its head."""
     commands = "\n".join(f"    {command}" for command in dict.fromkeys(today(row["command"]) for row in rows))
     dates = sorted({row["date"][:10] for row in rows})
     commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))

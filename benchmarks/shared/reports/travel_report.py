@@ -1,4 +1,4 @@
-"""What is said of results by what weights and gradients travelled in."""
+"""The tables of results by the formats of weights and gradients on the ring."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ TRAVEL: dict[str, Callable[[Row], str | None]] = {
 
 
 def ways_of(row: Row) -> str | None:
-    """What travelled otherwise than it is computed with, in words; None for nothing."""
+    """Describes the values that travelled in another format than that of the computation; None if there are none."""
     told = []
     if row.get("travel"):
         told.append(f"weights {row['travel']}")
@@ -32,7 +32,7 @@ def ways_of(row: Row) -> str | None:
 
 
 def apart(row: Row) -> str:
-    """How far a held-out loss is from float32's, with the standard error of that over the seeds."""
+    """Formats the distance of a held-out loss from float32's, with its standard error over the seeds."""
     error = "" if row["off_error"] is None else f" ± {row['off_error']:.2%}"
     return f"{row['off']:+.2%}{error}"
 
@@ -60,7 +60,7 @@ def last_travel_run(lines: list[Row]) -> list[Row]:
 
 
 def travel_note(rows: list[Row]) -> str:
-    """For below a command."""
+    """Returns the text below a command."""
     first = rows[0]
     seeds = f", means over {first['seeds']} seeds" if first["seeds"] > 1 else ""
     shape = f"{first['shape']}, {first['ranks']} ranks"

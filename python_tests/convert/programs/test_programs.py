@@ -39,7 +39,7 @@ def _wrong(rank, ranks):
 
 
 def test_a_wrong_number_is_found():
-    """By a rank that has a batch; the other may hear of it from its neighbour."""
+    """The error of a rank with a batch; the other rank may get it from its neighbour."""
     assert any("loss of micro-batch" in told and "exceeds" in told for told in run_ranks(_wrong, 2))
 
 

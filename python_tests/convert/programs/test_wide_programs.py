@@ -9,7 +9,7 @@ from harness import Cases, run_ranks
 from programs import faults
 from programs.drawn import BACKENDS, POLICIES, SWAPS, TWINS, WIDE_ACTIONS
 
-# Ranks, and seeds of brief programs: each policy once at least, and one program that is compiled. Of `make sweep` more.
+# Ranks, and seeds of brief programs: each policy once at least, and one compiled program. `make sweep` runs more.
 SAMPLE = {2: (3, 10, 23), 4: (10, 18, 19, 20, 22), 6: (0, 3, 11, 12, 22)}
 FAULTS = few([(4, 0), (3, 3)], [(ranks, seed) for ranks in (2, 3, 4) for seed in range(20)])
 
@@ -47,8 +47,8 @@ CHANGES = [
 
 
 def _wrong(rank, ranks):
-    """What replicas do between them is left out of the plain workers, a moving average is not kept, or a weight is
-    wrong by a ten-thousandth."""
+    """The plain workers omit the rule between replicas or the moving average, or a weight is wrong by a
+    ten-thousandth."""
     cases = Cases()
     for policy, change in CHANGES:
         program = programs.Program.draw(1, ranks, brief=True, wide=True)

@@ -14,7 +14,7 @@ import rtp_ext
 
 
 class Mixed(nn.Module):
-    """Every operation that goes into graphs but the fused head, and a rotated layer that nothing is done with."""
+    """Every operation that goes into graphs except the fused head, and a rotated layer with an unused output."""
 
     def __init__(self) -> None:
         super().__init__()

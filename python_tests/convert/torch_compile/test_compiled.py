@@ -21,7 +21,7 @@ TIMEOUT = 60.0
 
 
 class Inner(nn.Module):
-    """Somebody's module, which a flyweight runs once for every rank, with random numbers of its own."""
+    """A user's module, which a flyweight runs once for every rank, with its own random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ def _loss(model, batch):
 
 
 def _step(model, rank, step, compiled=None):
-    """The loss and all gradients of one step, and the hops that it took. `compiled`: what is called instead."""
+    """Returns the loss and all gradients of one step, and its hops. `compiled`: the callable to use instead."""
     ring = rtp_ext.ring_of(model)
     before = ring.hops("weight"), ring.hops("gradient")
     loss = _loss(model if compiled is None else compiled, make_batch(rank, step))
@@ -134,7 +134,7 @@ def _compile(rank, ranks):
 
 
 def _compiled(rank, ranks):
-    """In one start, since to import what compiles takes longer than either."""
+    """Runs in one start, since the imports of the compiler take longer than either case."""
     _parts(rank, ranks)
     _compile(rank, ranks)
 

@@ -1,5 +1,5 @@
-"""Ranks of which some run a model as graphs and others eagerly, as where torch's recompile_limit is reached on one rank
-alone: hops and gathers are the same, so that nothing hangs, and all train as one process."""
+"""Some ranks run a model as graphs and others eagerly, as happens when only one rank reaches torch's recompile_limit:
+hops and gathers are the same, so nothing hangs, and all train like one process."""
 
 import torch
 from harness import Cases, run_ranks

@@ -1,5 +1,5 @@
-"""Graphs that inductor makes of converted models: cold and warm, one for all numbers of tokens, tied weights, a layer
-that nothing is done with; and writes to weights that the backward would read, of which autograd cannot tell."""
+"""Graphs of converted models by inductor: cold and warm, one for all numbers of tokens, tied weights, a layer with an
+unused output; and writes to weights that the backward would read, which autograd cannot detect."""
 
 import functools
 import logging
@@ -21,7 +21,7 @@ TIMEOUT = 60.0
 
 
 class Tied(nn.Module):
-    """The head is the embedding's table, and nothing is done with the output of one layer."""
+    """The head is the embedding's table, and the output of one layer is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def _write(parameter, factor):
 
 
 def _writes(rank, cases, batches):
-    """What a write to each parameter comes to, between a forward and its backward."""
+    """The effect of a write to each parameter between a forward and its backward."""
     torch._dynamo.reset()
     eager, model = rotated(Tied()), rotated(Tied())
     compiled = torch.compile(model, fullgraph=True, dynamic=True)

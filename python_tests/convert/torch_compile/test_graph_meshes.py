@@ -104,6 +104,6 @@ ALL_PLANS = [  # and `dynamic` of torch.compile: see docs/compile.md
 @pytest.mark.parametrize("shape", few([(2, 2)], [(2, 2), (2, 3)]))
 def test_replicas_and_tensor_parallelism_break_graphs(shape, backend):
     policies = few(["all-reduce"], list(POLICIES))
-    # inductor asserts that pieces are alike on all ranks where they stay DTensors, and 7 features cannot be
+    # inductor asserts equal local sizes on all ranks for values that stay DTensors, which 7 features cannot have
     plans = few(ALL_PLANS[:1], ALL_PLANS if backend == "aot_eager" else ALL_PLANS[:1])
     run_ranks(_meshes, shape[0] * shape[1], shape, policies, plans, backend, timeout=600.0)

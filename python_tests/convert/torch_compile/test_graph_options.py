@@ -113,7 +113,7 @@ def _options(rank, ranks, backend, names):
 
 
 def _divided(cases, backend, batch):
-    """A divide factor that is set, and taken back, after a graph was made in which nobody multiplies."""
+    """A divide factor that is set, and reset, after the trace of a graph without a multiplication."""
     torch._dynamo.reset()
     eager, model = mixed(), mixed()
     compiled, known = torch.compile(model, backend=backend), {}
@@ -145,7 +145,7 @@ def test_options_in_one_graph(ranks):
 
 
 class Together(nn.Module):
-    """Layers that travel together, of which one is written to, or called in another mode, after they were sent."""
+    """Layers that travel together; one is written to, or called in another mode, after they were sent."""
 
     def __init__(self, between: str) -> None:
         super().__init__()

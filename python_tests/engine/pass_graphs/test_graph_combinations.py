@@ -1,6 +1,6 @@
-"""Passes as graphs together with everything else that a pass can be told: over the transport `ce` in the simulation,
-with the operations of the extension as they are and torch's operators as kernels of the compute stream, replays give
-the same bits as passes that are enqueued hop by hop."""
+"""Passes as graphs combined with all other options of a pass: over the transport `ce` in the simulation, with the
+unmodified operations of the extension and torch's operators as kernels of the compute stream, replays give the same
+bits as passes that are enqueued hop by hop."""
 
 import threading
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ DIRECT = {"gradient_route": "direct"}
 
 @dataclass
 class Case:
-    """What passes are told, and what of the operations takes it."""
+    """The options of passes, and the operations that take them."""
 
     options: dict = field(default_factory=dict)
     multiprocessors: int = 0

@@ -1,5 +1,5 @@
-"""Passes as graphs over the transport `ce`, on the simulated CUDA runtime: replays give what one process gives,
-whatever other ranks do with the same pass, and a failure reaches whoever waits in a graph."""
+"""Passes as graphs over the transport `ce`, on the simulated CUDA runtime: replays give the results of one process,
+independent of whether other ranks replay the same pass, and a failure reaches every rank that waits in a graph."""
 
 import gc
 import threading
@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 from grids import few
-from pretended import graphs_of
+from pretended_hosts import graphs_of
 from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 from test_transport_ce import DTYPE, Rank, connected_news
 
@@ -23,7 +23,7 @@ STEPS = 9
 
 
 class Graphs(PassGraphs):
-    """Results lie where they lay the last time, or with `other` in another place: what torch's allocator decides."""
+    """Puts results at their last addresses, or with `other` at new ones, in place of torch's allocator."""
 
     def __init__(self, executor, **options):
         super().__init__(executor, "asked for", on=True, device=torch.device("cpu"))
@@ -109,8 +109,8 @@ class Layer:
 
 
 def train(rank, sim, ranks, id_, barrier, mode):
-    """Layers of different sizes, an evaluation between, and addresses that move on some ranks and not on others.
-    Returns what became of the passes, before and after slots have grown."""
+    """Layers of different sizes, an evaluation between, and addresses that change on some ranks but not on others.
+    Returns the numbers of captured, replayed and other passes, before and after slots have grown."""
     end = Rank(sim, rank, ranks, id_, barrier, mode, late=True)
     executor = end.executor
     executor.prefetch(False)
@@ -124,7 +124,7 @@ def train(rank, sim, ranks, id_, barrier, mode):
             before = graphs.captured, graphs.replayed, graphs.stepped
             hops = executor.hops("weight"), executor.bytes_sent("gradient")
             for step in range(STEPS):
-                # The first rank's tensors move once, the last one's come back, or, in the first turn, never do.
+                # The first rank's tensors move once, the last one's move back, or, in the first turn, never move.
                 moves = step % 3 if rank == ranks - 1 else step == 4
                 results = 100 + step if rank == ranks - 1 and turn == 0 else None
                 for layer in layers:
@@ -186,7 +186,7 @@ def test_a_graph_of_slots_that_are_gone_is_not_launched(sim):
 
 
 def until_failure(rank, sim, id_, barrier, fault, timeout, news):
-    """Ranks 0 and 1 replay; rank 2 does what `fault` says after the first steps."""
+    """Ranks 0 and 1 replay; rank 2 runs `fault` after the first steps."""
     end = Rank(sim, rank, 3, id_, barrier, "push", timeout, news=news[rank], late=True)
     sim.set_compute(True)
     graphs = Graphs(end.executor)
@@ -220,7 +220,7 @@ def until_failure(rank, sim, id_, barrier, fault, timeout, news):
 
 @pytest.mark.parametrize(("fault", "timeout"), [("is silent", 1.0), ("fails", 100.0)])
 def test_a_failure_reaches_who_waits_in_a_graph(sim, fault, timeout):
-    """And the memory that the graph uses stays mapped until it has ended: else the simulation notes a mistake."""
+    """The memory of the graph stays mapped until it has ended: otherwise the simulation notes an error."""
     arguments = (sim, sim.unique_id(), threading.Barrier(3), fault, timedelta(seconds=timeout), connected_news(3))
     for told in values(run_threads(until_failure, 3, *arguments, timeout=60.0))[:2]:
         text, waited = told
@@ -233,7 +233,7 @@ def test_a_failure_reaches_who_waits_in_a_graph(sim, fault, timeout):
 
 
 def test_an_error_in_a_capture_ends_the_capture(sim):
-    """The pass raises while it is captured: the ring fails, nothing stays captured, and the others are told."""
+    """The pass raises while it is captured: the ring fails, no capture remains, and the others receive the failure."""
     news = connected_news(2)
 
     def work(rank, id_, barrier):
@@ -287,7 +287,7 @@ def test_transports_that_need_both_ends_captured_are_refused(sim):
 
 
 def test_what_a_capture_may_not_contain_is_noticed(sim):
-    """The simulation itself: streams that are not joined, events from outside, questions about captured events."""
+    """The simulation itself: streams that are not joined, events from outside, queries of captured events."""
     one, two, event, outside = sim.Stream(), sim.Stream(), sim.Event(), sim.Event()
     a, b = torch.arange(4.0), torch.zeros(4)
     outside.record(two)

@@ -1,4 +1,4 @@
-"""The protocol of `ce` under replay, and what becomes of graphs that run when their ring is dropped."""
+"""The protocol of `ce` under replay, and graphs that still run when their ring is dropped."""
 
 import gc
 import threading
@@ -20,13 +20,13 @@ skip_without_headers()
 
 CALM = 6  # steps until all passes are graphs
 FIRST = 2  # the step that captures first
-# What a capture leaves out of the order that the executor asks for: simulator.h
+# Dependencies of the executor that a mutated capture omits: simulator.h
 FORGOTTEN = ["waits_of_computes", "waits_of_hops", "ends_of_computes", "ends_of_hops"]
 
 
 def replays(rank, sim, ranks, id_, barrier, mode, mutant=None, timeout=3):
-    """Passes that become graphs while nothing is late, and then replay while everything is. Returns the step in which
-    the numbers were wrong, or nobody answered; None: none."""
+    """Runs passes that become graphs without delays, and then replays them with delays. Returns the step in which the
+    numbers were wrong or a rank timed out; None without a failure."""
     end, step = Rank(sim, rank, ranks, id_, barrier, mode, timedelta(seconds=timeout), mutant, late=True), 0
     try:
         sim.set_compute(True)
@@ -53,7 +53,7 @@ def replays(rank, sim, ranks, id_, barrier, mode, mutant=None, timeout=3):
 
 @pytest.mark.parametrize("mutant", [None, *CE_MUTANTS])
 def test_a_mistake_in_the_protocol_is_caught_where_passes_replay(sim, mutant):
-    """In a replay, or on a slow machine before."""
+    """The error shows in a replay, or before it on a slow machine."""
     mode, found = "pull" if mutant and "read" in mutant else "push", []
     for seed in range(1 if mutant is None else 6):
         sim.reset(seed)
@@ -112,13 +112,13 @@ def test_memory_outlives_a_graph_that_runs_and_a_capture_without_any_ends(sim):
 
 
 class Careless(Layer):
-    """Leaves garbage, and then makes Python look for it: what ends then waits for the device, as a ring's slots do."""
+    """Leaves garbage, and then runs Python's collection: destroyed objects wait for the device, like a ring's slots."""
 
     def forward(self, executor, local, x):
         if executor.captured():
             self.garbage = self.leave(self.sim)
-            gc.set_threshold(1, 1, 1)  # only now: what has survived a look is not looked at soon again
-            self.others = [[] for _ in range(1000)]  # more than Python has ready
+            gc.set_threshold(1, 1, 1)  # only now, since objects that survive a collection are rarely scanned again
+            self.others = [[] for _ in range(1000)]  # more than Python has preallocated
         return super().forward(executor, local, x)
 
     def leave(self, sim):
@@ -154,8 +154,8 @@ def test_nothing_is_collected_while_a_pass_is_captured(sim):
 
 
 def test_what_is_enqueued_while_a_ring_gives_up_ends_too(sim):
-    """The launch of a pass finds a full queue, as where many are enqueued behind a rank that is lost. When it returns,
-    the ring has failed, and all that was enqueued before has ended."""
+    """The launch of a pass meets a full queue, as when many passes are enqueued behind a lost rank. When it returns,
+    the ring has failed, and all earlier work has ended."""
 
     def work(rank, id_, barrier, news):
         ranks = 4
@@ -206,7 +206,8 @@ def test_a_capture_of_the_caller_that_was_invalidated_is_named(sim):
 
 
 def test_a_ring_that_fails_disturbs_no_capture_of_its_thread(sim):
-    """It asks which hops have ended, which CUDA refuses a thread that captures. That must not count as their end."""
+    """The ring queries which hops have ended, which CUDA refuses during a capture of the thread. That refusal must not
+    count as their end."""
 
     def work(rank, id_, barrier):
         end = Rank(sim, rank, 2, id_, barrier, "push")
@@ -227,8 +228,8 @@ def test_a_ring_that_fails_disturbs_no_capture_of_its_thread(sim):
 
 
 def test_in_a_capture_of_the_caller_a_pass_is_refused(sim):
-    """Passes that are no graphs are steps of it, as ever. The host keeps what they return until the device has written
-    it: here no allocator does."""
+    """Passes that are not graphs become part of the capture, as before. The host keeps their results until the device
+    has written them, since no allocator does so here."""
 
     def work(rank, id_, barrier):
         end = Rank(sim, rank, 2, id_, barrier, "push", late=True)

@@ -58,7 +58,7 @@ def _trains(rank, ranks, transport, log):
 
 
 def _rotates(rank, ranks, transport, log):
-    """Shards of unequal size visit every rank, on both routes and both ways, and held up; sums come home."""
+    """Shards of unequal size visit every rank, on both routes, in both directions, with delays; sums reach owners."""
     share_gpu(rank, ranks, log)
     mesh = init_device_mesh("cuda", (ranks,))
     for route, delay in (("ring", 0), ("direct", 0), ("ring", HELD_UP)):

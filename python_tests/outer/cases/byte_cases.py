@@ -1,7 +1,7 @@
-"""What a step sends, in bytes, against closed forms.
+"""The bytes that a step sends, against closed forms.
 
 K rings of G ranks, M parameters in 16 bits whose gradients are summed in float32, q = (K - 1) / K, m micro-batches.
-What each rank sends in a step:
+Each rank sends in a step:
 
     between replicas    AllReduce, reduced once    8 M q / G     a reduce-scatter and an all-gather of 4 bytes
                         ZeroOuter, reduced once   10 M q / G     a reduce-scatter of 4 bytes, an all-gather of 2; over
@@ -25,7 +25,7 @@ MICRO = 3
 
 
 class Handed:
-    """Bytes that policies hand to the process groups of the replicas, by what is done with them."""
+    """Counts the bytes that policies pass to the process groups of the replicas, by collective."""
 
     def __init__(self, patch):
         self.bytes = {"begin_sum": 0, "begin_scatter": 0, "all_gather": 0}
@@ -92,7 +92,7 @@ def byte_cases(rank, ranks, cases, shape):
 
 
 def policy_refresh(model):
-    """What the next forward would gather first."""
+    """Makes the gathers that would otherwise happen at the start of the next forward."""
     policy = rtp_ext.outer_of(model)
     policy.begin_forward()
     policy.end_forward()

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from apart_cases import everyone
+from local_training_cases import gather_all
 from programs.workers import alone
 from reference import assert_same, chunk, differs, full, local
 from replica_models import Tiny, batch_loss, replicated
@@ -33,11 +33,11 @@ COMPRESSORS = {
 
 
 class Compressed:
-    """One model in one process, trained on what compressors make of the gradients of rings' shards."""
+    """One model in one process, trained on the compressed gradients of rings' shards."""
 
     def __init__(self, shape, compressor, dims):
         self.replicas, self.ring = shape
-        self.compressor, self.dims = compressor, dims  # by name: what the ring cuts along, None: nothing
+        self.compressor, self.dims = compressor, dims  # by name: the dimension that the ring shards, None: not sharded
         self.model = Tiny()
         self.optimizer = adamw(self.model)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
@@ -86,14 +86,14 @@ FEW = ("top", "random", "low rank", "Neolithic of low rank")
 
 
 def compressed_cases(rank, ranks, cases):
-    """One rank of each case computes what all have to have."""
+    """One rank of each case computes the result that all must have."""
     chosen = [((2, 2), name) for name in COMPRESSORS] + [((4, 1), name) for name in FEW]
     for number, (shape, name) in enumerate(chosen):
         make = COMPRESSORS[name]
         with cases.case(f"{name} on {shape}"):
             replica = Replica(rank, shape, AllReduce(make(), bucket_bytes=300), attach=False)
             replica.train(4)
-            rows = everyone(replica.weights)
+            rows = gather_all(replica.weights)
             assert (rows == rows[0]).all(), "replicas agree bit for bit"
             if rank != number % ranks:
                 continue
@@ -161,12 +161,12 @@ def compressed_state_cases(rank, ranks, cases, folder):
         assert policy.bytes_sent() == 0
         rtp_ext.set_requires_all_reduce(model, True)
         batch_loss(model, rank, 1).backward()
-        rows = everyone(full(model.mix.weight.grad).reshape(-1))
+        rows = gather_all(full(model.mix.weight.grad).reshape(-1))
         assert torch.equal(rows[0], rows[3]) and (rows[0] == 0).any(), "the same everywhere, and sparse"
         index = model.mix.weight.__dict__["_rtp_gradient_handler"].index
         assert policy._compression.memory[index]["error"].abs().sum() > 0
         (gradient,) = torch.autograd.grad(batch_loss(model, rank, 2), [model.mix.weight])
-        assert torch.equal(*everyone(full(gradient).reshape(-1))[::3]) and (local(gradient) == 0).any()
+        assert torch.equal(*gather_all(full(gradient).reshape(-1))[::3]) and (local(gradient) == 0).any()
         twin = copy.deepcopy(model)
         assert repr(rtp_ext.outer_of(twin)) == repr(policy) and "AllReduce(" in repr(policy)
     with cases.case("refused"):
@@ -186,7 +186,7 @@ def compressed_state_cases(rank, ranks, cases, folder):
         first.train(1)
         state = copy.deepcopy(first.policy.state_dict())
         first.train(1)
-        if rank >= 2:  # what it loads is what it had
+        if rank >= 2:  # it loads its own state
             first.policy.load_state_dict(state)
         with pytest.raises(ValueError, match="every rank has to do the same"):
             first.train(1)

@@ -1,5 +1,5 @@
-"""Gossip where replicas freeze or thaw a parameter: together, which trains as n workers do, and one later than another,
-which is an error within moments on every rank, before anything is mixed."""
+"""Gossip with replicas that freeze or thaw a parameter: together, which trains like n workers, and one later than
+another, which is a prompt error on every rank, before anything is mixed."""
 
 import time
 
@@ -21,7 +21,7 @@ def freeze(model, frozen):
 
 
 def thawing(frozen):
-    """A model of which a layer is frozen at first, or is not."""
+    """Returns a model with or without a layer that is frozen at first."""
     model = Tiny()
     freeze(model, frozen)
     return model
@@ -41,7 +41,7 @@ def together_cases(rank, ranks, cases):
         assert_trained_alike(replica, workers, "gossip")
 
 
-def apart_cases(rank, ranks, cases):
+def local_training_cases(rank, ranks, cases):
     for shape, topology, overlap, frozen in (
         ((2, 2), "one-peer", False, False),
         ((2, 2), "ring", True, True),
@@ -61,7 +61,7 @@ def apart_cases(rank, ranks, cases):
         dist.all_gather(told, torch.tensor(int(named)))
         with cases.case(f"{what}: named"):
             assert time.monotonic() - start < PROMPT, f"{time.monotonic() - start} s"
-            # those that do not mix with the odd one hear of it from others that have ended
+            # replicas that do not mix with the odd one fail because others have ended
             assert named or shape == (4, 1), text
             assert sum(map(int, told)) >= 2 and told[shape[1]], f"the odd one and who met it: {told}"
     for period in (1, 3):
@@ -76,7 +76,8 @@ def apart_cases(rank, ranks, cases):
 
 
 def unseen_cases(rank, ranks, cases):
-    """After a forward, so that no comparison of models has seen it: what is mixed differs, and no buffer leaves."""
+    """Freezes or thaws between forward and step, after the comparison of models: the replicas' mixed parameters differ,
+    and no buffer is sent."""
     for policy in (Gossip(), LocalSGD(1)):
         with cases.case(f"thawed between forward and step, {policy!r}"):
             replica = Replica(rank, (2, 2), policy, model=thawing(True))
@@ -90,5 +91,5 @@ def unseen_cases(rank, ranks, cases):
 
 def freezing_cases(rank, ranks, cases):
     together_cases(rank, ranks, cases)
-    apart_cases(rank, ranks, cases)
+    local_training_cases(rank, ranks, cases)
     unseen_cases(rank, ranks, cases)

@@ -1,4 +1,4 @@
-"""DiLoCo of n workers in one process, parameter by parameter, of which some are frozen now and then."""
+"""DiLoCo of n workers in one process, parameter by parameter; some parameters are frozen for a while."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Outer:
         self.parts, self.period, self.make, self.delay, self.keep = parts, period, make, delay, keep
         self.anchors: dict = {}  # with an outer optimizer each
         self.frozen: set[str] = set()
-        self.sent: dict = {}  # by name: after which step, and what moved
+        self.sent: dict = {}  # by name: the step after which it applies, and the movement
 
     def follow(self, workers):
-        """Before a step: who is frozen, and who is no longer."""
+        """Updates the frozen parameters, and the anchors of thawed ones, before a step."""
         for name, those in _named(workers).items():
             if not those[0].requires_grad:
                 self.frozen.add(name)

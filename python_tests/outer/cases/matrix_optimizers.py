@@ -1,4 +1,4 @@
-"""Optimizers that multiply across shards, for plain tensors and DTensors alike."""
+"""Optimizers that multiply across shards, for plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def inverse_root(matrix: Tensor) -> Tensor:
 
 
 def basis(matrix: Tensor) -> Tensor:
-    """Of eigenvectors of about that matrix, which has no two alike."""
+    """Returns eigenvectors of a matrix close to the given one, with distinct eigenvalues."""
     apart = torch.linspace(1, 2, len(matrix), dtype=matrix.dtype) * matrix.trace() / 10
     return torch.linalg.eigh(matrix + torch.diag(apart))[1]
 
 
 def small(matrix: Tensor) -> Tensor:
-    """Of full rank, where the first gradients have less."""
+    """Of full rank, although the first gradients have a lower rank."""
     return 0.01 * torch.eye(len(matrix), dtype=matrix.dtype)
 
 
 class Matrices(torch.optim.Optimizer):
-    """Of matrices; `state` has lists."""
+    """An optimizer of matrices; `state` contains lists."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -106,7 +106,7 @@ class Soap(Matrices):
 
 
 def matrices(model):
-    """A square one and a tall one: DTensor takes milliseconds for every operator and shape that it has not seen."""
+    """A square matrix and a tall one: DTensor takes milliseconds for every new operator and shape."""
     return [model.mix.weight, model.mlp[0].weight]
 
 

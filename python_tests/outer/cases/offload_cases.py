@@ -1,4 +1,4 @@
-"""Models whose shards stay on the host: on a CPU ring as if there were no offload, and on a device that is made up."""
+"""Models whose shards stay on the host: on a CPU ring, where offload has no effect, and on a simulated device."""
 
 import contextlib
 import copy
@@ -20,8 +20,8 @@ from rtp_ext.ring.autograd import offloaded_shard_of
 
 
 class Negated(offload.HostMemory):
-    """A memory in which every number stands negated, so that what is read without being copied has the wrong sign; and
-    what is on its way to it is not a number until somebody has waited. AdamW and clipping treat both signs alike."""
+    """A memory that stores every number negated, so a read without a copy has the wrong sign; and data on its way to it
+    is NaN until a wait. AdamW and clipping treat both signs the same."""
 
     filled = fetched = waited = 0
 
@@ -155,7 +155,7 @@ def trains(rank, ranks, cases, shape, factor):
 
 
 class Convolutions(nn.Module):
-    """What Tiny has none of: convolutions, attention, a whole bias."""
+    """Layers that Tiny lacks: convolutions, attention, a whole bias."""
 
     def __init__(self):
         super().__init__()

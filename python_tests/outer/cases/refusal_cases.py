@@ -1,4 +1,4 @@
-"""What cannot be combined with replicas, and replicas that do not do the same: errors that say what to do."""
+"""Options that cannot be combined with replicas, and replicas that differ: errors that name the remedy."""
 
 import copy
 import os
@@ -112,9 +112,9 @@ def refusal_cases(rank, ranks, cases):
 
 
 def fails_and_goes_on(rank, ranks, cases):
-    """A backward that fails on all ranks leaves nothing to the next, whether a forward comes before that or not."""
+    """A backward that fails on all ranks leaves no state for the next, with or without a forward in between."""
     model, plain = replicated((2, 2)), Tiny()
-    batch_loss(model, rank, 0).backward()  # what is ready early is sent early from now on
+    batch_loss(model, rank, 0).backward()  # gradients that are ready early are sent early from now on
     failing = []
 
     def fail(gradient):
@@ -138,7 +138,7 @@ def fails_and_goes_on(rank, ranks, cases):
 
 
 def dies(rank, ranks):
-    """Rank 3 does, before a backward; all others, of its ring and of the other, get an error and no hang."""
+    """Rank 3 fails before a backward; all others, of its ring and of the other, get an error and do not hang."""
     model = replicated((2, 2))
     batch_loss(model, rank, 0).backward()
     loss = batch_loss(model, rank, 1)

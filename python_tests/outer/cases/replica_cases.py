@@ -19,12 +19,12 @@ def assert_same_gradients(found, plain, what, factor=1.0):
 
 
 def wrong(found, plain, factor):
-    """Whether any gradient would be seen to be wrong by a factor."""
+    """Whether a wrong factor in any gradient would be detected."""
     return any(differs(found[name], expected * factor, EXACT) for name, expected in whole_gradients(plain).items())
 
 
 def trains_as_one(rank, ranks, cases, shapes, policy=AllReduce, **how):
-    """Four steps of AdamW, clipped. `how`: by torch on DTensors, and by which of its implementations."""
+    """Runs four clipped steps of AdamW. `how`: arguments of `adamw`."""
     for shape, names, dims in shapes:
         with cases.case(f"training on {dict(zip(names, shape, strict=True))}"):
             model, plain = replicated(shape, names, dims=dims, outer=policy()), Tiny()
@@ -40,7 +40,7 @@ def trains_as_one(rank, ranks, cases, shapes, policy=AllReduce, **how):
 
 
 def accumulates(rank, ranks, cases, shape, factor, ways, outer=None, sent_by=None):
-    """`ways`: which micro-batches of a step are reduced. `sent_by`: the bytes of one reduction."""
+    """`ways`: the micro-batches of a step that are reduced. `sent_by`: the bytes of one reduction."""
     model, plain = replicated(shape, outer=outer), Tiny()
     rtp_ext.set_gradient_divide_factor(model, factor)
     share = 1.0 if factor else 1 / ranks
@@ -48,7 +48,7 @@ def accumulates(rank, ranks, cases, shape, factor, ways, outer=None, sent_by=Non
     own = sum(local(p).nbytes for p in model.parameters())
     sent_by = 2 * own * (shape[0] - 1) // shape[0] if sent_by is None else sent_by
     with torch.no_grad():
-        batch_loss(model, rank, 0)  # gathers what has to be
+        batch_loss(model, rank, 0)  # gathers the parameters that need it
     for way in ways:
         with cases.case(f"{shape} divided by {factor}, reduced {way}"):
             before = policy.bytes_sent()
@@ -66,7 +66,7 @@ def accumulates(rank, ranks, cases, shape, factor, ways, outer=None, sent_by=Non
 
 
 def unequal_tokens(rank, ranks, cases, shape, outer=None):
-    """Losses that are shares of one sum over all tokens, of which ranks have different numbers: divided by 1."""
+    """Losses that are shares of one sum over all tokens; ranks have different numbers of tokens: divided by 1."""
     tokens = [2 + 3 * other for other in range(ranks)]
     with cases.case(f"unequal tokens on {shape}"):
         model, plain = replicated(shape, outer=outer), Tiny()
@@ -94,7 +94,7 @@ def not_reached_again(model, plain, rank, ranks, cases):
 
 
 def left_out_between_reductions(model, plain, rank, ranks, cases):
-    """One of two replicas does not use a layer in some micro-batches, of which the second is not reduced."""
+    """One of two replicas does not use a layer in some micro-batches; the second of these is not reduced."""
     both = (0, 1)
     with cases.case("what one replica leaves out between reductions"):
         for step, (users, without) in enumerate(
@@ -117,8 +117,8 @@ def left_out_between_reductions(model, plain, rank, ranks, cases):
 
 
 def parts_of_backwards(rank, ranks, cases, outer=None):
-    """As a stage of a zero-bubble pipeline runs them, and reduces at the end; with an adapter, which is averaged at
-    once."""
+    """Runs micro-batches like a stage of a zero-bubble pipeline, which reduces at the end; with an adapter, which is
+    averaged immediately."""
     model, plain = replicated((2, 2), outer=outer), Tiny()
     for each in (model.mix, plain.mix):
         each.adapter = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))

@@ -79,14 +79,15 @@ def replicated(shape: tuple[int, ...], names: tuple[str, ...] = ("replicas", "ri
 
 @functools.cache
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """One for all models of a rank: its process groups take 10 ms to make. Each ring has groups of its own."""
+    """Returns one mesh for all models of a rank, since its process groups take 10 ms to make. Each ring has separate
+    groups."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def step_on(
     model: nn.Module, optimizer: torch.optim.Optimizer, losses: Sequence[Callable[[], Tensor]], stock: bool = False
 ) -> tuple[dict[str, Tensor | None], Tensor]:
-    """One clipped step on losses, each of a micro-batch. Returns the gradients and their norm."""
+    """Runs one clipped step on losses, each of a micro-batch. Returns the gradients and their norm."""
     optimizer.zero_grad()
     for loss in losses:
         loss().backward()

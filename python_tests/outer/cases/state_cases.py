@@ -1,4 +1,4 @@
-"""State of models on replicas of rings: saved on one mesh and loaded on another, given out whole, initialised."""
+"""State of models on replicas of rings: saved on one mesh and loaded on another, gathered, initialised."""
 
 import copy
 import importlib.util

@@ -1,4 +1,4 @@
-"""n workers in one process: what policies between replicas are compared with."""
+"""n workers in one process, the reference of policies between replicas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def halving(optimizer):
 class Workers:
     """Plain models, a worker for each replica; each trains on the batches of its ring's ranks.
 
-    `act(workers)` is what happens between them after each step, `workers.step` their number, from 1.
+    `act(workers)` is the rule between them after each step, `workers.step` the number of the step, from 1.
     """
 
     def __init__(self, shape, act, make=adamw, clip=CLIP):
@@ -35,7 +35,7 @@ class Workers:
         self.optimizers = [make(model) for model in self.models]
         self.schedules = [halving(optimizer) for optimizer in self.optimizers]
         self.act, self.clip, self.step = act, clip, 0
-        self.kept, self.start = {}, self.flat(self.models[0])  # what `act` wants to keep, and where it began
+        self.kept, self.start = {}, self.flat(self.models[0])  # the state of `act`, and the initial weights
 
     def train(self, steps):
         for _ in range(steps):
@@ -70,7 +70,7 @@ class Workers:
 
 
 class Replica:
-    """The model of this rank's ring, and what trains it."""
+    """The model of this rank's ring, with its optimizer and its policy."""
 
     def __init__(self, rank, shape, policy, make=adamw, clip=CLIP, model=None, attach=True, **options):
         self.rank, self.clip, self.step = rank, clip, 0

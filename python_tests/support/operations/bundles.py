@@ -72,8 +72,8 @@ def make_mlp(
     )
 
 
-# How tokens choose: experts at random (the same one twice, too), distinct ones, all the first or the last, none of
-# those at home on this rank, only those, nobody, nobody for some.
+# How tokens choose: experts at random (also the same one twice), distinct ones, all the first or the last, none of
+# the experts of this rank, only those, no expert, no expert for some tokens.
 ROUTINGS = ["random", "distinct", "first", "last", "away", "home", "nobody", "sentinel"]
 BOTH = ("up_bias", "down_bias")
 ALPHA, LIMIT = 1.3, 0.6  # so small a limit that values reach it
@@ -101,7 +101,7 @@ def make_index(
 
 
 def plain_hidden(values: Tensor, activation: str) -> Tensor:
-    """What an expert makes of up(x), with the gate's half first."""
+    """Computes an expert's activation of up(x), with the gate's half first."""
     if activation == "clamped_swiglu":
         gate, up = values.chunk(2, -1)
         gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
@@ -175,7 +175,7 @@ def make_experts(
     return Operation(parameters, dict.fromkeys(parameters, 0), plain, rotated, inputs)
 
 
-# Of the loss of a vocabulary head.
+# The loss of a vocabulary head.
 SETTINGS: list[dict[str, Any]] = [
     {"reduction": "mean"},
     {"reduction": "sum", "label_smoothing": 0.1},

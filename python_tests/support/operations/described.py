@@ -1,10 +1,10 @@
-"""What each operation is tried with by functional/test_operations.py.
+"""The cases of each operation for functional/test_operations.py.
 
-Tolerances in bfloat16 count roundings, each of at most 2**-8. Sums are in float32, so that an output or a gradient of a
-linear layer depends on at most two. Of an MLP an output depends on five (gate, up, activation, their product, the sum),
-a gradient on seven (gate, up, and of gradients: of the hidden value, times up, through the activation, times the
-activated gate, the sum); of experts on six (one more: the expert's output) and nine (times the router's weight, of the
-rows). Logits and losses are float32: a gradient of theirs is rounded once, when it is handed over.
+Tolerances in bfloat16 count roundings, each of at most 2**-8. Sums are in float32, so an output or a gradient of a
+linear layer depends on at most two. An output of an MLP depends on five (gate, up, activation, their product, the sum),
+a gradient on seven (gate, up, and the gradients of the hidden value, times up, through the activation, times the
+activated gate, the sum). For experts they are six (one more: the expert's output) and nine (times the router's weight,
+and the rows). Logits and losses are float32: their gradients are rounded once, when autograd returns them.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def rounded(forward: float, backward: float) -> dict[torch.dtype, tuple[float, f
 
 @dataclass(frozen=True)
 class Described:
-    """What an operation is tried with.
+    """The cases of an operation.
 
     Attributes:
-        grids: of what each two values meet, besides sizes, dtypes, in place and forms; one for each of operations that
-            share no more than a name.
-        variants: one pass of each, in float64 by default; of `few` instead on the route direct, and in place.
-        controls: of those whose wrong results the tolerances have to refuse.
+        grids: options that are tested in pairs, besides sizes, dtypes, in place and forms; one grid for each of the
+            operations that share only a name.
+        variants: each runs one pass, in float64 by default; `few` of them on the route direct, and in place.
+        controls: cases whose wrong results the tolerances must reject.
         matters: pairs of options whose results differ.
-        trained, frozen: of training and checkpointing, and of frozen parameters.
-        mixed: computed in bfloat16 from parameters in float32.
+        trained, frozen: cases of training and checkpointing, and of frozen parameters.
+        mixed: cases computed in bfloat16 from parameters in float32.
         exact_sums: whether gradients of parameters are then sums of exact products.
-        roundings: of a gradient that is reduced in bfloat16, for the number of ranks.
+        roundings: roundings of a gradient that is reduced in bfloat16, for the number of ranks.
     """
 
     make: Callable[..., Operation]

@@ -1,4 +1,4 @@
-"""What a seed says of a random program."""
+"""Draws a random program from a seed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TWINS = (None, "averaged", "averaged one by one", "by hand", "by hand, foreach")
 STEPS = ("for loop", "foreach")  # how the optimizer is written; DTensor has no fused SGD
 
 COMPRESSORS = {"top-k": lambda: TopK(0.3), "quantized": lambda: Quantize(4, 16), "low rank": lambda: PowerSGD(1)}
-# A policy, and what it does between plain workers; None: these are one, which takes the mean gradient of all ranks.
+# A policy, and its rule between plain workers; None: there is one worker, which takes the mean gradient of all ranks.
 POLICIES = {
     "all-reduce": (AllReduce, None),
     "zero": (ZeroOuter, None),
@@ -48,7 +48,7 @@ POLICIES = {
 
 @dataclass
 class Program:
-    """All that a seed says."""
+    """All draws from a seed."""
 
     seed: int
     ranks: int
@@ -109,12 +109,12 @@ class Program:
         }
 
     def widen(self, draw: random.Random) -> None:
-        """Draws what only wide programs have."""
+        """Draws the further parts of wide programs."""
         self.replicas = draw.choice(MESHES[self.ranks])[0]
         self.policy = draw.choice(list(POLICIES)) if self.replicas > 1 else "all-reduce"
         self.backend = draw.choice(BACKENDS)
         self.twin, self.steps = draw.choice(TWINS), draw.choice(STEPS)
-        if self.policy in COMPRESSORS:  # of float32 one rounding more may choose another value
+        if self.policy in COMPRESSORS:  # in float32 one more rounding may choose another value
             self.dtype = torch.float64
             # A backward within the backward ends a reduction where no gradient has come before it: what is left of it
             # is compressed on its own.
@@ -137,10 +137,10 @@ class Program:
 
     @property
     def compressor(self) -> Compressor | None:
-        """One like that of the policy."""
+        """Returns a compressor like that of the policy."""
         return COMPRESSORS[self.policy]() if self.policy in COMPRESSORS else None
 
     @property
     def rule(self) -> workers.Rule | None:
-        """What happens between replicas that train apart; None: they do not."""
+        """The rule between replicas in local training; None without local training."""
         return POLICIES[self.policy][1]

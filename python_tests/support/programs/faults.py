@@ -1,5 +1,5 @@
-"""Random programs in which one rank raises, or leaves out a backward: every other rank has to end with an error in time
-that names it."""
+"""Random programs in which one rank raises or omits a backward: every other rank has to end in time with an error that
+names this rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AFTERWARDS = ("stays", "ends", "goes on", "closes")
 GOES_ON = ("goes on", "closes")  # what the rank does that had the fault
 TIMEOUT, COMPILED = 2.0, 20.0  # seconds, of rings; where others wait for a rank that compiles
 SLACK = 10.0  # seconds beyond it, where replicas are many steps apart; see rtp_ext/ring/links/failure_report.py
-STEPS = 6  # that the others take at most until they have heard of it
+STEPS = 6  # the maximum until the others receive the failure
 
 _WHO = re.compile(r"(?:who failed: global ranks?|the first error was that of global rank) (\d+(?:, \d+)*)")
 
@@ -53,7 +53,7 @@ def timeout_of(program: Program) -> float:
 
 @dataclass
 class Told:
-    """How a rank ended: the kind and the text of its error, and the seconds until it came."""
+    """The end of a rank: the kind and the text of its error, and the seconds until it."""
 
     rank: int
     kind: str
@@ -62,7 +62,7 @@ class Told:
 
     @property
     def tells(self) -> bool:
-        """Whether the error says what is out of step, where all ranks report."""
+        """Whether the error names the difference between the ranks, if no rank is missing."""
         return "out of step" in self.text or "replicas disagree" in self.text
 
     @property
@@ -95,7 +95,7 @@ class Faulty(Run):
             raise PlantedError("planted")
 
     def one_step(self) -> None:
-        """On the ring alone."""
+        """Trains on the ring alone."""
         if self.armed and self.fault.place == "between steps":
             self.armed = False
             raise PlantedError("planted")
@@ -163,7 +163,7 @@ def plant(rank: int, ranks: int, seed: int) -> Told:
 
 
 def problems(seed: int, told: list[Told | None]) -> list[str]:
-    """What is wrong with how the ranks of a program ended."""
+    """Returns what is wrong with the results of the ranks of a program."""
     program = Program.draw(seed, len(told), wide=True)
     fault = Fault.draw(program)
     found, allowed = [], timeout_of(program) + SLACK

@@ -69,7 +69,7 @@ class Run:
         return rtp_ext.fully_rotate(model, mesh=ring, **mine)
 
     def take(self, model: nn.Module) -> None:
-        """Trains this model from here on."""
+        """Trains this model from now on."""
         backend = self.program.backend
         self.model = model
         self.call = model if backend is None else torch.compile(model, backend=backend)
@@ -205,7 +205,7 @@ class Run:
         self.end_step()
 
     def do_unreduced(self) -> None:
-        """Micro-batches of which the last alone is reduced over replicas."""
+        """Runs micro-batches and reduces only the last one over replicas."""
         waiting = self.backward(False)
         if self.draw.random() < 0.5:
             waiting = self.backward(False, waiting)
@@ -267,7 +267,7 @@ class Run:
                 self.both(False, models)
 
     def do_swap(self) -> None:
-        """Replaces modules of the converted model, on every rank alike."""
+        """Replaces modules of the converted model, the same on every rank."""
         kind = self.draw.choice(SWAPS)
         blocks = len(self.plain.blocks)
         first, second = self.draw.randrange(blocks), self.draw.randrange(blocks)

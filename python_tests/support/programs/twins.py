@@ -1,4 +1,4 @@
-"""Moving averages of the weights that are trained, kept in the ways that people keep them."""
+"""Moving averages of the trained weights, in the usual implementations."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DECAY = 0.75
 
 
 class Twin:
-    """Of several models at once, each followed by its own average. `how`: by torch's AveragedModel, with a function of
-    lists or of single tensors; or by hand, with values that are put into the model to be evaluated."""
+    """The moving averages of several models. `how`: torch's AveragedModel, with a function of lists or of single
+    tensors; or by hand, with values that are copied into the model for an evaluation."""
 
     def __init__(self, how: str, models: Sequence[nn.Module]) -> None:
         self.how, self.followed = how, list(models)
@@ -29,7 +29,7 @@ class Twin:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Takes in the weights of the models."""
+        """Updates the averages with the weights of the models."""
         for average, model in zip(self.averaged, self.followed, strict=False):
             average.update_parameters(model)
         for values, model in zip(self.values, self.followed, strict=False):
@@ -43,7 +43,7 @@ class Twin:
 
     @contextlib.contextmanager
     def models(self) -> Iterator[list[nn.Module]]:
-        """Models with the averages as their weights, while it lasts."""
+        """Gives the models the averages as their weights within the context."""
         if self.averaged:
             yield list(self.averaged)
             return
@@ -66,7 +66,7 @@ class Twin:
 
 
 def _alike(values: Sequence[Tensor]) -> list[list[int]]:
-    """Numbers of tensors of one type each: foreach functions take no others."""
+    """Groups the indices of tensors by type: foreach functions need one type."""
     kinds: dict[type, list[int]] = {}
     for number, value in enumerate(values):
         kinds.setdefault(type(value.detach()), []).append(number)

@@ -1,4 +1,4 @@
-"""What random programs are compared with: plain workers in one process, and what outer policies do between them."""
+"""The references of random programs: plain workers in one process, and the rules of outer policies between them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Workers:
     """Plain models, one for each replica, or a single one for all ranks: the batches that a model sees are those of
     the ranks of its replica, or of all.
 
-    kept: what a rule wants to keep. start: the weights [elements] that the rule began with. parameters: of each model
-    when the rule began; of modules that are exchanged later, or leave the model, too.
+    kept: the state of a rule. start: the weights [elements] when the rule began. parameters: those of each model when
+    the rule began, including those of modules that are exchanged later or leave the model.
     """
 
     def __init__(self, models: Sequence[nn.Module], rule: Rule) -> None:
@@ -30,7 +30,7 @@ class Workers:
         self.restart()
 
     def restart(self) -> None:
-        """Begins anew, as a policy does that is given to a new model."""
+        """Restarts, like a policy that is attached to a new model."""
         self.parameters = [list(model.parameters()) for model in self.models]
         self.step, self.kept, self.start = 0, {}, self.weights[0]
 
@@ -41,7 +41,7 @@ class Workers:
 
     @torch.no_grad()
     def average(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """All get the mean of their weights, and the optimizers of their states."""
+        """Sets all weights to their mean, and the states of the optimizers to theirs."""
         take_in(self)
         self.mix(mixing_matrix("complete", self.replicas))
         for parameters in zip(*self.parameters, strict=True):
@@ -66,7 +66,7 @@ class Workers:
         self.put(matrix.to(self.weights.dtype) @ self.weights)
 
 
-# -- what policies do between whole models -----------------------------------------------------------------------------
+# -- rules between whole models ----------------------------------------------------------------------------------------
 
 
 def nothing(workers: Any) -> None:
@@ -96,7 +96,7 @@ def gossip(topology: str, period: int = 1, global_period: int | None = None) -> 
 
 
 def gossip_beside(topology: str, period: int = 1, global_period: int | None = None) -> Rule:
-    """D-PSGD: what mixing changes comes a step later."""
+    """D-PSGD: the change by mixing is applied a step later."""
 
     def act(workers: Any) -> None:
         take_in(workers)
@@ -138,7 +138,7 @@ def diloco(period: int, outer: Callable, fragments: Any = None, delay: int = 0, 
 
 
 def take_in(workers: Any, step: float = math.inf) -> None:
-    """Has what was due until a step take effect."""
+    """Applies all updates that are due until a step."""
     late = workers.kept.get("late", {})
     for number in [number for number, (due, _) in late.items() if due <= step]:
         late.pop(number)[1]()
@@ -148,15 +148,15 @@ def take_in(workers: Any, step: float = math.inf) -> None:
 
 
 class Compressed:
-    """What AllReduce(compressor) makes of the gradients of the replicas of a ring of so many ranks."""
+    """Computes the result of AllReduce(compressor) for the gradients of the replicas of a ring of so many ranks."""
 
     def __init__(self, compressor: Any, ring: int) -> None:
         self.compressor, self.ring = compressor, ring
         self.memory: dict[tuple[nn.Parameter, int], list[dict[str, Tensor]]] = {}  # and place in the ring
 
     def mean(self, parameter: nn.Parameter, gradients: Sequence[Tensor], dim: int | None) -> Tensor:
-        """Of the gradients of one parameter, a whole one of each replica. `dim`: what the ring cuts along; None:
-        nothing."""
+        """Reduces the gradients of one parameter, a whole one from each replica. `dim`: the dimension that the ring
+        shards; None: not sharded."""
         shards = []
         for place in range(self.ring):
             cut = [g if dim is None else chunk(g, self.ring, place, dim).contiguous() for g in gradients]
@@ -177,8 +177,8 @@ class Compressed:
 
 
 def alone(compressor: Any, gradients: Sequence[Tensor], memories: Sequence[dict]) -> tuple[Tensor, list[int]]:
-    """The mean over replicas of one shard's gradients, by `way` in one process; and the bytes that each has sent, of
-    sums and of what is gathered."""
+    """Returns the mean over replicas of one shard's gradients, computed by `way` in one process; and the bytes that
+    each replica sends, for sums and for gathers."""
     ways, feedback, sent, results = [], compressor.error_feedback, [0, 0], []
     given = [g + m["error"] if feedback else g for g, m in zip(gradients, memories, strict=True)]
     asks = []

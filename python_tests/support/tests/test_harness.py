@@ -1,4 +1,4 @@
-"""The harness reports what a rank did, whatever it did."""
+"""The harness reports every outcome of a rank."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The meter of live bytes counts what it says."""
+"""The meter of live bytes counts correctly."""
 
 import pytest
 import torch

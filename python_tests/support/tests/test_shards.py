@@ -1,4 +1,4 @@
-"""What tests take in place of DTensor's rule of `detach` is what that rule says."""
+"""The tests' replacement of DTensor's rule of `detach` gives the same results as the rule."""
 
 from itertools import product
 

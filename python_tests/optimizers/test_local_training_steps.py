@@ -1,4 +1,4 @@
-"""Which steps count where replicas train apart, whatever the optimizer steps on; and which parts a policy covers."""
+"""The steps that count in local training, for all parameters of the optimizer; and the parts that a policy covers."""
 
 import copy
 

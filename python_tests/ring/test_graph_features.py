@@ -1,18 +1,18 @@
-"""Passes as graphs together with split backwards and checkpoints, and with policies between replicas. Replays are made
-as replayed.py says."""
+"""Passes as graphs together with split backwards and checkpoints, and with policies between replicas. replayed.py makes
+the replays."""
 
 import contextlib
 
 import pytest
 import torch
-from apart_cases import everyone
 from autograd_subjects import SUBJECTS
 from grids import few
 from harness import Cases, run_ranks
+from local_training_cases import gather_all
 from reference import assert_same, differs
 from replayed import replayed
 from replica_models import EXACT as SUMMED
-from test_apart import diloco, gossip, local_sgd
+from test_local_training import diloco, gossip, local_sgd
 from test_split_backward import _adapted, _checkpointed, _subject
 from workers import EXACT, Replica, Workers, adamw, momentum
 
@@ -25,7 +25,7 @@ from rtp_ext.ring import graphs
 
 @contextlib.contextmanager
 def replaying():
-    """Rings made in it have graphs, and at least one of them replays."""
+    """Rings that are made within the context have graphs, and at least one of them replays."""
     with replayed() as rings:
         yield
         assert sum(each.replayed for each in rings) > 0, rings
@@ -53,7 +53,7 @@ def test_split_backwards_and_checkpoints(ranks):
 # -- between replicas --------------------------------------------------------------------------------------------------
 
 
-STEPS, MOST_STEPS = 6, 30  # tensors come to lie where they lay before, sooner or later
+STEPS, MOST_STEPS = 6, 30  # tensors get earlier addresses again, sooner or later
 POLICIES = {  # what acts, the same on whole models, the optimizer
     "local SGD": (lambda: LocalSGD(2), local_sgd(2), momentum),
     "DiLoCo": (lambda: DiLoCo(2), diloco(2, nesterov), adamw),
@@ -64,7 +64,7 @@ POLICIES = {  # what acts, the same on whole models, the optimizer
 
 
 def _policies(rank, ranks):
-    """What policies write to parameters and take of gradients, where graphs know both."""
+    """Policies write to parameters and read gradients whose addresses are in graphs."""
     cases = Cases()
     for number, (name, (policy, act, make)) in enumerate(POLICIES.items()):
         with cases.case(name), replayed() as rings:
@@ -72,9 +72,9 @@ def _policies(rank, ranks):
             replayed_by = [0]
             while replica.step < MOST_STEPS and not min(replayed_by):
                 replica.train(STEPS)
-                replayed_by = everyone(torch.tensor(sum(each.replayed for each in rings))).tolist()
+                replayed_by = gather_all(torch.tensor(sum(each.replayed for each in rings))).tolist()
             assert max(replayed_by) > 0, rings
-            rows = everyone(replica.weights)
+            rows = gather_all(replica.weights)
             rtp_ext.ring_of(replica.model).close()
             if rank != number % ranks:  # one of them computes what all have to have
                 continue
@@ -101,7 +101,7 @@ def _without_addresses(argument, tensors, _look=graphs._look):
 
 
 def _mixed_up(rank, ranks):
-    """Graphs that do not tell addresses apart give an earlier call's numbers, which the tests above would see."""
+    """Graphs that do not distinguish addresses give the numbers of an earlier call, which the tests above detect."""
     for mistaken in (False, True):
         with replayed(), rtp_ext.Ring(timeout=30.0) as ring, pytest.MonkeyPatch.context() as patch:
             if mistaken:

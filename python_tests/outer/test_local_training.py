@@ -6,18 +6,18 @@ import time
 
 import pytest
 import torch
-from apart_cases import (
-    apart_refusals,
-    checkpoint_cases,
-    counting_cases,
-    everyone,
-    frozen_cases,
-    property_cases,
-    training_cases,
-)
 from freezing_cases import freezing_cases
 from grids import few
 from harness import Cases, run_ranks
+from local_training_cases import (
+    checkpoint_cases,
+    counting_cases,
+    frozen_cases,
+    gather_all,
+    local_training_refusals,
+    property_cases,
+    training_cases,
+)
 from programs.workers import diloco, gossip, gossip_beside, local_sgd, nothing
 from reference import assert_same, differs
 from workers import EXACT, STEPS, Replica, Workers, adamw, momentum
@@ -77,14 +77,14 @@ def _four(rank, ranks):
     cases = Cases()
     apart = {}
     every = list(itertools.product(((4, 1), (2, 2)), policies()))
-    # of two replicas every kind of mixing once: their topologies are alike
+    # every kind of mixing once for two replicas: their topologies are the same
     enough = [(shape, name) for shape, name in every if shape == (4, 1) or name in ON_RINGS]
     for number, (shape, name) in enumerate(few(enough, every)):
         policy, act, make = policies()[name]
         with cases.case(f"{name} on {shape}"):
             replica = Replica(rank, shape, policy(), make)
             replica.train(STEPS)
-            rows = everyone(replica.weights)
+            rows = gather_all(replica.weights)
             if rank != number % ranks:  # one of them computes what all have to have
                 continue
             workers = Workers(shape, act, make)
@@ -108,7 +108,7 @@ def test_against_workers_in_one_process():
 
 def _two_by_two(rank, ranks, folder):
     cases = Cases()
-    for part in (property_cases, counting_cases, training_cases, apart_refusals, frozen_cases, freezing_cases):
+    for part in (property_cases, counting_cases, training_cases, local_training_refusals, frozen_cases, freezing_cases):
         part(rank, ranks, cases)
     checkpoint_cases(rank, ranks, cases, folder)
     cases.finish()

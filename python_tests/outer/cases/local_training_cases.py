@@ -1,4 +1,4 @@
-"""Policies that act after steps: what they keep, count and refuse, on 2 x 2 ranks."""
+"""Policies that act after steps: their state, counts and refusals, on 2 x 2 ranks."""
 
 import copy
 import types
@@ -20,14 +20,14 @@ from rtp_ext.outer import AllReduce, DiLoCo, Gossip, LocalSGD, mixing_matrix
 SHAPE = (2, 2)
 
 
-def everyone(weights):
+def gather_all(weights):
     """[ranks, elements]"""
     rows = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, weights.contiguous())
     return torch.stack(rows)
 
 
-# -- what is known exactly ---------------------------------------------------------------------------------------------
+# -- exact results -----------------------------------------------------------------------------------------------------
 
 
 def property_cases(rank, ranks, cases):
@@ -66,12 +66,12 @@ def property_cases(rank, ranks, cases):
         replica.optimizer.register_step_post_hook(lambda *_: before.append(replica.weights))
         replica.policy.attach(replica.optimizer)
         replica.train(1)
-        rows = everyone(before[0])
+        rows = gather_all(before[0])
         assert not torch.equal(rows[0], rows[2]), "control"
         assert torch.equal(replica.weights, rows[0] * 0.5 + rows[2] * 0.5)
 
 
-# -- what is sent ------------------------------------------------------------------------------------------------------
+# -- sent bytes --------------------------------------------------------------------------------------------------------
 
 
 def counting_cases(rank, ranks, cases):
@@ -135,7 +135,7 @@ def training_cases(rank, ranks, cases):
         replica.optimizer.register_step_post_hook(lambda *_: before.append(replica.weights.float()))
         replica.policy.attach(replica.optimizer)
         replica.train(1)
-        rows = everyone(before[0])
+        rows = gather_all(before[0])
         assert torch.equal(replica.weights, ((rows[0] + rows[2]) / 2).bfloat16())
     with cases.case("a copy has a policy of its own"):
         replica = Replica(rank, SHAPE, LocalSGD(5))
@@ -181,7 +181,7 @@ def checkpoint_cases(rank, ranks, cases, folder):
         "gossip": ((4, 1), lambda: Gossip("ring", global_period=3)),
     }
     every = [(name, begun) for name in policies for begun in ((4, 0) if name == "streaming" else (4,))]
-    # gossip that does not overlap keeps less than one that does
+    # gossip without overlap has less state than gossip with overlap
     for name, begun in few([each for each in every if each[0] != "gossip"], every):
         shape, make = policies[name]
         with cases.case(f"restart of {name} after {begun}"):
@@ -189,7 +189,7 @@ def checkpoint_cases(rank, ranks, cases, folder):
             first.train(begun)
             where, schedule = f"{folder}/{name}{begun}", first.schedule.state_dict()
             dcp.save({"policy": first.policy}, checkpoint_id=where)
-            saved = everyone(first.weights)
+            saved = gather_all(first.weights)
             assert torch.equal(saved[0], saved[2]) == (begun == 0), "replicas differ when they are saved"
             first.train(4)
             again = Replica(rank, shape, make(), model=other_values())
@@ -212,9 +212,9 @@ def checkpoint_cases(rank, ranks, cases, folder):
             with pytest.raises(ValueError, match=r"mixture of them: expected outer_of\(model\).average\(\)"):
                 what()
     with cases.case("average"):
-        rows = everyone(replica.weights)
+        rows = gather_all(replica.weights)
         moments = full(replica.optimizer.state[replica.model.mix.weight]["exp_avg"])
-        both = everyone(moments)
+        both = gather_all(moments)
         replica.policy.average()
         assert_same(replica.weights, (rows[0] + rows[2]) / 2, EXACT, "weights")
         moments = full(replica.optimizer.state[replica.model.mix.weight]["exp_avg"])
@@ -248,7 +248,7 @@ def checkpoint_cases(rank, ranks, cases, folder):
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def apart_refusals(rank, ranks, cases):
+def local_training_refusals(rank, ranks, cases):
     def refused(what, match, act, error=ValueError):
         with cases.case(what), pytest.raises(error, match=match):
             act()
@@ -365,7 +365,7 @@ def apart_refusals(rank, ranks, cases):
 
 
 def frozen_cases(rank, ranks, cases):
-    """What only some replicas have frozen."""
+    """Parameters that only some replicas have frozen."""
     for shape, first in ((SHAPE, 2), ((4, 1), 3)):
         with cases.case(f"frozen from rank {first} on, {shape}"):
             replica = Replica(rank, shape, LocalSGD(1))

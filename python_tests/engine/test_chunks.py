@@ -1,4 +1,4 @@
-"""Shards above the slot cap travel in pieces: the same results, and slots no larger than the cap."""
+"""Shards above the slot cap travel in chunks: the same results, and slots no larger than the cap."""
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +96,7 @@ def test_pieces():
 
 
 def test_a_schedule_is_made_once():
-    """Passes that hop alike share it, whatever their sizes, pieces and values."""
+    """Passes with the same hops share it, for all sizes, chunks and values."""
     ring = rtp_ext.Ring.emulated(3)
     made = []
     for rows, cap, frozen in ((2, 0, False), (2, 0, False), (5, 0, False), (5, 1, False), (5, 0, True), (2, 0, True)):

@@ -1,4 +1,4 @@
-"""What is not there: hosts, of ranks of one machine that take each other for ranks of several, and rings."""
+"""Pretended hosts, so that ranks of one machine behave like ranks of several, and graphs without a real ring."""
 
 import os
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from rtp_ext.ring.links.options import RingOptions
 
 
 def pretend_hosts(rank: int, per_host: int) -> None:
-    """Lets this process take part in rings of hosts with `per_host` ranks each. Before the ring is made."""
+    """Makes this process a member of a host with `per_host` ranks. Must be called before the ring is made."""
     os.environ["RTP_DEBUG_HOST"] = f"host {rank // per_host}"
 
 
@@ -26,7 +26,7 @@ def graphs_of(
     tensor_parallel: bool = False,
     **options: Any,
 ) -> PassGraphs:
-    """The graphs of a ring that has `executor`, without its other fields. `wanted`: its `graphs`."""
+    """Returns the graphs of a ring with `executor` and no other fields. `wanted`: the option `graphs`."""
     ring: Any = SimpleNamespace(size=size, device=torch.device(device))
     asked = RingOptions(graphs=wanted, **options)
     return choose_graphs(

@@ -1,7 +1,7 @@
-"""What becomes of a weight that travels in fewer bits: a process that computes with it is to give what a ring gives.
+"""References for weights that travel in fewer bits: one process that rounds them must give the results of a ring.
 
-The values of 8 bits come from the extension's own kernel here: a float32 product that lies between two of them, but for
-its rounding, may go to either. `reckoned` makes them with torch alone, in float64.
+The 8-bit values come from the extension's own kernel, since a float32 product that lies midway between two of them,
+except for its rounding, may go to either. `reckoned` computes them with torch alone, in float64.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ BLOCK = 128
 
 
 def arrived(shard: Tensor, travel: str | None, rows: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """A shard as whoever receives it computes with it, in `dtype` (default: its own). `rows`: it travels in pieces of
-    so many."""
+    """Returns the shard that a receiver computes with, in `dtype` (default: its own). `rows`: rows of each chunk in
+    which it travels."""
     shard, dtype = shard.detach().contiguous(), dtype or shard.dtype
     if travel is None:
         return shard.to(dtype)
@@ -37,7 +37,7 @@ def arrived(shard: Tensor, travel: str | None, rows: int | None = None, dtype: t
 
 
 def rebuilt(whole: Tensor, dim: int, ranks: int, travel: str | None, rows: int | None = None) -> Tensor:
-    """A whole parameter of what arrives of each shard; on a single rank nothing travels."""
+    """Returns a whole parameter made of the received shards; on a single rank nothing travels."""
     if ranks == 1:
         return whole.detach()
     return torch.cat([arrived(chunk(whole, ranks, rank, dim), travel, rows) for rank in range(ranks)], dim)
@@ -47,13 +47,13 @@ Cuts = tuple[tuple[int, int], ...]  # dimension and number of parts, one cut aft
 
 
 def cuts_of(parameter: DTensor) -> Cuts:
-    """How a parameter is cut: by tensor parallelism, if at all, and then over the ring."""
+    """The cuts of a parameter: by tensor parallelism, if any, and then over the ring."""
     ranks = parameter.device_mesh.shape
     return tuple((p.dim, ranks[n]) for n, p in enumerate(parameter.placements) if isinstance(p, Shard))
 
 
 def rebuilt_parts(whole: Tensor, cuts: Cuts, travel: str | None) -> Tensor:
-    """A whole parameter of what arrives of the shards of each of its parts."""
+    """Returns a whole parameter made of the received shards of each of its parts."""
     (dim, ranks), *further = cuts
     if not further:
         return rebuilt(whole, dim, ranks, travel)
@@ -63,7 +63,7 @@ def rebuilt_parts(whole: Tensor, cuts: Cuts, travel: str | None) -> Tensor:
 
 @contextlib.contextmanager
 def computing_with(model: nn.Module, cuts: Mapping[str, Cuts], travel: str | None) -> Iterator[None]:
-    """Within, a plain model has the weights that the ranks of a ring compute with; then its exact ones again."""
+    """Within the context, a plain model has the weights that the ranks of a ring compute with, then its exact ones."""
     exact = {name: model.get_parameter(name).detach().clone() for name in cuts}
     with torch.no_grad():
         for name, values in exact.items():
@@ -81,29 +81,29 @@ def blocks_of(values: Tensor) -> Tensor:
 
 
 def most_in_block(values: Tensor) -> Tensor:
-    """For every number, the largest magnitude in its block."""
+    """Returns the largest magnitude in the block of every number."""
     blocks = blocks_of(values)
     return blocks.abs().amax(1, keepdim=True).expand_as(blocks).flatten()[: values.numel()].view(values.shape)
 
 
-_NOTHING = 1e-14  # what is zero but for rounding, such as the gradient of the bias of a key
+_NOTHING = 1e-14  # values that are zero except for rounding, such as the gradient of the bias of a key
 
 
 class Contributions:
-    """Whether gradients that came straight home are off by the rounding of what others have contributed, and by no
-    more. `travel`: int8 or bfloat16."""
+    """Checks that the error of gradients on the direct route is the rounding of the other ranks' contributions, and
+    no more. `travel`: int8 or bfloat16."""
 
     def __init__(self, travel: str) -> None:
         self.travel = travel
         self.numbers = self.rounded = self.refused = 0
 
     def bound(self, part: Tensor) -> Tensor:
-        """What one number may be off by; contiguous, as it travels."""
+        """Returns the tolerance of each number; contiguous, in the layout of the hop."""
         return most_in_block(part) / 254 if self.travel == "int8" else part.abs() * 2.0**-8
 
     def check(self, what: str, found: Tensor, own: Tensor, others: Sequence[Sequence[Tensor]]) -> None:
-        """`others`: for each other rank what it contributed, in each of its backwards, every one of which is rounded
-        once; `own` is not."""
+        """`others`: the contributions of each other rank, one for each of its backwards, each rounded once; `own` is
+        not rounded."""
         if found.numel() == 0:
             return
         parts = [part.contiguous() for rank in others for part in rank]

@@ -1,4 +1,4 @@
-"""The last hop of a gradient may still be under way when the backward goes on to the layers before: it saves waiting,
+"""The last hop of a gradient may still be under way when the backward continues with earlier layers: this saves time
 and never changes a result."""
 
 import copy
@@ -16,11 +16,11 @@ import rtp_ext
 
 TOLERANCE = 1e-9
 STEPS = 3
-DELAY = {"delay_us": 3000}  # of every hop, at most: what is not waited for is read too early
+DELAY = {"delay_us": 3000}  # of every hop, at most: unawaited data is read too early
 
 
 class Uses(nn.Module):
-    """One layer that is called twice, one whose weight is tied to it, one that is checkpointed, one that is frozen."""
+    """One layer that is called twice, one with a weight tied to it, one with a checkpoint, one frozen."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ def _uses(rank, ranks):
                     assert_same(full(gradient), expected[name], TOLERANCE, name)
         assert ring.landed_late() > 0
 
-        # a backward that fails after some layers: what is under way belongs to nobody, and the next one is right
+        # a backward that fails after some layers: its hops under way are dropped, and the next backward is right
         x = torch.ones(2, 7, dtype=torch.float64, requires_grad=True)
         x.register_hook(_fail)
         with pytest.raises(ZeroDivisionError):
@@ -118,7 +118,7 @@ def _uses(rank, ranks):
             for name, gradient in _gradients(model, rank, "backward").items():
                 assert_same(full(gradient), expected[name], TOLERANCE, name)
 
-        # control: gradients that nobody waits for are wrong
+        # control: gradients without a wait are wrong
         ring.land = lambda gradient: None
         found = _gradients(model, rank, "autograd.grad")
         wrong = [name for name, gradient in found.items() if differs(full(gradient), expected[name], TOLERANCE)]
@@ -137,7 +137,7 @@ def test_every_use_of_a_parameter():
 
 
 def _narrow(rank, ranks):
-    """Gradients that are rounded to the dtype of their parameters are read at once, and so wait."""
+    """Gradients that are rounded to the dtype of their parameters are read immediately, so they are not deferred."""
     with _ring(1) as ring:
         model = rtp_ext.fully_rotate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16(), mesh=ring)
         model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
