@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 8 benchmarks/overlap.py --ring real --ranks 8
     python benchmarks/overlap.py --hosts 2 --rate 2gbit --shapes cpu-4k --tokens 512
 
-Definitions of the quantities: rtp_ext/measure/layer.py; formulas: rtp_ext/measure/metrics.py; shapes and order:
+Definitions of the quantities: rtp_ext/measure/layer.py; formulas: rtp_ext/measure/overlap_metrics.py; shapes and order:
 shared/options/overlap_cases.py; options: shared/options/overlap_options.py.
 
 On one GPU the ring is *emulated*: one process runs the exact timeline of one rank with real copies over `--link`, and
@@ -46,7 +46,7 @@ from shared.wire import Counter
 
 import rtp_ext
 from rtp_ext.measure.layer import TimedLayer
-from rtp_ext.measure.metrics import Times, metrics, model
+from rtp_ext.measure.overlap_metrics import Times, metrics, model
 from rtp_ext.measure.timing import Sample, samples
 
 PLAIN = "sm-local"  # what an emulated ring on a GPU is without a choice

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import rtp_ext
-from rtp_ext.ring.links.addresses import own_address
+from rtp_ext.ring.links.host_address import own_address
 
 LOW_WATER = 1 << 20
 Exchange = Callable[[Callable[[], None]], None]  # moves all messages, and computes beside each

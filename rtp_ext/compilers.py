@@ -31,7 +31,7 @@ _TRACED = (
     "nn/embedding.py",
     "nn/linear.py",
     "nn/mlp.py",
-    "parameters/live.py",
+    "parameters/sharded_module.py",
 )
 
 

@@ -14,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 import rtp_ext
 from rtp_ext.nn._base import RotatedModule
-from rtp_ext.parameters.live import mixin_of
+from rtp_ext.parameters.sharded_module import mixin_of
 
 LIMIT = TOLERANCE[torch.float64]
 

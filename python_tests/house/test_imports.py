@@ -182,7 +182,7 @@ def test_includes_run_downward():
         ("rtp_ext.ring.routes.route_planner", "from rtp_ext.observe import trace", "observe"),
         ("rtp_ext.ring.routes.route_planner", "from rtp_ext.ring import Ring", "imports ring,"),
         ("rtp_ext.ring.routes.route_planner", "import rtp_ext.ring.ring", "imports ring,"),
-        ("rtp_ext.ring.links.hosts", "from rtp_ext.ring.routes.hops import choose_route", "ring/routes"),
+        ("rtp_ext.ring.links.hosts", "from rtp_ext.ring.routes.weight_routes import choose_route", "ring/routes"),
         ("rtp_ext.functional.linear", "from rtp_ext.functional import torch_compile", "functional/torch_compile"),
         ("rtp_ext.convert.modules.head", "from rtp_ext.convert.scopes import install", "imports convert,"),
     ],

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import rtp_ext
 from rtp_ext.measure import layer as measured_layer
 from rtp_ext.measure import timing
-from rtp_ext.measure.metrics import Times, metrics, model
+from rtp_ext.measure.overlap_metrics import Times, metrics, model
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rtp_ext import RotationError, bench, functional
 from rtp_ext.__main__ import main
-from rtp_ext.measure.metrics import Times
+from rtp_ext.measure.overlap_metrics import Times
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -129,7 +129,7 @@ def test_records_of_all_ranks_say_who_was_late_skipped_or_stayed_away(ranks, tra
     last = ranks - 1
     first_hop = f"second forward, weight hop 1 of {last}"
     calm, late = told("calm"), told("late")
-    sleepy = rf"rank {last} was (\S+) s later than others, and waited for nobody, before {first_hop}"
+    sleepy = rf"rank {last} was (\S+) s later than others, and waited for no rank, before {first_hop}"
     seconds, *others = map(float, re.findall(sleepy, late))  # the latest first; a machine under load adds others
     assert NAP * 0.8 < seconds < NAP + 1.0 and all(other < NAP / 2 for other in others), late
     assert all(float(found) < NAP / 2 for found in re.findall(sleepy, calm)), f"control: {calm}"

@@ -18,7 +18,7 @@ from rtp_ext.planner import (
     rtp_bytes,
     search,
 )
-from rtp_ext.planner.engine import wire_bytes
+from rtp_ext.planner.native import wire_bytes
 from rtp_ext.planner.rotation.seconds import hop_s, rotation_seconds
 from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s
 from rtp_ext.planner.time.stage import StageClock

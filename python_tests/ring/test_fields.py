@@ -10,12 +10,12 @@ import torch
 import rtp_ext
 from rtp_ext import RotationError, _native
 from rtp_ext.functional import rotated_linear, rotated_mlp
-from rtp_ext.ring.dispatch import Dispatcher
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.hosts import Hosts, find_hosts, levels_refusal
 from rtp_ext.ring.links.options import RingOptions, TransportOptions
 from rtp_ext.ring.links.places import Place
 from rtp_ext.ring.links.transports import Connection
+from rtp_ext.ring.op_runner import OpRunner
 from rtp_ext.ring.prepared import Agreement, Prepared
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 from rtp_ext.ring.routes.plan import RoutePlan
@@ -220,7 +220,7 @@ def test_dispatch_and_telemetry_without_a_ring():
     native = _native.emulated_transport(CPU)
     ring.executor = _native.Executor(native, 1, 3, CPU)
     graphs = type("NoGraphs", (), {"on": False})()
-    dispatcher = Dispatcher(ring, Agreement(ring), graphs)
+    dispatcher = OpRunner(ring, Agreement(ring), graphs)
     telemetry = Telemetry(ring, Connection("emulated", native, "a test"), "token")
     shard = torch.arange(4.0)
     with telemetry.trace() as trace:

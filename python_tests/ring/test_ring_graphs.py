@@ -134,7 +134,7 @@ def _tensors(returned):
 def test_operations_write_their_results_where_they_are_told(dtype):
     ranks, tokens, inputs = 3, 5, 6
     with Ring.emulated(ranks) as ring:
-        placed = ring._dispatcher.graphs = Placed(ring.communicator.executor)
+        placed = ring._op_runner.graphs = Placed(ring.communicator.executor)
 
         def numbers(*shape, seed):
             return random(*shape, dtype=dtype, seed=seed).requires_grad_()

@@ -14,7 +14,7 @@ from rtp_ext.observe import doctor
 from rtp_ext.ring.links.options import TransportOptions
 from rtp_ext.ring.links.transports import connect
 from rtp_ext.ring.routes import route_planner
-from rtp_ext.ring.routes.hops import choose_ce_modes, choose_route
+from rtp_ext.ring.routes.weight_routes import choose_ce_modes, choose_route
 
 
 class TwoRanks:

@@ -20,7 +20,7 @@ from reference import assert_same, full
 
 import rtp_ext
 from rtp_ext import RingTimeout, RotationError, _native
-from rtp_ext.ring.links import addresses
+from rtp_ext.ring.links import host_address
 from rtp_ext.ring.prepared import Prepared
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ HEADER = 256  # bytes before those of a hop
 
 
 @contextlib.contextmanager
-def two_ranks(host="127.0.0.1", timeout=TIMEOUT, between=lambda addresses: None):
+def two_ranks(host="127.0.0.1", timeout=TIMEOUT, between=lambda host_address: None):
     """The executors of a ring of two ranks in this process, and threads that they can run on."""
     ranks = [_native.TcpTransport(rank, 2, host, timedelta(seconds=timeout)) for rank in range(2)]
     told = [transport.address() for transport in ranks]
@@ -196,20 +196,20 @@ def test_addresses(monkeypatch):
     def among(*others):
         return lambda mine: [*others, mine]
 
-    monkeypatch.setattr(addresses, "_rendezvous", lambda: "meeting")
+    monkeypatch.setattr(host_address, "_rendezvous", lambda: "meeting")
     monkeypatch.setattr(_native, "address_toward", lambda host: asked.append(host) or where[host])
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     where = {"meeting": "10.0.0.1"}
-    assert addresses.own_address(among("10.0.0.2")) == "10.0.0.1"
+    assert host_address.own_address(among("10.0.0.2")) == "10.0.0.1"
     where = {"meeting": "127.0.1.1", "10.0.0.2": "10.0.0.1"}  # the rendezvous is here
-    assert addresses.own_address(among("10.0.0.2")) == "10.0.0.1"
-    assert addresses.own_address(among("127.0.0.1")) == "127.0.1.1"  # all ranks are
+    assert host_address.own_address(among("10.0.0.2")) == "10.0.0.1"
+    assert host_address.own_address(among("127.0.0.1")) == "127.0.1.1"  # all ranks are
     assert asked == ["meeting", "meeting", "10.0.0.2", "meeting"]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth9")
-    assert addresses.own_address(among("10.0.0.2")) == "127.0.0.1"
+    assert host_address.own_address(among("10.0.0.2")) == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RotationError, match="network interface nowhere0"):
-        addresses.own_address(among("10.0.0.2"))
+        host_address.own_address(among("10.0.0.2"))
 
 
 def _out_of_reach(rank, ranks):

@@ -72,7 +72,7 @@ class _Step:
     def squares(self) -> list[Tensor]:
         """Returns sums of squares over this rank's shard: of the parameter, and of each row and column of the
         gradient."""
-        wide = _wide(self.gradient.dtype)
+        wide = _accumulation_dtype(self.gradient.dtype)
         sums = [held(self.parameter).to(wide).square().sum()]
         squares = self.gradient.to(wide).square()
         for dim in (_ROWS, _COLUMNS) if self.parameter.dim() > 1 else ():
@@ -93,7 +93,7 @@ class _Step:
 
     def update(self, eps: float) -> Tensor:
         """Returns the update of this rank's shard, before it is clipped and scaled."""
-        wide = _wide(self.gradient.dtype)
+        wide = _accumulation_dtype(self.gradient.dtype)
         if self.parameter.dim() < 2:
             estimate = held(self.state["variance"]).to(wide, copy=True)
         else:
@@ -136,7 +136,7 @@ def _eps(given: float | None, step: _Step) -> float:
     return torch.finfo(step.parameter.dtype).eps if given is None else given
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 

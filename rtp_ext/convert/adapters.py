@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from rtp_ext.parameters.live import mixed_class
+from rtp_ext.parameters.sharded_module import mixed_class
 
 
 class MergingAdapter:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from rtp_ext._native import RotationError
 from rtp_ext.convert.modules.bundled import BundledMLP
-from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import computes_plainly
@@ -63,7 +63,7 @@ def want_gradients(arguments: Any) -> bool | None:
 def facts_of(root: nn.Module, named: Named) -> tuple[list[tuple], list[Any]]:
     """Returns the properties of a model that may change between two forwards and decide their hops: those of its
     parameters, and how its modules rotate. Cheap: called in every forward."""
-    return _parameters(named), [_rotation(module) for module in root.modules() if isinstance(module, LiveModule)]
+    return _parameters(named), [_rotation(module) for module in root.modules() if isinstance(module, ShardedModule)]
 
 
 def agree_on_model(root: nn.Module, ring: Ring, mode: Mode) -> None:
@@ -97,7 +97,7 @@ def _operations(root: nn.Module) -> Iterator[Prepared]:
     """Yields the Prepared of each operation of a model's modules, in the order of the modules."""
     known: set[int] = set()
     for module in root.modules():
-        together = module.__dict__.get("together") if isinstance(module, LiveModule) else None
+        together = module.__dict__.get("together") if isinstance(module, ShardedModule) else None
         for prepared in (module.__dict__.get("_prepared"), together and together.prepared):
             if isinstance(prepared, Prepared) and id(prepared) not in known:
                 known.add(id(prepared))
@@ -187,7 +187,7 @@ def _modules(root: nn.Module) -> Iterator[tuple[str, str]]:
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield f"buffer {key} of {label}", _shape_of(buffer)
-        if isinstance(module, LiveModule):
+        if isinstance(module, ShardedModule):
             policy, in_place = _rotation(module)
             yield f"mp_policy of {label}", repr(policy)
             yield f"in_place of {label}", repr(in_place)
@@ -199,7 +199,7 @@ def _modules(root: nn.Module) -> Iterator[tuple[str, str]]:
             yield f"bundle of {label}", f"{intact}, recompute={module.mlp_recompute}" if intact else "False"
 
 
-def _rotation(module: LiveModule) -> tuple[MixedPrecisionPolicy | None, bool]:
+def _rotation(module: ShardedModule) -> tuple[MixedPrecisionPolicy | None, bool]:
     """Returns the policy of a module's shards, and whether the local shards themselves travel."""
     scope = module.__dict__.get("_rtp_scope", module)  # gathered modules have a scope
     return scope.__dict__.get("mp_policy"), module.__dict__.get("in_place", False)

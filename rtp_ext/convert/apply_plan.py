@@ -32,7 +32,7 @@ from rtp_ext.convert.tensor_parallel import parallel_class
 from rtp_ext.nn import Flyweight, RotatedExperts
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.linear import RotatedTransposedLinear
-from rtp_ext.parameters.live import LiveModule, Tie, mixed_class
+from rtp_ext.parameters.sharded_module import ShardedModule, Tie, mixed_class
 from rtp_ext.ring import Ring
 
 logger = logging.getLogger("rtp_ext")
@@ -163,7 +163,7 @@ class Application:
         ties: dict[int, Tie] = {}
         for _, part in self.modules:
             for name, parameter in part._parameters.items():
-                if isinstance(part, LiveModule) and owners[id(parameter)] > 1:
+                if isinstance(part, ShardedModule) and owners[id(parameter)] > 1:
                     part.join_tie(name, ties.setdefault(id(parameter), Tie()))
 
     def _log(self) -> None:

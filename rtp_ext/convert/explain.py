@@ -19,7 +19,7 @@ from rtp_ext.convert.plan.traffic import RingFacts
 from rtp_ext.convert.scopes import state_of
 from rtp_ext.convert.validation import read_call, validate
 from rtp_ext.outer import OuterPolicy
-from rtp_ext.parameters.live import plain_class
+from rtp_ext.parameters.sharded_module import plain_class
 from rtp_ext.ring import Ring, RotationDims
 
 
@@ -79,7 +79,7 @@ def explain(
             raise ValueError(f"explain: expected ranks or a mesh, got ranks={ranks} and mesh={mesh!r:.100}")
         if ranks < 1 or not 0 <= rank < ranks:
             raise ValueError(f"explain: expected ranks >= 1 and 0 <= rank < ranks, got ranks={ranks}, rank={rank}")
-        kind = torch.device(device).type if device is not None else _device_of(module)
+        kind = torch.device(device).type if device is not None else _device_type(module)
         alone = place_alone(ranks, rank, kind, options)
     request = read_call(module, options, alone)
     plan = inspect_model(request)
@@ -87,7 +87,7 @@ def explain(
     return plan
 
 
-def _device_of(module: nn.Module | list[nn.Module]) -> str:
+def _device_type(module: nn.Module | list[nn.Module]) -> str:
     several = [module] if isinstance(module, nn.Module) else module
     kinds = {parameter.device.type for each in several for parameter in each.parameters()} - {"meta"}
     return next(iter(sorted(kinds)), "cuda")

@@ -12,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.convert.scopes import is_inside, state_of
-from rtp_ext.families.layers import computes_like
+from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.nn import RotatedEmbedding
 from rtp_ext.nn._tensor_parallel import COLWISE, ROWWISE, TensorParallelEmbedding, TensorParallelLinear
 from rtp_ext.ring.mesh import RotationDims
@@ -72,7 +72,7 @@ def style_of(part: nn.Module, mesh: DeviceMesh | None, ignored: Collection[int])
     placements = {key: parameter.placements[0] for key, parameter in cut.items()}
     if all(placement == Replicate() for placement in placements.values()) and not _belongs_to_attention(part):
         return GATHERED
-    base = next((base for base in _STYLES if computes_like(part, base)), None)
+    base = next((base for base in _STYLES if has_same_forward(part, base)), None)
     own = {key for key, parameter in part._parameters.items() if parameter is not None}
     if base is not None and own == cut.keys() <= {"weight", "bias"}:
         style, bias = _STYLES[base].get(placements["weight"], (None, None))

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from rtp_ext.families.activations import activation_of
-from rtp_ext.families.layers import computes_like
+from rtp_ext.families.same_forward import has_same_forward
 
 _PACKAGE = "transformers.models."
 
@@ -74,7 +74,7 @@ def is_transposed_linear(module: nn.Module) -> bool:
 
 def is_linear(module: Any) -> bool:
     """Returns whether a module is a linear layer whose only parameters are its weight and bias."""
-    known = computes_like(module, nn.Linear) or (isinstance(module, nn.Module) and is_transposed_linear(module))
+    known = has_same_forward(module, nn.Linear) or (isinstance(module, nn.Module) and is_transposed_linear(module))
     return known and module._parameters.keys() <= {"weight", "bias"}
 
 

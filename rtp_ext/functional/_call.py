@@ -15,8 +15,8 @@ from rtp_ext.functional._selective import as_operator
 from rtp_ext.parameters.sharding import held, local_shard, reserve
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import expect_memory, holds_memory, rounded, unseen
+from rtp_ext.ring.cpu_offload import on_device
 from rtp_ext.ring.mesh import ring_dim, ring_shape
-from rtp_ext.ring.offload import on_device
 from rtp_ext.ring.routes.route_planner import LayerSize
 
 # Dtypes of indices and targets.

@@ -32,7 +32,7 @@ from rtp_ext._native import RotationError
 from rtp_ext.convert import fully_rotate, ring_of
 from rtp_ext.host import cores, cpu_name
 from rtp_ext.measure.layer import TimedLayer, layer_times, together
-from rtp_ext.measure.metrics import Times, metrics
+from rtp_ext.measure.overlap_metrics import Times, metrics
 from rtp_ext.measure.timing import settle_memory, timed
 from rtp_ext.ring import Ring
 from rtp_ext.ring.links.options import check_requested, check_travel

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import rtp_ext.functional
 from rtp_ext import _native
 from rtp_ext._native import RotationError
-from rtp_ext.measure.metrics import Times
+from rtp_ext.measure.overlap_metrics import Times
 from rtp_ext.measure.timing import Stopwatch, Together, renew, samples
 from rtp_ext.ring import Prepared, Ring
 

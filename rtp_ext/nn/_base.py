@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from rtp_ext.families.layers import computes_like
-from rtp_ext.parameters.live import LiveModule, mixed_class
+from rtp_ext.families.same_forward import has_same_forward
+from rtp_ext.parameters.sharded_module import ShardedModule, mixed_class
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_parameter
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.registry import register
 
 
-class RotatedModule(LiveModule):
+class RotatedModule(ShardedModule):
     """Mixin of rotated modules; the class of the torch module that it replaces comes second.
 
     Attributes:
@@ -63,7 +63,7 @@ class RotatedModule(LiveModule):
     @classmethod
     def _from(cls, module: nn.Module, base: type[nn.Module]) -> Any:
         """Returns a module of this class with the parameters and buffers of `module`, which does not change."""
-        if not computes_like(module, base):
+        if not has_same_forward(module, base):
             raise TypeError(f"{cls.__name__}.from_module: expected a {base.__name__}, got a {type(module).__name__}")
         twin: Any = shallow_copy(module)
         twin.__class__ = cls if type(module) is base else mixed_class(cls, type(module))
@@ -93,6 +93,6 @@ class RotatedModule(LiveModule):
         if not hasattr(self, "ring"):  # while the plain module is being constructed
             super().reset_parameters()  # type: ignore[misc]
             return
-        plain: Any = super(LiveModule, type(self))
+        plain: Any = super(ShardedModule, type(self))
         with torch.no_grad():  # only this module: a subclass may have child modules
             init_weights(self, lambda module: plain.reset_parameters(module) if module is self else None)

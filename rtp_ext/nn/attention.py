@@ -17,7 +17,7 @@ from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.parameters.gather import gather
 from rtp_ext.parameters.initial import construct
-from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_bounds
 from rtp_ext.ring import Ring
 
@@ -125,7 +125,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         out_proj._rotate(ring, name=f"{self.qualified_name}.out_proj", memo=memo, **options)
 
     def _reset_parameters(self) -> None:
-        plain: Any = super(LiveModule, type(self))._reset_parameters  # a subclass may have its own
+        plain: Any = super(ShardedModule, type(self))._reset_parameters  # a subclass may have its own
         if not any(isinstance(parameter, DTensor) for parameter in self._parameters.values()):
             plain(self)  # under construction, or on the whole copies of init_weights
             return
@@ -136,7 +136,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
     def reset_parameters(self) -> Any:
         # nn.MultiheadAttention has no such method, and code that calls it where present must skip this module too. A
         # subclass may have one.
-        own = getattr(super(LiveModule, type(self)), "reset_parameters", None)
+        own = getattr(super(ShardedModule, type(self)), "reset_parameters", None)
         if own is not None:
             return lambda: init_weights(self, lambda module: own(module) if module is self else None)
         raise AttributeError(f"{type(self).__name__} has no reset_parameters, as nn.MultiheadAttention has none")

@@ -14,7 +14,7 @@ from rtp_ext.functional.experts import CLAMPED_SWIGLU
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
-from rtp_ext.parameters.live import mixed_class
+from rtp_ext.parameters.sharded_module import mixed_class
 from rtp_ext.parameters.sharding import init_weights, shallow_copy
 from rtp_ext.ring import Ring
 

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext.functional import rotated_flyweight
 from rtp_ext.functional.flyweight import check_copies
-from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import replicate_parameter, shard_parameter
 from rtp_ext.ring import Prepared, Ring
 
 
-class Flyweight(LiveModule, nn.Module):
+class Flyweight(ShardedModule, nn.Module):
     """R virtual copies of one small module share the storage of one shard of its parameters.
 
         Flyweight(MLP(64, 256), ring, shard_dims={"up.weight": 0, "up.bias": 0, "down.weight": 1}, combine="sum")

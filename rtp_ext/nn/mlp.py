@@ -14,7 +14,7 @@ from rtp_ext.functional.mlp import ACTIVATIONS, MLPParameters, prepare_mlp
 from rtp_ext.functional.torch_compile import traced
 from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
-from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.registry import register
 
@@ -63,7 +63,7 @@ def bound_mlp(block: nn.Module, spec: MLPSpec, *, recompute: bool, name: str, pr
     return Bound(up.ring, name, up.in_place, up.mp_policy.reduce_dtype, prepare)  # type: ignore
 
 
-class RotatedMLP(LiveModule, nn.Module):
+class RotatedMLP(ShardedModule, nn.Module):
     """`down(act(up(x)))`, or `down(act(gate(x)) * up(x))`, whose weights rotate as one bundle.
 
     Hidden slice j exists only during the step of shard j.

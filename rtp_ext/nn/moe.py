@@ -10,11 +10,11 @@ from torch import nn
 
 from rtp_ext.nn.experts import RotatedExperts
 from rtp_ext.nn.linear import RotatedLinear
-from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.ring import Ring
 
 
-class RotatedMoE(LiveModule, nn.Module):
+class RotatedMoE(ShardedModule, nn.Module):
     """A mixture-of-experts layer: a router, `top_k` experts for each token, a balance loss. Router and experts rotate.
 
     Args:

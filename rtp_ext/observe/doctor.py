@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from rtp_ext import _native
 from rtp_ext._native import version_name
 from rtp_ext.ring import ring
-from rtp_ext.ring.links.addresses import LOOPBACK
+from rtp_ext.ring.links.host_address import LOOPBACK
 from rtp_ext.ring.links.places import Place
 from rtp_ext.ring.links.transports import launch_order_problem
 

@@ -27,7 +27,7 @@ Hop = tuple[str, int]  # the channel, and the number of earlier hops of it
 
 
 @dataclass
-class Event:
+class RecordedEvent:
     """One event of a rank. Times are nanoseconds of its host's steady clock; 0: not yet.
 
     Attributes:
@@ -80,13 +80,13 @@ class Record:
     steady: int
     wall: int
     posted: dict[str, int]
-    waiting: tuple[Event, str, int] | None
-    events: list[Event] = field(default_factory=list)
+    waiting: tuple[RecordedEvent, str, int] | None
+    events: list[RecordedEvent] = field(default_factory=list)
 
-    def of(self, *kinds: str) -> list[Event]:
+    def of(self, *kinds: str) -> list[RecordedEvent]:
         return [event for event in self.events if event.kind in kinds]
 
-    def hops(self) -> dict[Hop, Event]:
+    def hops(self) -> dict[Hop, RecordedEvent]:
         return {event.hop: event for event in self.of("hop")}
 
 
@@ -111,9 +111,11 @@ def read(path: str | Path) -> Record:
             continue
         answers = ("received", "sent")[what & 1] if _KINDS[kind] == "wait" else _COMPUTES[what & 3]
         events.append(
-            Event(number, begin, end, sent, size_, count, known[operation], to, from_, index, hops, _KINDS[kind],
-                  _CHANNELS[channel & 1], answers)
-        )  # fmt: skip
+            RecordedEvent(
+                *(number, begin, end, sent, size_, count, known[operation], to, from_, index, hops),
+                *(_KINDS[kind], _CHANNELS[channel & 1], answers),
+            )
+        )
     events.sort(key=lambda event: event.number)
     awaited = next((event for event in events if event.number == waiting_for), None)
     waiting = None if awaited is None else (awaited, ("received", "sent")[waiting_end & 1], waiting_since)
@@ -186,11 +188,11 @@ def out_of_step(records: dict[int, Record]) -> list[str]:
             here = {rank: hops[channel, count] for rank, hops in every.items() if (channel, count) in hops}
             answers = {rank: (event.operation, event.index, event.hops) for rank, event in here.items()}
             if len(set(answers.values())) > 1:
-                return [_skipped(records, here, channel, count)]
+                return [_describe_desync(records, here, channel, count)]
     return []
 
 
-def _skipped(records: dict[int, Record], here: dict[int, Event], channel: str, count: int) -> str:
+def _describe_desync(records: dict[int, Record], here: dict[int, RecordedEvent], channel: str, count: int) -> str:
     each = "; ".join(f"rank {rank} posted {event.describe()}" for rank, event in here.items())
     text = f"out of step from {channel} hop {count} on: {each}"
     # Counts successors of operations in earlier passes: a rank with an unusual successor has skipped the usual one.
@@ -211,7 +213,7 @@ def _skipped(records: dict[int, Record], here: dict[int, Event], channel: str, c
     return f"{text}. {'; '.join(odd)}" if odd else text
 
 
-def _begun(record: Record, here: dict[int, Event]) -> int:
+def _begun(record: Record, here: dict[int, RecordedEvent]) -> int:
     """Returns the begin of the pass in which `record` posted its hop of `here`."""
     event = here.get(record.rank)
     if event is None:
@@ -273,7 +275,7 @@ def late(records: dict[int, Record]) -> list[str]:
             others = [each[hop] for other, each in own.items() if other != rank]
             excess = times[hop] - (statistics.median(others) if others else times[hop])
             if excess > LATE:
-                text = f"rank {rank} was {excess:.3f} s later than others, and waited for nobody, before "
+                text = f"rank {rank} was {excess:.3f} s later than others, and waited for no rank, before "
                 found.append((excess, f"{text}{hops[rank][hop].describe()}"))
     lines = [text for _, text in sorted(found, reverse=True)[:3]]
     # A rank that does not wait while others do is still late.

@@ -208,7 +208,7 @@ class AllReduce(MicroBatches):
     def _buckets(self, indices: Iterable[int]) -> list[tuple[int, ...]]:
         """Groups parameters by the bucket that their gradients share."""
         members = ((index, self._members[index]) for index in indices)
-        return bucketed(((index, member.wire, member.numel) for index, member in members), self.bucket_bytes)
+        return bucketed(((index, member.wire_dtype, member.numel) for index, member in members), self.bucket_bytes)
 
     def _launch_next(self, current: BackwardState) -> None:
         """Sends the next bucket of the plan, with zeros for missing gradients."""
@@ -223,12 +223,12 @@ class AllReduce(MicroBatches):
     def _pack(self, bucket: tuple[int, ...], values: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Concatenates flat gradients, with zeros for missing ones."""
         assert self.replicas is not None, "one replica sends nothing"
-        wire = self._members[bucket[0]].wire
+        wire_dtype = self._members[bucket[0]].wire_dtype
         sizes = [self._members[index].numel for index in bucket]
         if len(bucket) == 1 and values[0] is not None:
-            flat = values[0].to(wire).contiguous().view(-1)
+            flat = values[0].to(wire_dtype).contiguous().view(-1)
         else:
-            flat = torch.zeros(sum(sizes), dtype=wire, device=self.replicas.device)
+            flat = torch.zeros(sum(sizes), dtype=wire_dtype, device=self.replicas.device)
             for part, value in zip(flat.split(sizes), values, strict=True):
                 if value is not None:
                     part.copy_(value.reshape(-1))
@@ -255,13 +255,13 @@ class AllReduce(MicroBatches):
         assert self.replicas is not None, "one replica reduces nothing"
         self._agree(self._current(), f"the gradient of {self._members[index].name}")
         if self._compression is None or not value.numel():
-            return self._mean(value, self._members[index].wire)
+            return self._mean(value, self._members[index].wire_dtype)
         (mean,) = self._wait_for_bucket(self._begin(self._pack((index,), [value]), (index,)))
         return mean.view(value.shape).to(value.dtype)
 
-    def _mean(self, value: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
+    def _mean(self, value: torch.Tensor, wire_dtype: torch.dtype) -> torch.Tensor:
         assert self.replicas is not None, "one replica reduces nothing"
-        flat = value.to(wire, copy=True, memory_format=torch.contiguous_format)
+        flat = value.to(wire_dtype, copy=True, memory_format=torch.contiguous_format)
         if flat.numel():
             self._reduced_bytes += flat.nbytes
             self.replicas.end_sum(self.replicas.begin_sum(flat))

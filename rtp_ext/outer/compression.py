@@ -159,8 +159,8 @@ class Compression:
         kept: dict[str, Any] = {}
         for name, (index, parameter) in named.items():
             member, device = members[index], held(parameter).device
-            mine = self._memory_of(index, member.shape, member.wire, device)
-            largest = self._fresh(_largest(parameter), member.wire, "meta")
+            mine = self._memory_of(index, member.shape, member.wire_dtype, device)
+            largest = self._fresh(_largest(parameter), member.wire_dtype, "meta")
             kept[name] = {key: _own_row(mine[key], parameter, like.numel()) for key, like in largest.items()}
         return {"compressor": repr(self.compressor), "memory": kept}
 

@@ -85,7 +85,7 @@ class Member:
     requires_grad: bool
 
     @property
-    def wire(self) -> torch.dtype:
+    def wire_dtype(self) -> torch.dtype:
         """Dtype in which its gradients travel."""
         return self.unit.reduce_dtype or torch.promote_types(self.dtype, torch.float32)
 

@@ -58,7 +58,7 @@ class Replicas(Communicator):
         self.check_alive("replicas")
         return dist.all_reduce(values, group=self._collective, async_op=True)
 
-    def begin_scatter(self, values: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def begin_reduce_scatter(self, values: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """Starts a reduce-scatter of `values` [K, n]. Returns the work that `end_sum` waits for, and this rank's row
         [n]."""
         self.check_alive("replicas")
@@ -66,8 +66,8 @@ class Replicas(Communicator):
         return _reduce_scatter_single(row, values.view(-1), group=self._collective, async_op=True), row
 
     def sent_by_scatter(self, row: torch.Tensor) -> int:
-        """Returns the bytes that a rank sends in a `begin_scatter` with result `row`: K - 1 rows; twice as many over
-        Gloo, where torch implements reduce-scatter by all-reduce."""
+        """Returns the bytes that a rank sends in a `begin_reduce_scatter` with result `row`: K - 1 rows; twice as many
+        over Gloo, where torch implements reduce-scatter by all-reduce."""
         passes = 2 if dist.get_backend(self._collective) == "gloo" else 1
         return passes * (self.size - 1) * row.nbytes
 

@@ -266,8 +266,8 @@ class ZeroOuter(AllReduce):
         """Returns [K, n]: row k holds the pieces of replica k."""
         assert self.replicas is not None, "one replica sends nothing"
         widths = [self._width(index) for index in bucket]
-        wire = self._members[bucket[0]].wire
-        rows = torch.zeros(self.size, sum(widths), dtype=wire, device=self.replicas.device)
+        wire_dtype = self._members[bucket[0]].wire_dtype
+        rows = torch.zeros(self.size, sum(widths), dtype=wire_dtype, device=self.replicas.device)
         for index, value, columns in zip(bucket, values, rows.split(widths, dim=1), strict=True):
             for piece, row in zip(() if value is None else self._pieces(index, value), columns, strict=False):
                 row[: piece.numel()].view(piece.shape).copy_(piece)
@@ -275,7 +275,7 @@ class ZeroOuter(AllReduce):
 
     def _begin(self, flat: torch.Tensor, bucket: tuple[int, ...]) -> InFlightBucket:
         assert self.replicas is not None, "one replica sends nothing"
-        work, row = self.replicas.begin_scatter(flat)
+        work, row = self.replicas.begin_reduce_scatter(flat)
         self._sent_bytes += self.replicas.sent_by_scatter(row)
         return InFlightBucket(work, flat, row, bucket)
 

@@ -19,8 +19,8 @@ from rtp_ext.parameters.sharding import held, local_shard
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import first_order_only, gradient_handler_of, rounded, unseen, wanted
+from rtp_ext.ring.cpu_offload import on_device
 from rtp_ext.ring.mesh import ring_dim
-from rtp_ext.ring.offload import on_device
 
 _ALIGNMENT = 16  # bytes; of a parameter inside the flat buffer
 

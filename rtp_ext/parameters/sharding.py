@@ -175,7 +175,7 @@ def _in_place_of(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 @unseen
 def local_shard(parameter: torch.Tensor, deferred: tuple[Ring, int] | None = None) -> torch.Tensor:
     """Returns this rank's shard of a parameter, differentiable; a plain tensor itself. For an offloaded shard, returns
-    its stand-in on the device: see rtp_ext.ring.offload.
+    its stand-in on the device: see rtp_ext.ring.cpu_offload.
 
     deferred: set if the gradient may still be travelling when the backward of the operation returns it: the ring, and
     the sequence number of the autograd node that waits for it.

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext.ring.autograd import expect_memory, unseen
-from rtp_ext.ring.dispatch import Dispatcher
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.mesh import piece_dim, ring_dim, ring_shape
+from rtp_ext.ring.op_runner import OpRunner
 from rtp_ext.ring.prepared import Prepared
 from rtp_ext.ring.routes.route_planner import Link
 
@@ -45,8 +45,8 @@ class Primitives:
         hop_route: the route of the hops of a rotation.
     """
 
-    def __init__(self, communicator: Communicator, dispatcher: Dispatcher, hop_route: str, serial: int) -> None:
-        self._communicator, self._dispatcher = communicator, dispatcher
+    def __init__(self, communicator: Communicator, dispatcher: OpRunner, hop_route: str, serial: int) -> None:
+        self._communicator, self._op_runner = communicator, dispatcher
         self._hop_route, self._serial = hop_route, serial
 
     def shapes(
@@ -84,7 +84,7 @@ class Primitives:
     def _shards(
         self, operation: str, shard: Any, prepared: Prepared | None
     ) -> tuple[list[torch.Tensor], list[list[list[int]]], bool]:
-        self._dispatcher.check_alive(operation)
+        self._op_runner.check_alive(operation)
         single = not isinstance(shard, (list, tuple))
         originals = [shard] if single else list(shard)
         if not originals:
@@ -116,7 +116,7 @@ class Primitives:
         Collective. Source: RTP, arXiv 2311.01635, the rotation primitive.
         """
         tensors, shapes, single = self._shards("rotate", shard, prepared)
-        execution = self._dispatcher.run(
+        execution = self._op_runner.run(
             "rotate", _native.Execution.rotate, tensors, shapes, self._hop_route, reverse, checked=True
         )
         return self._visits(execution, single)
@@ -157,7 +157,7 @@ class Primitives:
         """
         tensors, shapes, single = self._shards("collect", like, prepared)
         local = [torch.empty_like(tensor) for tensor in tensors]
-        execution = self._dispatcher.run(
+        execution = self._op_runner.run(
             "collect", _native.Execution.collect, local, shapes, self._hop_route, checked=True
         )
         try:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
 from rtp_ext.compilers import keep_compilers_out
-from rtp_ext.ring.dispatch import Dispatcher
+from rtp_ext.ring.bootstrap import agree_on, late_passes, make_executor
+from rtp_ext.ring.cpu_offload import HostMemory, host_memory
 from rtp_ext.ring.dtensor_parameters import register_mesh
 from rtp_ext.ring.graphs import choose_graphs
 from rtp_ext.ring.links.communicator import Communicator
@@ -34,14 +35,13 @@ from rtp_ext.ring.links.transports import (
     order_launches,
 )
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
-from rtp_ext.ring.offload import HostMemory, host_memory
+from rtp_ext.ring.op_runner import OpRunner
 from rtp_ext.ring.prepared import Agreement, Prepared
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.registry import name_ring
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes, LateGradients
 from rtp_ext.ring.routes.plan import RoutePlan, plan_routes
 from rtp_ext.ring.routes.route_planner import Link, RoutePlanner
-from rtp_ext.ring.start import agree_on, late_passes, make_executor
 from rtp_ext.ring.telemetry import Telemetry
 
 __all__ = ["ROUTES", "TRANSPORTS", "Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
@@ -280,12 +280,12 @@ class Ring:
         self.common = Prepared()
         self.agreement = Agreement(ring)
         self.telemetry = Telemetry(ring, connection, token)
-        self._dispatcher = Dispatcher(ring, self.agreement, self.graphs)
+        self._op_runner = OpRunner(ring, self.agreement, self.graphs)
         self._late = LateGradients(ring, late)
         name_ring(self)
-        self._primitives = Primitives(ring, self._dispatcher, routes.hop_route, self.serial)
+        self._primitives = Primitives(ring, self._op_runner, routes.hop_route, self.serial)
         # Bound here, so that a call of an operation adds no frame of this class.
-        self.check_alive, self.run = self._dispatcher.check_alive, self._dispatcher.run
+        self.check_alive, self.run = self._op_runner.check_alive, self._op_runner.run
 
     # -- using and ending --------------------------------------------------------------------------------------------
 

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import rtp_ext
 from rtp_ext.functional import rotated_flyweight
 from rtp_ext.outer import ZeroOuter
-from rtp_ext.ring import offload, ring
+from rtp_ext.ring import cpu_offload, ring
 from rtp_ext.ring.autograd import offloaded_shard_of
 
 
-class Negated(offload.HostMemory):
+class Negated(cpu_offload.HostMemory):
     """A memory that stores every number negated, so a read without a copy has the wrong sign; and data on its way to it
     is NaN until a wait. AdamW and clipping treat both signs the same."""
 
@@ -116,7 +116,7 @@ def refused_cases(rank, ranks, cases):
     with cases.case("the policy of its part"):
         whole = rtp_ext.fully_rotate(part)
         assert rtp_ext.ring_of(whole).offload_policy == cpu
-    elsewhere = offload.OffloadedShard(offload.HostMemory(torch.device("cpu"), False))
+    elsewhere = cpu_offload.OffloadedShard(cpu_offload.HostMemory(torch.device("cpu"), False))
     refused("moved", "on the host.*got it on meta", lambda: elsewhere.borrow(torch.empty(2, device="meta")))
     model = replicated((2, 2), offload_policy=cpu if rank == 3 else OffloadPolicy())
     if rank > 1:  # of the other ring

@@ -11,7 +11,7 @@ from torch import nn
 
 from rtp_ext.convert.scopes import OpenScope, close_root, is_inside, open_root, state_of
 from rtp_ext.dtensor_hooks import refuse_ddp, refuse_fully_shard
-from rtp_ext.parameters.live import LiveModule, extended_class
+from rtp_ext.parameters.sharded_module import ShardedModule, extended_class
 
 _FORWARD_METHOD = "_rtp_forward_method"  # attribute of methods that register_forward_method has wrapped
 
@@ -44,12 +44,12 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         )
 
     @functools.wraps(method)
-    def scoped(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    def run_as_forward(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         call = method if function is None else functools.partial(function, self)
         return _in_scope(self, call, arguments, keywords)
 
-    setattr(scoped, _FORWARD_METHOD, True)
-    setattr(module, method_name, types.MethodType(scoped, module))  # deepcopy binds it to the copy
+    setattr(run_as_forward, _FORWARD_METHOD, True)
+    setattr(module, method_name, types.MethodType(run_as_forward, module))  # deepcopy binds it to the copy
 
 
 _LATE = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -157,5 +157,5 @@ def refuse_others(root: nn.Module) -> None:
     """Makes DistributedDataParallel and fully_shard of a converted model raise ValueError, before they change it."""
     refuse_ddp(root, _REFUSED_DDP)
     for part in root.modules():
-        if part is root or isinstance(part, LiveModule):
+        if part is root or isinstance(part, ShardedModule):
             refuse_fully_shard(part, _REFUSED_FULLY_SHARD)

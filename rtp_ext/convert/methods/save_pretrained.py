@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from rtp_ext.convert.scopes import ring_of_module
-from rtp_ext.parameters.live import plain_class
-from rtp_ext.parameters.whole import whole_state
+from rtp_ext.parameters.full_state_dict import whole_state
+from rtp_ext.parameters.sharded_module import plain_class
 from rtp_ext.ring import Ring
 
 

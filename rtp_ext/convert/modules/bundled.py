@@ -13,7 +13,7 @@ from rtp_ext.families.blocks import MLPSpec
 from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
 from rtp_ext.nn.mlp import bound_mlp, bundled_mlp
-from rtp_ext.parameters.live import LiveModule, mixin_of
+from rtp_ext.parameters.sharded_module import ShardedModule, mixin_of
 from rtp_ext.ring import Prepared
 from rtp_ext.ring.registry import register
 
@@ -33,7 +33,7 @@ def unhooked(module: nn.Module) -> bool:
     return "forward" not in module.__dict__ and all(hasattr(hook, OWN_HOOKS) for hook in hooks)
 
 
-class BundledMLP(LiveModule):
+class BundledMLP(ShardedModule):
     """Mixin of MLP blocks of other models; the block's own class comes second.
 
     Where the block has changed since its conversion (an adapter around a layer, another activation), or a module that

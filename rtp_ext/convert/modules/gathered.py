@@ -24,7 +24,7 @@ from rtp_ext.functional.torch_compile import traced
 from rtp_ext.outer.policy import OuterPolicy, Unit
 from rtp_ext.parameters.extensions import is_extended, shard_extended
 from rtp_ext.parameters.gather import GatherPlan, gather
-from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import held, shard_parameter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import first_order_only, unseen
@@ -85,7 +85,7 @@ class ForwardScope:
     def parameter(self, owner: GatheredModule, name: str) -> Any:
         """Returns the parameter `name` of `owner`: the gathered one inside a forward, else the registered one."""
         if torch.compiler.is_compiling() and traced.tracing(self.ring):
-            return self.parameters_in_graph(owner)[owner._rtp_gathered.index(name)]
+            return self.parameters_while_compiling(owner)[owner._rtp_gathered.index(name)]
         registered = owner._parameters[name]
         if registered is None or name not in owner._rtp_gathered:
             return registered
@@ -100,7 +100,7 @@ class ForwardScope:
                 self.gathered[id(each)] = (_version(each), whole)
         return self.gathered[id(owner)][1][name]
 
-    def parameters_in_graph(self, owner: GatheredModule) -> list[torch.Tensor]:
+    def parameters_while_compiling(self, owner: GatheredModule) -> list[torch.Tensor]:
         """Returns the whole parameters of `owner` while a compiler traces."""
         if self.in_graph is not None and owner._rtp_first >= 0:
             return self.in_graph[owner._rtp_first : owner._rtp_first + len(owner._rtp_gathered)]
@@ -163,7 +163,7 @@ def _serves(gathered: tuple[bool, Any], owner: GatheredModule) -> bool:
     return then == now and (had_grad or not grad)
 
 
-class GatheredModule(LiveModule):
+class GatheredModule(ShardedModule):
     """Mixin of modules whose own parameters are gathered. Made by `make_gathered`."""
 
     _parameters: dict[str, Any]

@@ -15,7 +15,7 @@ from rtp_ext.functional.torch_compile import traced
 from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn.cross_entropy import bound_cross_entropy
 from rtp_ext.nn.linear import RotatedLinear
-from rtp_ext.parameters.live import LiveModule, mixin_of
+from rtp_ext.parameters.sharded_module import ShardedModule, mixin_of
 
 _IGNORED = -100  # transformers' own
 
@@ -32,7 +32,7 @@ class FusedHead(RotatedLinear):
         return bound_cross_entropy(self, _IGNORED) if operation == "linear cross-entropy" else super()._bound(operation)
 
 
-class FusedLossModel(LiveModule):
+class FusedLossModel(ShardedModule):
     """Mixin of causal language models of the transformers package; the model's own class comes second.
 
     Where labels are given, the loss comes from `rotated_linear_cross_entropy` and the output has no logits. Without

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from rtp_ext.convert.modules.gathered import GatheredModule
 from rtp_ext.dtensor_hooks import patch_parametrizations
 from rtp_ext.parameters.extensions import is_extended, refusal
-from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.wrappers import type_name
 from rtp_ext.ring import Ring
 from rtp_ext.ring.dtensor_parameters import rotates
@@ -23,7 +23,9 @@ def refuse_additions(root: nn.Module, ring: Ring, ignored: Collection[str]) -> N
     from others, and trained parameters that are tensor subclasses. `ignored`: names of parameters."""
     if ring.mesh is None:  # an emulated ring leaves modules that do not rotate unchanged
         return
-    live: list[tuple[str, Any]] = [(name, part) for name, part in root.named_modules() if isinstance(part, LiveModule)]
+    live: list[tuple[str, Any]] = [
+        (name, part) for name, part in root.named_modules() if isinstance(part, ShardedModule)
+    ]
     for name, part in live:
         for key in part.__dict__.get("_rtp_gathered", part.__dict__.get("shard_dims", ())):
             computed = isinstance(part.__dict__.get(key), torch.Tensor) or parametrize.is_parametrized(part, key)

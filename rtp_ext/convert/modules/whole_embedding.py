@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from rtp_ext.functional._call import Call, saved
-from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import held, init_weights, local_shard, replicate_parameter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import first_order_only, unseen
 
 
-class WholeEmbedding(LiveModule):
+class WholeEmbedding(ShardedModule):
     """Mixin of embeddings with max_norm, scale_grad_by_freq or sparse; the embedding's own class comes second.
 
     It computes the result of the plain module in one process on the batches of all ranks: rows that any rank looks up

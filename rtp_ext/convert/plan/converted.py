@@ -31,7 +31,7 @@ from rtp_ext.nn import Flyweight, RotatedExperts, RotatedLinearCrossEntropy, Rot
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn._tensor_parallel import TensorParallel
 from rtp_ext.nn.linear import RotatedTransposedLinear
-from rtp_ext.parameters.live import mixin_of, plain_class
+from rtp_ext.parameters.sharded_module import mixin_of, plain_class
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.mesh import ring_dim, ring_shape
 

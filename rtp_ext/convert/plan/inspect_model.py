@@ -44,10 +44,10 @@ from rtp_ext.convert.scopes import is_inside
 from rtp_ext.convert.tensor_parallel import GATHERED as REPLICATED_STYLE
 from rtp_ext.convert.tensor_parallel import on_tensor_mesh, style_of
 from rtp_ext.families import blocks
-from rtp_ext.families.layers import computes_like
+from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.nn import RotatedEmbedding, RotatedExperts
 from rtp_ext.nn.attention import SHARD_DIMS as ATTENTION_DIMS
-from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.wrappers import type_name
 
 
@@ -80,7 +80,7 @@ class Inspection:
             module = self._module(name, part, down, {name for _, name in heads})
             if module is not None and name not in found:
                 found[name] = module
-                if module.layer == "attention" and not is_inside(part) and not isinstance(part, LiveModule):
+                if module.layer == "attention" and not is_inside(part) and not isinstance(part, ShardedModule):
                     out = self.names[id(part.out_proj)]
                     found[out] = self._rotated(out, part.out_proj, "linear", {"weight": 0, "bias": 0})
         order = {name: place for place, (name, _) in enumerate(self.named)}
@@ -139,13 +139,13 @@ class Inspection:
     # -- one module --------------------------------------------------------------------------------------------------
 
     def _module(self, name: str, part: Any, down: set[str], heads: set[str]) -> ModulePlan | None:
-        if is_inside(part) or isinstance(part, LiveModule) or id(part) in self.reader.inside:
+        if is_inside(part) or isinstance(part, ShardedModule) or id(part) in self.reader.inside:
             return self.reader.module(name, part)
         own = own_parameters(part)
         if not own:
             return None
         style = self.styles[id(part)]
-        several = part.modules() if computes_like(part, nn.MultiheadAttention) else [part]
+        several = part.modules() if has_same_forward(part, nn.MultiheadAttention) else [part]
         ids = {id(p) for each in several for p in own_parameters(each).values()}
         if style == REPLICATED_STYLE:
             return self._gathered(name, part, "tensor parallelism has replicated it", style)

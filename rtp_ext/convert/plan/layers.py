@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.families.layers import computes_like
+from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.nn import (
     RotatedConv1d,
     RotatedConv2d,
@@ -19,7 +19,7 @@ from rtp_ext.nn import (
     RotatedMultiheadAttention,
 )
 from rtp_ext.parameters.extensions import is_extended
-from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.sharded_module import ShardedModule
 
 # The rotated class of each layer of torch.
 DROP_INS: dict[type[nn.Module], type] = {
@@ -41,7 +41,7 @@ _LAYERS: dict[type, str] = {
 
 def drop_in(part: nn.Module) -> type | None:
     """Returns the rotated class for a layer of torch, or for a subclass that computes like one; else None."""
-    return next((rotated for base, rotated in DROP_INS.items() if computes_like(part, base)), None)
+    return next((rotated for base, rotated in DROP_INS.items() if has_same_forward(part, base)), None)
 
 
 def layer_of(rotated: type) -> str:
@@ -67,7 +67,7 @@ def tied_parameters(modules: Iterable[tuple[str, nn.Module]]) -> set[int]:
 
 def extended_parameters(modules: Iterable[tuple[str, nn.Module]], ignored: Collection[int]) -> set[int]:
     """Returns the ids of the parameters that are gathered through extensions of their class."""
-    plain = (part for _, part in modules if not isinstance(part, LiveModule))
+    plain = (part for _, part in modules if not isinstance(part, ShardedModule))
     own = (parameter for part in plain for parameter in own_parameters(part).values())
     return {id(parameter) for parameter in own if id(parameter) not in ignored and is_extended(parameter)}
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rtp_ext._native import shard_sizes
-from rtp_ext.convert.plan.table import table
+from rtp_ext.convert.plan.format_table import table
 from rtp_ext.convert.plan.traffic import Passes, RingFacts, Shards, Traffic, gathered_traffic, rotation_traffic
 from rtp_ext.families.blocks import MLPBlock
 

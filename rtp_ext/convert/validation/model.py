@@ -23,11 +23,11 @@ from rtp_ext.convert.scopes import ring_of_module
 from rtp_ext.convert.tensor_parallel import check_style, on_tensor_mesh
 from rtp_ext.convert.validation.call import OFFLOAD
 from rtp_ext.families import blocks
-from rtp_ext.families.layers import computes_like
+from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.nn import Flyweight, RotatedEmbedding
 from rtp_ext.outer import AllReduce
 from rtp_ext.parameters.extensions import is_extended, refusal
-from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.wrappers import type_name
 
 _MANAGERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
@@ -146,7 +146,7 @@ def _check_extended(request: Request) -> None:
     """Raises ValueError for tensor subclasses that can be neither sharded nor gathered, and where parameters that are
     gathered through extensions of their class cannot be combined with the rest."""
     for name, part in request.modules():
-        if isinstance(part, LiveModule):
+        if isinstance(part, ShardedModule):
             continue
         for key, parameter in own_parameters(part).items():
             if id(parameter) in request.ignored:
@@ -179,7 +179,7 @@ def _check_tables(request: Request, modules: list[tuple[str, nn.Module]]) -> Non
     extended = extended_parameters(modules, request.ignored)
     inside = {id(part) for _, f in modules if isinstance(f, Flyweight) for part in f.modules()}
     for name, part in modules:
-        several = part.modules() if computes_like(part, nn.MultiheadAttention) else [part]
+        several = part.modules() if has_same_forward(part, nn.MultiheadAttention) else [part]
         own = [parameter for each in several for parameter in own_parameters(each).values()]
         if id(part) in inside or all(id(p) in request.ignored or isinstance(p, DTensor) for p in own):
             continue

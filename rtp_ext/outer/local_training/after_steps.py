@@ -226,7 +226,7 @@ class AfterSteps(Means):
         """Called after step number `_steps`. Collective over all ranks."""
         raise NotImplementedError
 
-    def _arrive(self) -> None:
+    def _wait_in_flight(self) -> None:
         """Waits for transfers in flight, and stores the results until they are due. Collective."""
 
     def _apply(self) -> None:
@@ -260,7 +260,7 @@ class AfterSteps(Means):
             return
         self._whole()  # raises where there is none
         with torch.inference_mode(False), torch.no_grad():
-            self._arrive()
+            self._wait_in_flight()
             self._apply()
             self._agree("average()")
             states = self._optimizer_state()
@@ -321,7 +321,7 @@ class AfterSteps(Means):
             return {}
         self._expect_attached("state_dict")
         with torch.inference_mode(False), torch.no_grad():
-            self._arrive()
+            self._wait_in_flight()
             self._compare_plain("state_dict")
             named = self._named()
             stateful = self._stateful(named)
@@ -353,7 +353,7 @@ class AfterSteps(Means):
                 f"{self!r}: expected the state of a {type(self).__name__}, got one of {state.get('policy')!r}"
             )
         with torch.inference_mode(False), torch.no_grad():
-            self._arrive()
+            self._wait_in_flight()
             named, given = self._named(), state["parameters"]
             if given.keys() != named.keys():
                 differences = ", ".join(sorted(given.keys() ^ named.keys())[:5])

@@ -224,12 +224,12 @@ class DiLoCo(AfterSteps):
         for fragment in range(self.fragments):
             due = (fragment + 1) * self.period // self.fragments % self.period
             if self.delay and sent == due and self._is_pending(fragment):
-                self._arrive()
+                self._wait_in_flight()
                 self._step(fragment)
             if self._steps % self.period == due:
                 self._send(fragment)
                 if not self.delay:
-                    self._arrive()
+                    self._wait_in_flight()
                     self._step(fragment)
                     self._weights_differ = self.size > 1 and (self.fragments > 1 or self.keep > 0)
 
@@ -252,7 +252,7 @@ class DiLoCo(AfterSteps):
         flights = list(self._begin_means(moved)) if self.size > 1 else []
         self._in_flight = _MeanInFlight(fragment, names, moved, flights)
 
-    def _arrive(self) -> None:
+    def _wait_in_flight(self) -> None:
         if self._in_flight is None:
             return
         way, self._in_flight = self._in_flight, None

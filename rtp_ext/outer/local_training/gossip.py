@@ -79,7 +79,7 @@ class Gossip(AfterSteps):
     def _act(self) -> None:
         if self.size == 1:
             return
-        self._arrive()
+        self._wait_in_flight()
         self._apply()
         if self._steps % self.period:
             return
@@ -150,7 +150,7 @@ class Gossip(AfterSteps):
 
     # -- overlap -------------------------------------------------------------------------------------------------------
 
-    def _arrive(self) -> None:
+    def _wait_in_flight(self) -> None:
         if self._in_flight is None:
             return
         in_flight, self._in_flight = self._in_flight, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rtp_ext.planner.constants import constants, memory_constant
-from rtp_ext.planner.engine import engine
 from rtp_ext.planner.memory.activations import Saved, embedding_tensors, final_tensors, layer_tensors, working_tensors
 from rtp_ext.planner.memory.report import MemoryReport, StageMemory, Term, term
 from rtp_ext.planner.memory.states import (
@@ -14,6 +13,7 @@ from rtp_ext.planner.memory.states import (
     stage_layers,
     state_terms,
 )
+from rtp_ext.planner.native import engine
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec

@@ -218,7 +218,7 @@ def _pieces_terms(strategy: Strategy, values: int, own: int) -> list[Term]:
 
 def _offload_terms(strategy: Strategy, values: float) -> list[Term]:
     """Returns buffers of offloading: the shards and gradients of two layers are on the device at a time."""
-    name, source = "unsharded_buffers", "torch's CPUOffloadPolicy, rtp_ext.ring.offload"
+    name, source = "unsharded_buffers", "torch's CPUOffloadPolicy, rtp_ext.ring.cpu_offload"
     return [
         term(name, "shards copied from the host, float32", source, layers=2, bytes_per_value=4, values=values),
         term(name, "gradients copied to the host, float32", source, layers=2, bytes_per_value=4, values=values),

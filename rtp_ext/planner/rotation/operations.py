@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rtp_ext.planner.constants import check_at_least, check_known
-from rtp_ext.planner.engine import engine
+from rtp_ext.planner.native import engine
 from rtp_ext.planner.specs.model import ModelSpec
 
 KINDS = ("linear", "embedding", "bundle", "head")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rtp_ext.planner.constants import check_at_least, check_known
-from rtp_ext.planner.engine import wire_bytes
+from rtp_ext.planner.native import wire_bytes
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 

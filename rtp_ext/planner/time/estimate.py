@@ -7,7 +7,7 @@ from rtp_ext.planner.memory.states import padded_vocab, parameter_counts
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import OPTIMIZER_MOMENTS, Strategy
-from rtp_ext.planner.time.gemm import traffic_s
+from rtp_ext.planner.time.kernel_time import traffic_s
 from rtp_ext.planner.time.links import all_reduce_s, gather_s
 from rtp_ext.planner.time.outer import outer_cost
 from rtp_ext.planner.time.report import TIME_COMPONENTS, TimeReport

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.engine import engine
 from rtp_ext.planner.memory.report import number_text
 from rtp_ext.planner.memory.states import stage_layers
+from rtp_ext.planner.native import engine
 from rtp_ext.planner.rotation.seconds import RotationTime
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
-from rtp_ext.planner.time.gemm import Product, flops_per_s, product_s
+from rtp_ext.planner.time.kernel_time import Product, flops_per_s, product_s
 from rtp_ext.planner.time.links import Group, ring_bytes_per_s
 from rtp_ext.planner.time.report import TIME_COMPONENTS, TimeReport
 from rtp_ext.planner.time.stage import StageClock

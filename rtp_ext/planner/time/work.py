@@ -12,7 +12,7 @@ from rtp_ext.planner.memory.states import padded_vocab
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
-from rtp_ext.planner.time.gemm import Product, flash_s, product_s, traffic_s
+from rtp_ext.planner.time.kernel_time import Product, flash_s, product_s, traffic_s
 
 _FLASH_BACKWARD = 2.5  # five products instead of two: arXiv 2307.08691
 # relative to FlashAttention-2's forward, which torch calls: arXiv 2307.08691, abstract and section 4

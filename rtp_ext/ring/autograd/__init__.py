@@ -1,6 +1,5 @@
 """The ring's rules for autograd: refused transforms, double backward, delivery of gradients, checks of operands."""
 
-from rtp_ext.ring.autograd.double_backward import first_order_only, wanted
 from rtp_ext.ring.autograd.gradient_delivery import (
     GRADIENT_HANDLER,
     OFFLOADED,
@@ -18,6 +17,7 @@ from rtp_ext.ring.autograd.gradient_delivery import (
     save_delivery,
     unrounded,
 )
+from rtp_ext.ring.autograd.once_differentiable import first_order_only, wanted
 from rtp_ext.ring.autograd.tensor_memory import computes_plainly, expect_memory, holds_memory
 from rtp_ext.ring.autograd.transforms import other_modes, refuse_transforms, returns, seen_by, storing_modes, unseen
 

@@ -51,7 +51,7 @@ def gradient_handler_of(parameter: DTensor) -> GradientHandler | None:
 
 
 def offloaded_shard_of(parameter: torch.Tensor) -> Any:
-    """Returns the OffloadedShard (rtp_ext.ring.offload) of a parameter; None where its shard is on the device."""
+    """Returns the OffloadedShard (rtp_ext.ring.cpu_offload) of a parameter; None where its shard is on the device."""
     return parameter.__dict__.get(OFFLOADED)
 
 

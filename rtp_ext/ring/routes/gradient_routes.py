@@ -9,7 +9,7 @@ import torch
 
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.options import PARTIAL_SUMS
-from rtp_ext.ring.routes.hops import choose_route
+from rtp_ext.ring.routes.weight_routes import choose_route
 
 BY_DTYPE = "by-dtype"
 

@@ -11,7 +11,7 @@ from rtp_ext import _native
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.options import RingOptions, check_in_place
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes, choose_gradient_route
-from rtp_ext.ring.routes.hops import choose_hops
+from rtp_ext.ring.routes.weight_routes import choose_hops
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Tie:
         self.owners: list[tuple[weakref.ref[Any], str]] = []
 
     def __deepcopy__(self, memo: dict) -> Tie:
-        memo[id(self)] = twin = Tie()  # LiveModule.__deepcopy__ adds the copied modules
+        memo[id(self)] = twin = Tie()  # ShardedModule.__deepcopy__ adds the copied modules
         return twin
 
     def replace(self, old: Any, new: Any) -> None:
@@ -37,7 +37,7 @@ class Tie:
                 setattr(owner, name, new)
 
 
-class LiveModule:
+class ShardedModule:
     """A module that holds a live ring: it can be deep-copied, but not pickled.
 
     `load_state_dict` accepts shards, and whole tensors, which it cuts like the parameters. With `assign=True` it
@@ -155,7 +155,7 @@ def extended_class(base: type[nn.Module], members: Mapping[str, Any]) -> Any:
     if base not in _EXTENDED:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         stock = (base.__reduce_ex__, base.__reduce__) == (object.__reduce_ex__, object.__reduce__)
-        copying = {"__copy__": _shallow, "__deepcopy__": _copied, "__reduce_ex__": LiveModule.__reduce_ex__}
+        copying = {"__copy__": _shallow, "__deepcopy__": _copied, "__reduce_ex__": ShardedModule.__reduce_ex__}
         own = {name: each for name, each in copying.items() if name != "__copy__" or not hasattr(base, name)}
         own = own if stock and not hasattr(base, "__deepcopy__") else {}
         _EXTENDED[base] = type(base.__name__, (base,), {**names, **own, **members, _MADE_OF: _made_of(base)})
@@ -197,6 +197,6 @@ def _made_of(cls: type) -> type:
 def plain_class(module: nn.Module) -> type:
     """The class that a module had before it was converted."""
     cls = type(module)
-    while issubclass(cls, LiveModule):
+    while issubclass(cls, ShardedModule):
         cls = cls.__bases__[-1]
     return cls

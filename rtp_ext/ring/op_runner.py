@@ -14,7 +14,7 @@ from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.prepared import Agreement
 
 
-class Dispatcher:
+class OpRunner:
     """Runner of the native operations of one ring, each in its phase of a forward or backward.
 
     Attributes:

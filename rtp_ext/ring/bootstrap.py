@@ -14,7 +14,7 @@ from rtp_ext.ring.links.failure_report import this_process
 from rtp_ext.ring.links.hosts import find_hosts
 from rtp_ext.ring.links.options import RingOptions
 from rtp_ext.ring.links.transports import NETWORKED, Connection
-from rtp_ext.ring.routes.hops import choose_ce_modes
+from rtp_ext.ring.routes.weight_routes import choose_ce_modes
 
 
 def agree_on(options: RingOptions, ring: Communicator) -> str:

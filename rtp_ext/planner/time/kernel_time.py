@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.engine import engine
+from rtp_ext.planner.native import engine
 from rtp_ext.planner.specs.cluster import Cluster
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from rtp_ext.parameters.live import LiveModule
+from rtp_ext.parameters.sharded_module import ShardedModule
 
 # Methods that take part in a forward of torch's layers.
 _CALLS = {
@@ -23,7 +23,7 @@ _CALLS = {
 }
 
 
-def computes_like(module: Any, base: Any) -> bool:
+def has_same_forward(module: Any, base: Any) -> bool:
     """Returns whether a module is a `base`, a layer class of torch, or of a subclass with the same forward.
 
     A subclass may redefine initialisation, printing and loading, and may have more attributes; it must not redefine an
@@ -33,7 +33,7 @@ def computes_like(module: Any, base: Any) -> bool:
     if cls is base:
         return True
     # nn.MultiheadAttention reads the weights of its out_proj, a NonDynamicallyQuantizableLinear, without calling it
-    if not issubclass(cls, base) or issubclass(cls, (LiveModule, NonDynamicallyQuantizableLinear)):
+    if not issubclass(cls, base) or issubclass(cls, (ShardedModule, NonDynamicallyQuantizableLinear)):
         return False
     if "forward" in module.__dict__ or is_parametrized(module):
         return False
