@@ -13,6 +13,7 @@ from harness import Cases, run_ranks
 from torch import nn
 from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import parametrizations, prune
@@ -63,6 +64,10 @@ def _torch_alone(rank, ranks):
     with cases.case("DistributedDataParallel"), pytest.raises(NotImplementedError, match="broadcast_") as caught:
         nn.parallel.DistributedDataParallel(layer())
     assert "expected" not in str(caught.value), needed("refuse_ddp")
+    with cases.case("fully_shard"):
+        with pytest.raises(Exception, match="Invariant encountered") as caught:
+            fully_shard(layer(), mesh=mesh)
+        assert not isinstance(caught.value, ValueError), needed("refuse_fully_shard")
     ways = {
         "weight_norm": parametrizations.weight_norm,
         "old weight_norm": nn.utils.weight_norm,
@@ -111,6 +116,14 @@ def test_torch_still_needs_the_rules_of_its_compiler():
     rules = pytest.importorskip("torch._dynamo.trace_rules")
     untouched = rules.check_file("/somewhere/site-packages/a_package/module.py")
     assert not untouched.skipped, needed("register_traced_files")
+
+
+def test_torch_still_names_groups_by_their_number(monkeypatch):
+    """Two processes that have made different numbers of groups give one group two names."""
+    c10d = torch.distributed.distributed_c10d
+    monkeypatch.setattr(c10d, "_world", types.SimpleNamespace(group_count=3))
+    first, second = c10d._process_group_name([0, 1], False), c10d._process_group_name([0, 1], False)
+    assert first != second, needed("counted_groups")
 
 
 def test_torch_still_needs_the_patch_of_pipeline_stages():
