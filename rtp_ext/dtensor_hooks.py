@@ -273,7 +273,8 @@ class _Refusing:
 def refuse_fully_shard(module: torch.nn.Module, message: str) -> None:
     """The registry of composable functions of a module, which fully_shard searches first: torch 2.11 to 2.14.
 
-    Without it fully_shard ends in an error of torch that does not name the cause ("Invariant encountered"); this raises ValueError(message).
+    Without it fully_shard ends in an error of torch that does not name the cause ("Invariant encountered"); this raises
+    ValueError(message).
     """
     module.__dict__[REGISTRY_KEY] = _Registry(module.__dict__.get(REGISTRY_KEY, {}), message)
 
