@@ -146,7 +146,8 @@ STEP_STAGES = ("stale", "state", "reduced", "attached", "stand-in")
 StepHook = Callable[[Optimizer, Any, Any], Any]
 
 _stages: dict[str, StepHook] = {}
-_GIVEN = "_rtp_given"  # attribute of an optimizer with hooks of its own: arguments and keywords of the newest step
+# by optimizer: arguments and keywords of the step that begins, as its caller gave them, until the step has ended
+_given: weakref.WeakKeyDictionary[Optimizer, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def before_steps(stage: str, hook: StepHook) -> None:
@@ -163,22 +164,25 @@ def before_steps_of(optimizer: Optimizer, hook: StepHook) -> RemovableHandle:
     registered on it earlier. It gets the arguments that the caller gave, not those of a stand-in."""
     _register_stages()
 
-    def with_given(stepped: Optimizer, _arguments: Any, _keywords: Any) -> None:
-        arguments, keywords = stepped.__dict__[_GIVEN]
+    def with_given(stepped: Optimizer, arguments: Any, keywords: Any) -> None:
+        arguments, keywords = _given.get(stepped, (arguments[1:], keywords))
         hook(stepped, (stepped, *arguments), keywords)
 
-    optimizer.__dict__[_GIVEN] = (), {}
     return optimizer.register_step_pre_hook(with_given)
 
 
 @functools.cache
 def _register_stages() -> None:
     register_optimizer_step_pre_hook(_run_stages)
+    register_optimizer_step_post_hook(_forget_given)
+
+
+def _forget_given(optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
+    _given.pop(optimizer, None)
 
 
 def _run_stages(optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
-    if _GIVEN in optimizer.__dict__:
-        optimizer.__dict__[_GIVEN] = arguments[1:], keywords  # without the optimizer, which would refer to itself
+    _given[optimizer] = arguments[1:], keywords  # a value that refers to its key would keep it alive
     result = None
     for stage in STEP_STAGES:
         if stage in _stages:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import time
 
 import pytest
 import torch
@@ -326,9 +327,11 @@ def _details(rank, ranks):
         with pytest.raises(ValueError, match=r"got the uninitialized weight of 1 \(LazyLinear\): call the plain model"):
             rtp_ext.fully_rotate(lazy, mesh=ring)
         assert type(lazy[0]) is nn.Linear, "before, it had been converted when the second layer failed"
-        with pytest.raises(ValueError, match="is a part of one that already was"):
+        with pytest.raises(ValueError, match="inside a converted model: pass that model"):
             rtp_ext.explain(model[0])
         assert type(tied[1]) is nn.Linear
+        with pytest.raises(ValueError, match=r"ranks=4, rank=0, got a \w*Sequential that fully_rotate has converted"):
+            rtp_ext.explain(model, ranks=4)
     cases.finish()
 
 
@@ -357,9 +360,29 @@ def test_without_other_ranks(capsys, tmp_path):
     assert main(["explain", "--hf-config", str(tmp_path / "config.json"), "--ranks", "2"]) == 0
     assert "on a ring of 2" in capsys.readouterr().out
     assert main(["explain", "--hf-config", str(tmp_path / "nothing"), "--ranks", "2"]) == 1
-    for wrong in ({"ranks": 2, "rank": 2}, {"ranks": 0}, {"ranks": 2, "dims": RotationDims()}):
+    for wrong in ({"ranks": 2, "rank": 2}, {"ranks": 0}, {"ranks": 2, "dims": RotationDims()}, {"rank": 1}):
         with pytest.raises(ValueError, match="explain: expected"):
             rtp_ext.explain(model, **wrong)
+    for wrong in ({"module": 5}, {"module": [model, 5]}, {"ranks": 2.5}, {"ignored_params": ["lm_head.weight"]}):
+        with pytest.raises(TypeError, match="expected"):
+            rtp_ext.explain(**{"module": model, "ranks": 2, **wrong})
+    with pytest.raises(ValueError, match=r"got torch.int32 for 0.weight of a Linear"):
+        whole = nn.Linear(2, 2)
+        whole.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int32), requires_grad=False)
+        rtp_ext.explain(nn.Sequential(whole), ranks=2)
+
+
+def _refused_on_one_rank(rank, ranks):
+    model = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=rank == 0), nn.Linear(4, 4))
+    began = time.monotonic()
+    with pytest.raises(ValueError if rank == 0 else rtp_ext.RotationError) as caught:
+        rtp_ext.fully_rotate(model, timeout=30.0)
+    assert time.monotonic() - began < 20, "no rank waits for the timeout"
+    assert "sparse" in str(caught.value) and (rank > 0 or type(model[1]) is nn.Linear), caught.value
+
+
+def test_a_refusal_on_one_rank_reaches_the_others():
+    run_ranks(_refused_on_one_rank, 2)
 
 
 def test_emulated_ring():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import sys
 import types
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import parametrizations, prune
 
 import rtp_ext
-from rtp_ext.dtensor_hooks import STEP_STAGES, before_steps
+from rtp_ext.dtensor_hooks import STEP_STAGES, before_steps, before_steps_of
 
 
 def needed(patch: str) -> str:
@@ -173,6 +175,26 @@ def test_stages_of_a_step_run_in_their_order(monkeypatch):
     assert tuple(seen) == STEP_STAGES
     with pytest.raises(ValueError, match="expected a stage of stale"):
         before_steps("sometime", lambda *_: None)
+
+
+def test_a_hook_of_one_optimizer_gets_what_the_caller_gave():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("first"))
+    handle = before_steps_of(optimizer, lambda *given: seen.append(given))
+
+    def closure() -> float:
+        return 0.0
+
+    optimizer.step(closure)
+    assert seen == ["first", (optimizer, (optimizer, closure), {})]
+    del seen[:]
+    reference = weakref.ref(closure)
+    del closure
+    assert reference() is None, "the closure of a step is released with it"
+    handle.remove()
+    optimizer.step()
+    assert seen == ["first"]
 
 
 def test_no_other_file_patches_torch():

@@ -177,7 +177,7 @@ def _replicas(rank, ranks):
         members = rtp_ext.outer_of(model)._members
         for name, parameter in model.named_parameters():
             expected = torch.bfloat16 if part_of(name) == "mix" else torch.float32
-            assert members[parameter.__dict__[GRADIENT_HANDLER].index].wire == expected, name
+            assert members[parameter.__dict__[GRADIENT_HANDLER].index].wire_dtype == expected, name
     cases.finish()
 
 

@@ -16,7 +16,7 @@ from rtp_ext.convert.plan.inspect_model import inspect_model
 from rtp_ext.convert.plan.request import TIMEOUT, Options, place_alone
 from rtp_ext.convert.plan.rotation_plan import RotationPlan
 from rtp_ext.convert.plan.traffic import RingFacts
-from rtp_ext.convert.scopes import state_of
+from rtp_ext.convert.scopes import is_inside, state_of
 from rtp_ext.convert.validation import read_call, validate
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.parameters.sharded_module import plain_class
@@ -60,20 +60,38 @@ def explain(
         module: a model, on any device; or a list of modules as `fully_rotate` takes it.
         mesh, dims, outer, mp_policy, offload_policy, ignored_params, in_place, bundle, loss_head, route,
             gradient_route, gradient_travel, transport, travel, timeout: see `fully_rotate`.
-        ranks, rank: for a ring that does not exist: its size, and the rank whose bytes are counted. Default: those of
-            `mesh`, or of the default process group.
+        ranks, rank: for a plain model and a ring that does not exist: its size, and the rank whose bytes are counted.
+            Default: those of `mesh`, or of the default process group.
         device: the device type of such a ring; default: that of the parameters, `cuda` if these are on meta.
 
     Returns a RotationPlan: `str(plan)` is a table, `plan.to_dict()` values for JSON, `plan.parameters` the rows, and
     `plan.totals` sums in bytes.
 
-    Raises the errors that `fully_rotate` raises before it makes a ring, and ValueError for a rank outside of the ring
-    or for `ranks` together with `mesh`.
+    Raises the errors that `fully_rotate` raises before it makes a ring, and ValueError for a rank outside of the ring,
+    for `ranks` together with `mesh` or a converted model, and for a module inside a converted model.
     """
     options = Options.of(locals())
-    if isinstance(module, nn.Module) and state_of(module) is not None:
+    several = module if isinstance(module, list) else [module]
+    if not several or not all(isinstance(each, nn.Module) for each in several):
+        raise TypeError(f"explain: expected a torch.nn.Module or a list of them, got {module!r:.100}")
+    for name, given in (("ranks", ranks), ("rank", rank)):
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
+            raise TypeError(f"explain: expected {name} to be an integer, got {given!r:.100}")
+    if isinstance(module, nn.Module) and is_inside(module):
+        if ranks is not None or rank:
+            raise ValueError(
+                f"explain: expected a plain model for ranks={ranks}, rank={rank}, got a {type(module).__name__} that "
+                "fully_rotate has converted, whose ring is known"
+            )
+        if state_of(module) is None:
+            raise ValueError(
+                f"explain: expected a model, or a module that was the argument of fully_rotate, got a "
+                f"{type(module).__name__} inside a converted model: pass that model"
+            )
         return _explain_converted(module)
     alone = None
+    if ranks is None and rank:
+        raise ValueError(f"explain: expected ranks together with rank, got rank={rank} alone")
     if ranks is not None:
         if mesh is not None or dims is not None:
             raise ValueError(f"explain: expected ranks or a mesh, got ranks={ranks} and mesh={mesh!r:.100}")

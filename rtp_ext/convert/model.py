@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from rtp_ext._native import RotationError
 from rtp_ext.convert.agreement import checksums, compare_weights
 from rtp_ext.convert.apply_plan import apply_plan
 from rtp_ext.convert.methods.fully_shard import explain_fsdp_methods, refuse_others
@@ -115,11 +116,23 @@ def fully_rotate(
     Source: RTP, arXiv 2311.01635.
     """
     request = read_call(module, Options.of(locals()))
-    plan = inspect_model(request)
-    validate(plan, request)
+    try:
+        plan = inspect_model(request)
+        validate(plan, request)
+    except (TypeError, ValueError) as error:
+        if request.place.ring is None:
+            _refuse_on_all_ranks(error, request)
+        raise
     ring = _ring_for(request)
     _convert(plan, request, ring)
     return module
+
+
+def _refuse_on_all_ranks(error: Exception, request: Request) -> None:
+    """Sends a refusal to the ranks that accept the model and wait for this one in a new ring. Collective."""
+    communicator = _ring_for(request).communicator
+    communicator.executor.close()
+    communicator.abandon(RotationError(str(error)))
 
 
 def _ring_for(request: Request) -> Ring:

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,15 +78,15 @@ class RingMesh:
 
 @dataclass(frozen=True)
 class MeshRole:
-    """The role of parameters on a mesh: the number of replicas that hold them, whether tensor parallelism shards them,
-    and the rings that rotate them."""
+    """The role of parameters on a mesh: the number of replicas that hold them, and whether tensor parallelism shards
+    them."""
 
     replicas: int = 1
     tensor: bool = False
-    rings: list[weakref.ref[Any]] = field(default_factory=list, compare=False)
 
 
-mesh_roles: dict[DeviceMesh, MeshRole] = {}  # of the meshes of rings
+mesh_roles: dict[DeviceMesh, MeshRole] = {}  # of the meshes of parameters
+rings_on: dict[DeviceMesh, list[weakref.ref[Any]]] = {}  # the rings with hops or parameters on each mesh
 
 
 def role_of(mesh: DeviceMesh) -> MeshRole:
@@ -99,7 +99,7 @@ _NO_ROLE = MeshRole()
 
 def live_ring(mesh: DeviceMesh) -> Any:
     """Returns the newest usable Ring of the parameters on a mesh; None where there is none."""
-    rings = (reference() for reference in reversed(role_of(mesh).rings))
+    rings = (reference() for reference in reversed(rings_on.get(mesh, [])))
     return next((ring for ring in rings if ring is not None and ring.alive), None)
 
 

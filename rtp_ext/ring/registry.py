@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rtp_ext._native import RotationError
-from rtp_ext.ring.mesh import mesh_roles
+from rtp_ext.ring.mesh import rings_on
 
 _serials = itertools.count()
 _numbers = itertools.count()
@@ -24,12 +24,15 @@ _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 def name_ring(ring: Any) -> None:
     """Sets `serial`, the index of the ring within the process, and `name`, by which graphs find the ring. Adds a
-    reference to the ring to the role of the mesh of its parameters."""
+    reference to the ring for each of its meshes."""
     ring.serial = next(_serials)
     ring.name = f"ring {ring.serial}"
     _rings[ring.name] = ring
     if ring.parameter_mesh is not None:
-        mesh_roles[ring.parameter_mesh].rings.append(weakref.ref(ring))
+        for mesh in {ring.parameter_mesh, ring.mesh}:
+            rings = rings_on.setdefault(mesh, [])
+            rings[:] = [reference for reference in rings if reference() is not None]
+            rings.append(weakref.ref(ring))
 
 
 def register(owner: Any) -> torch.Tensor:

@@ -28,7 +28,7 @@ class Handed:
     """Counts the bytes that policies pass to the process groups of the replicas, by collective."""
 
     def __init__(self, patch):
-        self.bytes = {"begin_sum": 0, "begin_scatter": 0, "all_gather": 0}
+        self.bytes = {"begin_sum": 0, "begin_reduce_scatter": 0, "all_gather": 0}
         for name in self.bytes:
             patch.setattr(Replicas, name, self.counting(name, getattr(Replicas, name)))
 
@@ -51,8 +51,8 @@ def byte_cases(rank, ranks, cases, shape):
     once = parameters * (replicas - 1) // (replicas * size)  # M q / G
     local, piece = 4 * parameters // size, 2 * parameters // (size * replicas)
     forms = {
-        AllReduce: (8 * once, {"begin_sum": local, "begin_scatter": 0, "all_gather": 0}),
-        ZeroOuter: (10 * once, {"begin_sum": 0, "begin_scatter": local, "all_gather": piece}),
+        AllReduce: (8 * once, {"begin_sum": local, "begin_reduce_scatter": 0, "all_gather": 0}),
+        ZeroOuter: (10 * once, {"begin_sum": 0, "begin_reduce_scatter": local, "all_gather": piece}),
     }
     for kind, (form, handed_form) in forms.items():
         with cases.case(f"bytes of {kind.__name__} on {shape}"), pytest.MonkeyPatch.context() as patch:

@@ -134,7 +134,7 @@ class Inspection:
         if self.request.options.loss_head is None:
             return []
         models: list[tuple[str, Any]] = [(name, part) for name, part in self.modules if blocks.causal_model(part)]
-        return [(name, self.names[id(model.lm_head)]) for name, model in models]
+        return [(name, self.names[id(model.lm_head)]) for name, model in models if id(model.lm_head) in self.names]
 
     # -- one module --------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,13 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
         raise ValueError(f"fully_rotate: expected loss_head to be None or 'fused', got {options.loss_head!r}")
     if isinstance(options.ignored_params, torch.Tensor):
         raise TypeError("fully_rotate: expected ignored_params to be several parameters, got a single tensor")
-    ignored = frozenset(id(parameter) for parameter in options.ignored_params or ())
+    given_parameters = list(options.ignored_params or ())
+    for parameter in given_parameters:
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(
+                f"fully_rotate: expected ignored_params to be parameters, got {parameter!r:.100} among them"
+            )
+    ignored = frozenset(map(id, given_parameters))
     not_ours = ignored | ignored_in(parts)
     _refuse_uninitialized(root, not_ours)
     place = alone or _place_of(options, parts, _tensor_dimension(root, options, not_ours))

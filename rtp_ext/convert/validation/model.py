@@ -18,7 +18,7 @@ from rtp_ext.convert.plan.request import (
     describe,
     place_of_ring,
 )
-from rtp_ext.convert.plan.rotation_plan import ModulePlan, RotationPlan
+from rtp_ext.convert.plan.rotation_plan import ROTATED, ModulePlan, RotationPlan
 from rtp_ext.convert.scopes import ring_of_module
 from rtp_ext.convert.tensor_parallel import check_style, on_tensor_mesh
 from rtp_ext.convert.validation.call import OFFLOAD
@@ -52,22 +52,36 @@ def validate(plan: RotationPlan, request: Request) -> None:
         check_style(name, part, request.place.tensor_mesh, request.ignored)
     _check_tables(request, modules)
     _check_ties(request, modules)
+    _check_dtypes(plan, dict(modules))
     if request.options.loss_head is not None:
         _check_heads(plan, request, modules)
 
 
 def _refuse_offload(request: Request) -> None:
     for name, part in request.root.named_modules():
-        what = None
+        problem = None
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and id(part.weight) not in request.not_ours:
-            what = RotatedEmbedding.refusal(part)
+            problem = RotatedEmbedding.refusal(part)
         elif isinstance(part, Flyweight):
-            what = "copies of a module"
-        if what is not None:
+            problem = "it calls copies of a module"
+        if problem is not None:
             raise ValueError(
-                f"{OFFLOAD} {what}, of {name or 'the model'} ({type(part).__name__}): expected a model without it, "
-                "or no offload_policy"
+                f"{OFFLOAD} {name or 'the model'} ({type(part).__name__}): {problem}; expected a model without it, or "
+                "no offload_policy"
             )
+
+
+def _check_dtypes(plan: RotationPlan, modules: dict[str, nn.Module]) -> None:
+    """Raises ValueError for layers that would rotate with weights that are no floating-point numbers."""
+    for module in plan.modules:
+        if module.moved != ROTATED or not module.is_new:
+            continue
+        for key, parameter in modules[module.name]._parameters.items():
+            if parameter is not None and not parameter.is_floating_point():
+                raise ValueError(
+                    f"fully_rotate: expected floating-point parameters of layers that rotate, got {parameter.dtype} "
+                    f"for {module.name + '.' if module.name else ''}{key} of a {module.kind}: pass it in ignored_params"
+                )
 
 
 def _refuse_whole_tables(request: Request) -> None:
