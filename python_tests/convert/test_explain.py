@@ -292,6 +292,7 @@ def _details(rank, ranks):
         assert_same_plan(before, rtp_ext.explain(model))
         pair = [nn.Linear(3, 4), nn.Linear(4, 3)]
         before = rtp_ext.explain(pair, mesh=ring)
+        assert str(rtp_ext.explain(tuple(pair), mesh=ring)) == str(before)
         assert list(rows(before)) == ["Linear.weight", "Linear.bias", "Linear_2.weight", "Linear_2.bias"]
         rtp_ext.fully_rotate(pair, mesh=ring)
         assert rows(rtp_ext.explain(pair[1]))["weight"].sent_bytes == rows(before)["Linear_2.weight"].sent_bytes

@@ -17,14 +17,14 @@ from rtp_ext.convert.plan.request import TIMEOUT, Options, place_alone
 from rtp_ext.convert.plan.rotation_plan import RotationPlan
 from rtp_ext.convert.plan.traffic import RingFacts
 from rtp_ext.convert.scopes import is_inside, state_of
-from rtp_ext.convert.validation import read_call, validate
+from rtp_ext.convert.validation import members_of, read_call, validate
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.parameters.sharded_module import plain_class
 from rtp_ext.ring import Ring, RotationDims
 
 
 def explain(
-    module: nn.Module | list[nn.Module],
+    module: nn.Module | list[nn.Module] | tuple[nn.Module, ...],
     *,
     mesh: DeviceMesh | dist.ProcessGroup | Ring | None = None,
     dims: RotationDims | None = None,
@@ -71,9 +71,7 @@ def explain(
     for `ranks` together with `mesh` or a converted model, and for a module inside a converted model.
     """
     options = Options.of(locals())
-    several = module if isinstance(module, list) else [module]
-    if not several or not all(isinstance(each, nn.Module) for each in several):
-        raise TypeError(f"explain: expected a torch.nn.Module or a list of them, got {module!r:.100}")
+    members = members_of(module)
     for name, given in (("ranks", ranks), ("rank", rank)):
         if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
             raise TypeError(f"explain: expected {name} to be an integer, got {given!r:.100}")
@@ -97,7 +95,7 @@ def explain(
             raise ValueError(f"explain: expected ranks or a mesh, got ranks={ranks} and mesh={mesh!r:.100}")
         if ranks < 1 or not 0 <= rank < ranks:
             raise ValueError(f"explain: expected ranks >= 1 and 0 <= rank < ranks, got ranks={ranks}, rank={rank}")
-        kind = torch.device(device).type if device is not None else _device_type(module)
+        kind = torch.device(device).type if device is not None else _device_type(members)
         alone = place_alone(ranks, rank, kind, options)
     request = read_call(module, options, alone)
     plan = inspect_model(request)
@@ -105,9 +103,8 @@ def explain(
     return plan
 
 
-def _device_type(module: nn.Module | list[nn.Module]) -> str:
-    several = [module] if isinstance(module, nn.Module) else module
-    kinds = {parameter.device.type for each in several for parameter in each.parameters()} - {"meta"}
+def _device_type(members: list[nn.Module]) -> str:
+    kinds = {parameter.device.type for each in members for parameter in each.parameters()} - {"meta"}
     return next(iter(sorted(kinds)), "cuda")
 
 

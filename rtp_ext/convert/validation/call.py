@@ -42,7 +42,7 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
     Raises TypeError, ValueError and RotationError as `fully_rotate` does, where the arguments cannot be combined or do
     not fit the model and its parts.
     """
-    members = _members_of(given)
+    members = members_of(given)
     root = members[0] if len(members) == 1 else ModuleGroup(members)
     parts = _parts_of(members, root)
     if options.bundle not in (True, False, "recompute"):
@@ -98,7 +98,7 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
 # -- the modules of a call -------------------------------------------------------------------------------------------
 
 
-def _members_of(given: Any) -> list[nn.Module]:
+def members_of(given: Any) -> list[nn.Module]:
     """Returns the modules in the argument of fully_rotate: one, or those of a list."""
     if isinstance(given, nn.Module):
         return [given]
