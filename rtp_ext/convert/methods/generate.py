@@ -32,15 +32,16 @@ from rtp_ext.outer import ZeroOuter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
 
+_CACHES = ("cache", "past_key_values")  # names of the argument with keys and values since and before transformers 5.24
 # Arguments of a forward that do not decide which layers run, and that a call of one token does not need.
 _OPTIONAL = {
+    *_CACHES,
     "attention_mask",
     "cache_params",
     "cache_position",
     "decoder_attention_mask",
     "decoder_position_ids",
     "logits_to_keep",
-    "past_key_values",
     "position_ids",
 }
 _TOKENS = ("input_ids", "token_type_ids")  # ends of names: integers [rows, length]; any value is valid
@@ -297,7 +298,7 @@ class _Generation:
             key for key, value in given.items() if key not in _OPTIONAL and any(map(_is_tensor, tree_leaves(value)))
         ]
         self._inputs.update({(name, key): given[key] for key in inputs if key in _ENCODED})
-        cache = given.get("past_key_values")
+        cache = next((given[key] for key in _CACHES if given.get(key) is not None), None)
         if hasattr(cache, _CROSS):
             self._inputs[name, _CROSS] = cache
             inputs += [_CROSS] if _is_filled(cache) else []
@@ -318,7 +319,8 @@ class _Generation:
                 table = self.model.get_input_embeddings().weight
                 given[name] = torch.zeros(rows, 1, table.shape[-1], dtype=table.dtype, device=self.ring.device)
             elif name == _CROSS:
-                given |= {"past_key_values": _beside(self._inputs[call.part, _CROSS]), "use_cache": True}
+                key = next(key for key in _CACHES if key in accepted)
+                given |= {key: _beside(self._inputs[call.part, _CROSS]), "use_cache": True}
         devices = [self.ring.device] if self.ring.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # of dropout
             self._depth += 1
