@@ -22,7 +22,7 @@ __global__ void gather_rows(EmbeddingGather gather) {
 
 // Atomic additions to kGroup adjacent elements; `to` is aligned to their total size.
 __device__ void add_group(float* to, const float (&values)[kGroup]) {
-#if defined(RTP_KERNEL_EMULATION) || __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900
   atomicAdd(reinterpret_cast<float4*>(to), make_float4(values[0], values[1], values[2], values[3]));
 #else
 #pragma unroll

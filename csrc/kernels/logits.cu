@@ -46,9 +46,9 @@ __device__ void add_lanes(PartialSums& sums) {
 template <typename T>
 __global__ void __launch_bounds__(kMostThreads) logit_sums(LogitSums parameters) {
   constexpr int kWidth = kWindow<T>;
-  RTP_SHARED(float, most_of_warp, kWarp);
-  RTP_SHARED(float, scaled_of_warp, kWarp);
-  RTP_SHARED(float, total_of_warp, kWarp);
+  __shared__ float most_of_warp[kWarp];
+  __shared__ float scaled_of_warp[kWarp];
+  __shared__ float total_of_warp[kWarp];
   const Logits& logits = parameters.logits;
   const int thread = static_cast<int>(threadIdx.x);
   const int warps = static_cast<int>(blockDim.x) / kWarp;

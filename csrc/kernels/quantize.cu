@@ -1,4 +1,3 @@
-// Tests run these kernels on emulated threads. They have not run on a GPU yet.
 #include "base/quantized.h"
 #include "kernels/common/windows.cuh"
 #include "kernels/quantize.h"

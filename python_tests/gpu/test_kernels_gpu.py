@@ -1,4 +1,4 @@
-"""Our kernels and the engine's GEMMs on a GPU: the checks that emulated threads pass, and what only a GPU shows.
+"""Our kernels and the engine's GEMMs on a GPU: the checks that their PTX passes, and what only a GPU shows.
 
 Under the CUDA sanitizer: compute-sanitizer python python_tests/kernels/kernel_sweep.py --runner cuda --cases 20
 """

@@ -1,6 +1,6 @@
-"""Random cases for every kernel, each against float64: the same for emulated threads, for a GPU and for ATen on a CPU.
+"""Random cases for every kernel, each against float64: the same for its PTX, for a GPU and for ATen on a CPU.
 
-A check takes a runner (`emulated_kernels.Emulated`, `torch_kernels.Torch`) and a random generator, makes one case of
+A check takes a runner (`ptx_kernels.Ptx`, `torch_kernels.Torch`) and a random generator, makes one case of
 any size, dtype, alignment and stride, and raises AssertionError where the result is not what float64 says, or where a
 result that is one place aside would pass as well.
 

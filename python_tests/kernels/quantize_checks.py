@@ -7,7 +7,7 @@ except for roundings of float32, which are a thousandth of a step here.
 from __future__ import annotations
 
 import numpy as np
-from kernel_arrays import BYTES, ELEMENTS, ROUNDING, Array, assert_close, assert_refused, place
+from kernel_arrays import BYTES, ELEMENTS, ROUNDING, Array, assert_close, assert_refused, place, rounded
 
 BLOCK = 128
 LEAST = 2.0**-120  # blocks with nothing larger are zero
@@ -56,6 +56,22 @@ def values_of(rng: np.random.Generator, numbers: int, element: str) -> Array:
     return place(rng, values, element, dense=True)
 
 
+def quantized(values: np.ndarray) -> np.ndarray:
+    """Returns the bytes of finite numbers [n] and their scales, as every processor computes them: in float32, each
+    operation rounded by itself."""
+    numbers, single = values.size, values.astype(np.float32)
+    most = largest(values).astype(np.float32)
+    zero = most < LEAST
+    one, steps = np.where(zero, np.float32(1), most), np.float32(127)
+    with np.errstate(under="ignore"):
+        rounded = np.rint(single * np.where(zero, np.float32(0), steps / one)).astype(np.int8)
+        scales = np.where(zero, np.float32(0), most / steps)[::BLOCK]
+    start, size = layout(numbers)
+    packed = np.zeros(size, np.uint8)
+    packed[:numbers], packed[start:] = rounded.view(np.uint8), np.ascontiguousarray(scales).view(np.uint8)
+    return packed
+
+
 def check_quantize(runner, rng: np.random.Generator) -> None:
     element, numbers = str(rng.choice(ELEMENTS)), numbers_of(rng)
     array = values_of(rng, numbers, element)
@@ -74,6 +90,10 @@ def check_quantize(runner, rng: np.random.Generator) -> None:
     error = np.abs(got - values, where=usual, out=np.zeros(numbers))
     assert (error[usual] <= (0.5 + SLACK) * step[usual]).all(), f"{what}: {error.max()} of {step}"
     assert np.abs(packed[:numbers].view(np.int8)[usual].astype(int)).max(initial=0) <= 127
+    if finite.all():
+        exact, (start, _) = quantized(values), layout(numbers)
+        assert np.array_equal(packed[:numbers], exact[:numbers]), f"expected the bytes of float32 from {what}"
+        assert np.array_equal(packed[start:], exact[start:]), f"expected the scales of float32 from {what}"
     wrong = np.roll(got, 1)
     with np.errstate(invalid="ignore"):
         apart = usual & np.roll(usual, 1) & (np.abs(np.roll(values, 1) - values) > 3 * (step + np.roll(step, 1)))
@@ -99,6 +119,9 @@ def check_dequantize(runner, rng: np.random.Generator) -> None:
     actual = runner.dequantize(packed, before if add else before.same_place(None), add)
     what = f"dequantize to {element} {numbers} add={add}"
     assert_close(actual, expected, element, error, what)
+    product = packed[:numbers].view(np.int8).astype(np.float32) * scales_of(packed, numbers).astype(np.float32)
+    exact = product + before.values[0].astype(np.float32) if add else product
+    assert np.array_equal(actual[0], rounded(exact.astype(np.float64), element)), f"expected two roundings from {what}"
     if numbers > 1:
         assert_refused(actual, expected, element, error, what)
 
@@ -111,6 +134,7 @@ def check_add_converted(runner, rng: np.random.Generator) -> None:
     error = ROUNDING["float32"] * np.abs(expected)
     actual, what = runner.add_converted(total, values), f"add_converted {element} {numbers}"
     assert_close(actual, expected, "float32", error, what)
+    assert np.array_equal(actual, rounded(expected, "float32")), f"expected one rounding from {what}"
     if numbers > 1:
         assert_refused(actual, expected, "float32", error, what)
 

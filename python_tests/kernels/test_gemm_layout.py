@@ -5,10 +5,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from compiled import compiler
-from emulated_kernels import load
+from compiled import ROOT, build, compiler
 from gemm_checks import run_gemm_checks
-from kernel_emulation import build
 
 FIELDS = ("left_is_b", "transpose_left", "transpose_right", "m", "n", "k", "left_stride", "right_stride", "out_stride")
 Matrix = tuple[int, int, int, int]  # rows, columns, row stride, column stride
@@ -18,7 +16,8 @@ Matrix = tuple[int, int, int, int]  # rows, columns, row stride, column stride
 def layout_of():
     if compiler() is None:
         pytest.skip("no C++ compiler on PATH")
-    library = load(build())
+    sources = [ROOT / "csrc/compute/gemm/gemm_layout.cpp", ROOT / "python_tests/simulators/gemm_layout_export.cpp"]
+    library = ctypes.CDLL(str(build("gemm_layout", sources, ["-std=c++20", "-fPIC", "-Wall"], [ROOT / "csrc"])))
 
     def ask(out: Matrix, a: Matrix, b: Matrix) -> dict[str, int] | None:
         result = (ctypes.c_int64 * len(FIELDS))()

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from compiled import compiler
-from emulated_kernels import Emulated
 from kernel_arrays import ELEMENTS, place
-from kernel_emulation import build
+from ptx import build, nvcc
+from ptx_kernels import Ptx
 from quantize_checks import decoded, layout, random_bytes, values_of
 from torch_kernels import Torch
 
@@ -70,7 +69,7 @@ def test_loops_are_compiled_for_what_their_names_say():
 
 def test_every_instruction_set_and_every_kernel_gives_the_same_bytes(chosen):
     """Includes non-finite numbers. Sums in float32 of dequantized numbers distinguish one rounding from two."""
-    emulated = [("emulated kernels", Emulated(build()))] if compiler() else []
+    emulated = [("PTX", Ptx(build()))] if nvcc() else []
     for element in ELEMENTS:
         for numbers in SIZES:
             rng = np.random.default_rng(numbers)

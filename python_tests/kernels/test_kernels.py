@@ -1,33 +1,32 @@
-"""The CUDA kernels' own source on emulated threads: against float64, under the address sanitizer, and with errors
-planted that the emulation must find. ATen's side of the same steps goes through the same checks."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""The PTX that nvcc emits from the CUDA kernels, interpreted: against float64, and with planted mistakes that the
+interpreter must find. ATen's side of the same steps goes through the same checks."""
 
 import numpy as np
+import ptx
 import pytest
-from compiled import compiler
-from emulated_kernels import Emulated, KernelError, load
-from kernel_arrays import ELEMENTS, Array, decode, encode
+from grids import few
+from kernel_arrays import Array
 from kernel_checks import CHECKS, run_checks
-from kernel_emulation import build, sanitizer_environment, sanitizer_runtimes, telling_pattern
+from planted_kernels import PLANTED
+from ptx.arithmetic import DTYPES, convert, fma
+from ptx.machine import Launch, Machine
+from ptx.memory import Buffer, Fault
+from ptx.parse import parse
+from ptx_kernels import Ptx
 from torch_kernels import Torch
 
-FOLDER = Path(__file__).resolve().parent
-THREADS = 64  # of the planted kernels
-
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler on PATH")
+needs_nvcc = pytest.mark.skipif(ptx.nvcc() is None, reason="no nvcc in PATH or /usr/local/cuda")
 
 
 @pytest.fixture(scope="module")
-def library() -> Path:
-    return build()
+def kernels() -> ptx.Compiled:
+    return ptx.build()
 
 
+@needs_nvcc
 @pytest.mark.parametrize("kernel", CHECKS)
-def test_emulated_kernels_match_float64(library, kernel):
-    run_checks(Emulated(library), 80, names=[kernel])
+def test_ptx_matches_float64(kernels, kernel):
+    run_checks(Ptx(kernels), 40, names=[kernel])
 
 
 @pytest.mark.parametrize("kernel", CHECKS)
@@ -35,110 +34,108 @@ def test_aten_matches_float64(kernel):
     run_checks(Torch("cpu"), 40, names=[kernel])
 
 
-# Planted kernels by number; those without a message are for the sanitizer.
-PLANTED = {
-    1: "read by thread 0 and written|read before any thread|written by thread",
-    2: "with no barrier between",
-    3: r"shared\[0\] is read before any thread of its block wrote it",
-    4: r"shared\[64\] is written, but the array has 64 elements",
-    5: "only 32 of 64 threads reach a barrier",
-    6: "only some lanes of a warp reach a shuffle",
-}
+@needs_nvcc
+@pytest.mark.parametrize("name", few(["words wider than the alignment", "products and sums contracted"], [*PLANTED]))
+def test_planted_mistakes_are_found(tmp_path, name):
+    planted = PLANTED[name]
+    changed = planted.write(tmp_path)
+    sources = [changed if source.name == changed.name else source for source in ptx.KERNELS]
+    compiled = ptx.build(sources, **({} if planted.old else {"flags": lambda source: []}))
+    with pytest.raises(AssertionError, match=planted.message):
+        run_checks(Ptx(compiled), 60, names=[planted.check])
 
 
-@pytest.mark.parametrize("backward", [0, 1])
-def test_planted_mistakes_are_found(library, backward):
-    kernels = load(library)
-    kernels.set_backward(backward)
-    values = np.arange(THREADS, dtype=np.float32)
-    assert kernels.planted(0, values.ctypes.data, THREADS) == 0  # the one that is right
-    assert np.array_equal(values, np.roll(np.arange(THREADS), -1))
-    for which, message in PLANTED.items():
-        with pytest.raises(KernelError, match=message):
-            if kernels.planted(which, values.ctypes.data, THREADS) != 0:
-                raise KernelError(kernels.message().decode())
-
-
-def test_a_write_beyond_an_array_is_found_without_the_sanitizer(library):
-    """The canaries around every array of the checks."""
-    runner = Emulated(library)
-    memory = runner.memory(Array(np.zeros((1, 100)), "float32", 100, 1, (1, 100)))
+@needs_nvcc
+def test_a_write_between_rows_is_found(kernels):
+    memory = Ptx(kernels).memory(Array(np.zeros((2, 8)), "float32", 12, 1, (2, 8)))
     memory.read()
-    assert runner.library.planted(7, memory.address, 100) == 0
+    memory.bytes[64 + 4 + 9 * 4] = 0
     with pytest.raises(AssertionError, match="bytes around an array"):
         memory.read()
 
 
-SANITIZED = """
-import sys
-sys.path.append("../simulators")
-import numpy as np
-from emulated_kernels import Emulated
-from kernel_arrays import Array
-from kernel_emulation import build
-
-runner = Emulated(build(sanitized=True), sanitized=True)
-memory = runner.memory(Array(np.ones((1, 64)), "float32", 64, 0, (1, 64)))
-status = runner.library.planted(int(sys.argv[1]), memory.address, 64)
-values = memory.read()
-print("status", status, "sum", values.sum())
+KERNEL = """
+.visible .entry kernel(.param .u64 kernel_param_0)
+{{
+  .reg .pred %p<3>; .reg .b32 %r<9>; .reg .f32 %f<9>; .reg .b64 %rd<9>;
+  .shared .align 4 .b8 area[256];
+  ld.param.u64 %rd1, [kernel_param_0];
+  mov.u32 %r1, %tid.x;
+  mul.wide.u32 %rd2, %r1, 4;
+  add.s64 %rd3, %rd1, %rd2;
+  mov.u32 %r2, area;
+  shl.b32 %r3, %r1, 2;
+  add.s32 %r4, %r2, %r3;
+  setp.lt.u32 %p1, %r1, 32;
+  ld.global.f32 %f1, [%rd3];
+  {body}
+  ret;
+}}
 """
-
-
-needs_sanitizer = pytest.mark.skipif(
-    compiler() is not None and len(sanitizer_runtimes()) < 2,
-    reason="the C++ compiler brings no libasan.so or libubsan.so",
+CORRECT = (
+    "st.shared.f32 [%r4], %f1; bar.sync 0; xor.b32 %r5, %r4, 4; ld.shared.f32 %f2, [%r5]; st.global.f32 [%rd3], %f2;"
 )
+# What the interpreter reports of a kernel of one block of 64 threads, by its body.
+FAULTS = {
+    CORRECT.replace("bar.sync 0; ", ""): "with no barrier between|nothing was written",
+    "@%p1 bar.sync 0;": "only 32 of 64 threads reach a barrier",
+    CORRECT.replace("[%r5]", "[%r5+4]"): "outside of all arrays",
+    "ld.shared.f32 %f2, [%r4];": "nothing was written",
+    "st.global.f32 [%rd1], %f1;": "two threads write to one place",
+    "st.global.f32 [%rd3+2], %f1;": "no multiple of the 4 bytes",
+    "@%p1 mov.f32 %f3, %f1; st.global.f32 [%rd3], %f3;": "%f3 is read before it is written",
+    "@%p1 st.global.f32 [%rd1+252], %f1;": "two threads write|with no barrier between",
+    "mov.b32 %r6, %f1; shfl.sync.bfly.b32 %r7|%p2, %r6, 1, 31, 65535;": "not in the mask",
+    "@%p1 bra OUT; ld.global.f32 %f4, [%rd3+256]; OUT:": "outside of all arrays",
+}
 
 
-def sanitized(*command: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, cwd=FOLDER, env=sanitizer_environment(), timeout=120
-    )
+def run_text(body: str, seed: int) -> np.ndarray:
+    values = np.arange(64, dtype=np.float32)
+    text = KERNEL.format(body=body)
+    buffer = Buffer.at(values.ctypes.data, np.ones(values.nbytes, bool), "values")
+    launch = Launch("kernel", (1, 1, 1), (64, 1, 1), np.uint64(values.ctypes.data).tobytes())
+    Machine(parse(text)["kernel"], launch, [buffer], np.random.default_rng(seed)).run()
+    return values
 
 
-@needs_sanitizer
-def test_kernels_stay_inside_their_arrays():
-    """No access outside an array, no misaligned one, no undefined arithmetic, for random cases of every kernel."""
-    build(sanitized=True)
-    done = sanitized("kernel_sweep.py", "--runner", "sanitized", "--inside", "--cases", "25", "--seed", "7")
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert f"{25 * len(CHECKS)} cases passed" in done.stdout
+@pytest.mark.parametrize("seed", range(3))
+def test_the_interpreter_finds_faults(seed):
+    assert np.array_equal(run_text(CORRECT, seed), np.arange(64) ^ 1)
+    for body, message in FAULTS.items():
+        with pytest.raises(Fault, match=message):
+            run_text(body, seed)
+    unknown = {
+        "brev.b32 %r6, %r1;": "brev",
+        "add.sat.s32 %r6, %r1, %r1;": "add.sat",
+        "ld.global.L2::128B.f32 %f2, [%rd3];": "128B",
+    }
+    for body, name in unknown.items():
+        with pytest.raises(NotImplementedError, match=name):
+            run_text(body, seed)
 
 
-@needs_sanitizer
-def test_the_sanitizer_finds_planted_mistakes():
-    build(sanitized=True)
-    for which, message in ((0, None), (7, "heap-buffer-overflow"), (8, "misaligned address")):
-        done = sanitized("-c", SANITIZED, str(which))
-        if message is None:
-            assert done.returncode == 0 and "status 0" in done.stdout, done.stderr[-4000:]
-        else:
-            assert done.returncode != 0 and message in done.stderr, (which, done.stdout, done.stderr[-4000:])
-
-
-def test_unset_locals_show():
-    """If the compiler can fill them (g++ 12, clang 8), a sum that was never set to zero has a large error."""
-    if not telling_pattern(compiler()):
-        pytest.skip("this compiler does not fill unset locals")
-    values = np.ones(THREADS, np.float32)
-    assert load(build()).planted(9, values.ctypes.data, THREADS) == 0
-    assert not (np.abs(values - 1) < 1e-3).any()
-
-
-def test_emulated_16_bit_types(library):
-    """Every float16 and bfloat16, and roundings of random numbers, ties included, against NumPy's."""
-    kernels = load(library)
+def test_roundings_of_the_interpreter():
+    """Products and sums that are rounded once, against integers; conversions of every 16-bit number."""
     rng = np.random.default_rng(0)
-    for element in ELEMENTS[1:]:
-        bits = np.arange(0, 1 << 16, 7, dtype=np.uint16)
-        bits = bits[~np.isnan(decode(bits, element))]
-        values = decode(bits, element)
-        mine = np.array([getattr(kernels, f"{element}_value")(int(b)) for b in bits])
-        assert np.array_equal(mine, values)
-        finite = values[np.isfinite(values)]
-        middles = (finite[:-1] + finite[1:]) / 2  # ties
-        numbers = np.concatenate([middles, finite, rng.standard_normal(3000) * 10.0 ** rng.integers(-9, 9, 3000)])
-        numbers = numbers[np.isfinite(numbers) & (np.abs(numbers) < 3e38)].astype(np.float32).astype(np.float64)
-        mine = np.array([getattr(kernels, f"{element}_bits")(float(x)) for x in numbers], dtype=np.uint16)
-        assert np.array_equal(mine, encode(numbers, element))
+    a, b = (rng.integers(1 << 23, 1 << 24, 4000).astype(np.float32) for _ in range(2))
+    shift = rng.integers(-30, 30, a.size)
+    c = np.ldexp(rng.integers(-(1 << 24), 1 << 24, a.size).astype(np.float32), shift + 20)
+    once = fma(a, b, c, "f32")
+    for x, y, z, result in zip(a[:400], b[:400], c[:400], once[:400], strict=True):
+        scale = 1 << 40
+        exact = int(x) * int(y) * scale + int(float(z) * scale)
+        assert float(z) * scale == int(float(z) * scale), "the control of this test's own arithmetic"
+        near = [int(float(np.nextafter(result, np.float32(side))) * scale) for side in (-np.inf, np.inf)]
+        assert abs(int(float(result) * scale) - exact) <= min(abs(each - exact) for each in near)
+    assert (once != a * b + c).any(), "control: two roundings"
+    down = fma(a, b, c, "f32", down=True)
+    assert ((down == once) | (down == np.nextafter(once, np.float32(-np.inf)))).all() and (down != once).any()
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    for kind in ("f16", "bf16"):
+        there = convert(("f32", kind), bits.view(DTYPES[kind]))
+        back = convert(("rn", kind, "f32"), there).view(np.uint16)
+        assert np.array_equal(back[~np.isnan(there)], bits[~np.isnan(there)]), kind
+    ties = (np.arange(0x3F80, 0x4000, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
+    rounded = convert(("rn", "bf16", "f32"), ties)
+    assert (rounded % 2 == 0).all(), "ties go to even"

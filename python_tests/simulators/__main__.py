@@ -5,7 +5,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import compiled
-import kernel_emulation
+import ptx
 import recording_transport
 import simulated_cuda
 
@@ -14,14 +14,14 @@ def main(arguments: list[str]) -> None:
     if compiled.compiler() is None:
         print("no C++ compiler: tests that need simulators will fail or be skipped")
         return
-    builds = [kernel_emulation.build]
-    if len(kernel_emulation.sanitizer_runtimes()) == 2:
-        builds.append(lambda: kernel_emulation.build(sanitized=True))
+    builds = []
+    if ptx.nvcc() is not None:
+        builds.append(lambda: ptx.build().library)
     if arguments != ["kernels"]:
         builds.append(recording_transport.build)
         if simulated_cuda.include_folders() is not None:
             builds.insert(0, simulated_cuda.build)
-    with ThreadPoolExecutor(len(builds)) as pool:
+    with ThreadPoolExecutor(max(len(builds), 1)) as pool:
         for path in pool.map(lambda each: each(), builds):
             print(path)
 

@@ -1,21 +1,13 @@
-// CUDA includes and the launch function of all kernels. Tests compile the same kernel sources for a CPU with an
-// emulation of CUDA threads.
+// CUDA includes and the launch function of all kernels.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-
-#if defined(RTP_KERNEL_EMULATION)
-#include <emulated_cuda.h>
-#else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
-// An array in shared memory.
-#define RTP_SHARED(type, name, count) __shared__ type name[count]
-#endif
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
 
 #ifndef RTP_MOST_BLOCKS
 #define RTP_MOST_BLOCKS 16384  // per launch: enough to fill any GPU several times; kernels use grid-stride loops
@@ -52,15 +44,10 @@ inline LaunchShape block_launch(int64_t count, int threads) {
 // Enqueues a kernel on `stream` (a cudaStream_t). Returns the cudaError_t of the launch.
 template <typename Parameter>
 int launch(void (*kernel)(Parameter), const LaunchShape& shape, void* stream, const Parameter& parameter) {
-#if defined(RTP_KERNEL_EMULATION)
-  static_cast<void>(stream);
-  return emulation::run(shape.blocks, shape.threads, [&] { kernel(parameter); });
-#else
   void* arguments[] = {const_cast<Parameter*>(&parameter)};
   return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), shape.blocks, shape.threads,
                                            arguments,
                                            /*sharedMem=*/0, static_cast<cudaStream_t>(stream)));
-#endif
 }
 
 }  // namespace rtp

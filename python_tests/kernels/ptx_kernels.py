@@ -1,113 +1,45 @@
-"""Runs the kernels on NumPy memory, built for emulated threads (`kernel_emulation`)."""
+"""Runs the PTX of the kernels on NumPy memory, as nvcc emits it (`simulators/ptx`)."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint8, c_void_p
+import weakref
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_uint8, c_void_p
 from pathlib import Path
 
 import numpy as np
 from kernel_arrays import BYTES, CANARY, ELEMENTS, POISON, Array, decode, encode
+from kernel_structures import (
+    AddWidened,
+    Dequantize,
+    EmbeddingGather,
+    EmbeddingScatter,
+    HiddenBackward,
+    HiddenForward,
+    LogitGradient,
+    Logits,
+    LogitSums,
+    PackEntry,
+    Quantize,
+    load_exports,
+)
+from ptx import Compiled
+from ptx.machine import Launch, Machine
+from ptx.memory import Buffer
+from ptx.parse import parse
 from quantize_checks import bytes_array, layout
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # in the order of the kernels' enumeration
 
 
-class HiddenForward(Structure):
-    _fields_ = [
-        ("type", c_int32), ("activation", c_uint8), ("rows", c_int64), ("columns", c_int64),
-        ("pre", c_void_p), ("gate", c_void_p), ("value", c_void_p),
-        ("pre_stride", c_int64), ("gate_stride", c_int64), ("value_stride", c_int64), ("windows", c_int64),
-    ]  # fmt: skip
-
-
-class HiddenBackward(Structure):
-    _fields_ = [
-        ("type", c_int32), ("activation", c_uint8), ("rows", c_int64), ("columns", c_int64),
-        ("d_value", c_void_p), ("pre", c_void_p), ("gate", c_void_p),
-        ("value", c_void_p), ("d_pre", c_void_p), ("d_gate", c_void_p),
-        ("d_value_stride", c_int64), ("pre_stride", c_int64), ("gate_stride", c_int64),
-        ("value_stride", c_int64), ("d_pre_stride", c_int64), ("d_gate_stride", c_int64), ("windows", c_int64),
-    ]  # fmt: skip
-
-
-class Logits(Structure):
-    _fields_ = [
-        ("type", c_int32), ("rows", c_int64), ("columns", c_int64), ("values", c_void_p), ("stride", c_int64),
-        ("targets", c_void_p), ("first_column", c_int64), ("ignore_index", c_int64), ("soft_cap", c_float),
-    ]  # fmt: skip
-
-
-class LogitSums(Structure):
-    _fields_ = [
-        ("logits", Logits), ("most", c_void_p), ("scaled", c_void_p), ("hit", c_void_p), ("total", c_void_p),
-    ]  # fmt: skip
-
-
-class LogitGradient(Structure):
-    _fields_ = [
-        ("logits", Logits), ("gradient_type", c_int32), ("gradient", c_void_p), ("gradient_stride", c_int64),
-        ("most", c_void_p), ("factor", c_void_p), ("upstream", c_void_p),
-        ("hit_factor", c_float), ("everywhere", c_float), ("windows", c_int64),
-    ]  # fmt: skip
-
-
-class EmbeddingGather(Structure):
-    _fields_ = [
-        ("ids", c_void_p), ("tokens", c_int64), ("table", c_void_p), ("first_row", c_int64), ("rows", c_int64),
-        ("row_bytes", c_int64), ("out", c_void_p), ("out_stride_bytes", c_int64),
-    ]  # fmt: skip
-
-
-class EmbeddingScatter(Structure):
-    _fields_ = [
-        ("ids", c_void_p), ("tokens", c_int64), ("values_type", c_int32), ("values", c_void_p),
-        ("values_stride", c_int64), ("table_type", c_int32), ("table", c_void_p), ("table_stride", c_int64),
-        ("first_row", c_int64), ("rows", c_int64), ("columns", c_int64), ("padding_idx", c_int64), ("alpha", c_float),
-    ]  # fmt: skip
-
-
-class PackEntry(Structure):
-    _fields_ = [
-        ("from_", c_void_p), ("to", c_void_p), ("elements", c_int64), ("from_type", c_int32), ("to_type", c_int32),
-    ]  # fmt: skip
-
-
-class Quantize(Structure):
-    _fields_ = [
-        ("type", c_int32), ("numbers", c_int64), ("values", c_void_p), ("rounded", c_void_p), ("scales", c_void_p),
-    ]  # fmt: skip
-
-
-class Dequantize(Structure):
-    _fields_ = [
-        ("type", c_int32), ("numbers", c_int64), ("rounded", c_void_p), ("scales", c_void_p), ("out", c_void_p),
-        ("add", c_uint8),
-    ]  # fmt: skip
-
-
-class AddWidened(Structure):
-    _fields_ = [("type", c_int32), ("numbers", c_int64), ("values", c_void_p), ("sum", c_void_p)]
-
-
-STRUCTURES = (
-    *(HiddenForward, HiddenBackward, LogitSums, LogitGradient, EmbeddingGather, EmbeddingScatter, PackEntry),
-    *(Quantize, Dequantize, AddWidened),
-)
-
-
-class KernelError(RuntimeError):
-    """The emulation found a race, a barrier that not all threads reach, or the like."""
-
-
 class Memory:
-    """One array in memory of its own, with canaries around it; where sanitized, the end of the memory is its end."""
+    """One array in memory of its own, with canaries around it and between its rows."""
 
-    def __init__(self, library: ctypes.CDLL, array: Array, sanitized: bool) -> None:
+    def __init__(self, library: ctypes.CDLL, array: Array) -> None:
         self.library, self.array = library, array
         self.bits = np.dtype(np.uint32 if BYTES[array.element] == 4 else np.uint16)
-        front = array.offset * self.bits.itemsize + (0 if sanitized else 64)
-        size = front + array.extent * self.bits.itemsize + (0 if sanitized else 64)
+        front = array.offset * self.bits.itemsize + 64
+        size = front + array.extent * self.bits.itemsize + 64
         self.base = library.allocate(max(size, 1))
         assert self.base % 16 == 0
         self.address = self.base + front
@@ -117,8 +49,8 @@ class Memory:
         self.bytes[:] = CANARY
         self.mine = np.zeros(size, bool)
         rows, columns = array.shape
+        self.body = body = slice(front, front + array.extent * self.bits.itemsize)
         if array.extent:
-            body = slice(front, front + array.extent * self.bits.itemsize)
             self.cells = np.lib.stride_tricks.as_strided(
                 self.bytes[body].view(self.bits),
                 (rows, columns),
@@ -130,10 +62,15 @@ class Memory:
             mine[:] = True
         else:
             self.cells = np.zeros((rows, columns), self.bits)
-        if array.values is None:
-            self.bytes[self.mine] = POISON
+        self.written = array.values is not None
+        if self.written:
+            self.put(encode(array.values, array.element))
         else:
-            self.cells[:] = encode(array.values, array.element)
+            self.bytes[self.mine] = POISON
+
+    def put(self, cells: np.ndarray) -> None:
+        self.cells[:] = cells
+        self.written = True
 
     def read(self) -> np.ndarray:
         """The values, after a look at the canaries."""
@@ -144,32 +81,76 @@ class Memory:
         self.library.release(self.base)
 
 
-class Emulated:
-    """Runs kernels on emulated threads. See `kernel_checks` for what every method is given and returns."""
+class Ptx:
+    """Runs kernels by their PTX. See `kernel_checks` for what every method is given and returns.
 
-    name = "emulated"
+    compiled: by `ptx.build`.
+    """
+
+    name = "ptx"
     logit_elements = ELEMENTS
     gradient_elements = ELEMENTS
     hidden_roundings = 0  # between the steps of a hidden value: everything is in float32
 
-    def __init__(self, library: Path, *, sanitized: bool = False, seed: int = 0) -> None:
-        self.library = load(library)
-        self.sanitized = sanitized
+    def __init__(self, compiled: Compiled, *, seed: int = 0) -> None:
+        self.kernels = {name: kernel for text in compiled.texts for name, kernel in parse(text).items()}
+        self._arrays: weakref.WeakSet[Memory] = weakref.WeakSet()
+        self._numbers: list[np.ndarray] = []
         self.rng = np.random.default_rng(seed)
+        self.library = self._load(compiled.library)
+
+    def _load(self, library: Path) -> ctypes.CDLL:
+        loaded = load_exports(library)
+        loaded.set_parameter_bytes.argtypes = [c_char_p, c_size_t]
+        loaded.launch_kernel.restype = c_char_p
+        loaded.launch_parameters.restype = c_void_p
+        loaded.launch_parameter_bytes.restype = c_size_t
+        loaded.launch_shape.argtypes = [c_int, POINTER(c_uint)]
+        for kernel in self.kernels.values():
+            loaded.set_parameter_bytes(kernel.name.encode(), kernel.parameter_bytes)
+        return loaded
 
     def memory(self, array: Array) -> Memory:
-        return Memory(self.library, array, self.sanitized)
+        made = Memory(self.library, array)
+        self._arrays.add(made)
+        return made
+
+    def numbers(self, values: np.ndarray) -> int:
+        """Returns the address of an array of integers, for the next launch."""
+        self._numbers.append(values)
+        return values.ctypes.data
+
+    def launch(self, name: str, structure: Structure) -> None:
+        self.call(name, byref(structure))
+
+    def call(self, name: str, *arguments) -> None:
+        self.library.forget_launches()
+        if getattr(self.library, name)(*arguments) != 0:
+            raise RuntimeError(f"{name}: a launch of a kernel that is not known")
+        buffers = [
+            Buffer.at(
+                each.address, each.mine[each.body] & each.written, f"{each.array.element} array {each.array.shape}"
+            )
+            for each in self._arrays
+            if each.array.extent
+        ]
+        for values in self._numbers:
+            if values.size:
+                buffers.append(Buffer.at(values.ctypes.data, np.ones(values.nbytes, bool), "an array of integers"))
+        for index in range(self.library.launch_count()):
+            shape = (c_uint * 6)()
+            self.library.launch_shape(index, shape)
+            size = self.library.launch_parameter_bytes(index)
+            parameters = ctypes.string_at(self.library.launch_parameters(index), size)
+            launch = Launch(self.library.launch_kernel(index).decode(), tuple(shape[:3]), tuple(shape[3:]), parameters)
+            Machine(self.kernels[launch.kernel], launch, buffers, self.rng).run()
+        self._numbers.clear()
 
     def room(self, like: Array, element: str | None = None) -> Memory:
         """Returns an output shaped like `like`, with a different alignment and stride."""
         element = element or like.element
         stride = like.shape[1] + int(self.rng.choice([0, 0, 3, 8]))
         return self.memory(Array(None, element, stride, int(self.rng.integers(16 // BYTES[element])), like.shape))
-
-    def launch(self, name: str, structure: Structure) -> None:
-        self.library.set_backward(int(self.rng.integers(2)))
-        if getattr(self.library, name)(byref(structure)) != 0:
-            raise KernelError(f"{name}: {self.library.message().decode()}")
 
     def hidden_forward(self, activation: str, pre: Array, gate: Array | None) -> np.ndarray:
         up, out = self.memory(pre), self.room(pre)
@@ -208,7 +189,7 @@ class Emulated:
         rows, columns = logits.array.shape
         return Logits(
             ELEMENTS.index(logits.array.element), rows, columns, logits.address, logits.array.stride,
-            targets.ctypes.data, *rules,
+            self.numbers(targets), *rules,
         )  # fmt: skip
 
     def add_logits(self, logits: Array, targets: np.ndarray, rules, sums: list[np.ndarray | None]) -> list:
@@ -239,7 +220,7 @@ class Emulated:
         self.launch(
             "embedding_gather",
             EmbeddingGather(
-                ids.ctypes.data, ids.size, source.address, first_row, table.shape[0],
+                self.numbers(ids), ids.size, source.address, first_row, table.shape[0],
                 table.shape[1] * size, target.address, out.stride * size,
             ),
         )  # fmt: skip
@@ -250,7 +231,7 @@ class Emulated:
         self.launch(
             "embedding_scatter",
             EmbeddingScatter(
-                ids.ctypes.data, ids.size, ELEMENTS.index(values.element), source.address, values.stride,
+                self.numbers(ids), ids.size, ELEMENTS.index(values.element), source.address, values.stride,
                 ELEMENTS.index(out.element), target.address, out.stride, first_row, *out.shape, padding, alpha,
             ),
         )  # fmt: skip
@@ -269,8 +250,7 @@ class Emulated:
                     for a, b in part
                 )
             )  # fmt: skip
-            if self.library.pack(entries, len(part)) != 0:
-                raise KernelError(f"pack: {self.library.message().decode()}")
+            self.call("pack", entries, len(part))
         return [b.read() for _, b in pairs]
 
     def quantize(self, values: Array) -> np.ndarray:
@@ -284,7 +264,7 @@ class Emulated:
     def dequantize(self, packed: np.ndarray, out: Array, add: bool) -> np.ndarray:
         numbers = out.shape[1]
         source, target = self.memory(bytes_array(self.rng, numbers)), self.memory(out)
-        source.cells[:] = packed.view(np.uint32)
+        source.put(packed.view(np.uint32))
         places = source.address, source.address + layout(numbers)[0]
         self.launch("dequantize", Dequantize(ELEMENTS.index(out.element), numbers, *places, target.address, add))
         return target.read()
@@ -294,23 +274,3 @@ class Emulated:
         kind = ELEMENTS.index(values.element)
         self.launch("add_converted", AddWidened(kind, values.shape[1], source.address, target.address))
         return target.read()
-
-
-def load(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    library.allocate.restype = c_void_p
-    library.allocate.argtypes = [c_size_t]
-    library.release.argtypes = [c_void_p]
-    library.message.restype = ctypes.c_char_p
-    library.pack.argtypes = [POINTER(PackEntry), c_int]
-    library.planted.argtypes = [c_int, c_void_p, c_int]
-    for name in ("bfloat16", "float16"):
-        getattr(library, f"{name}_bits").argtypes = [c_float]
-        getattr(library, f"{name}_bits").restype = ctypes.c_uint16
-        getattr(library, f"{name}_value").argtypes = [ctypes.c_uint16]
-        getattr(library, f"{name}_value").restype = c_float
-    for number, structure in enumerate(STRUCTURES):
-        size = library.structure_bytes(number)
-        if size != ctypes.sizeof(structure):
-            raise RuntimeError(f"{structure.__name__}: {size} bytes in C++, {ctypes.sizeof(structure)} in its mirror")
-    return library

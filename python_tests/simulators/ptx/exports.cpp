@@ -1,8 +1,6 @@
-// Kernel launches on emulated threads, for Python's ctypes.
+// Launches of all kernels, for Python's ctypes.
 #include <cstdlib>
 
-#include "compute/gemm/gemm_layout.h"
-#include "emulated_cuda.h"
 #include "kernels/activation.h"
 #include "kernels/embedding.h"
 #include "kernels/logits.h"
@@ -11,12 +9,6 @@
 
 extern "C" {
 
-void set_backward(int backward) {
-  emulation::set_order(backward != 0 ? emulation::Order::backward : emulation::Order::forward);
-}
-const char* message() { return emulation::message(); }
-
-// Memory with exact bounds for the address sanitizer.
 void* allocate(size_t bytes) { return std::malloc(bytes); }
 void release(void* memory) { std::free(memory); }
 
@@ -51,25 +43,5 @@ int structure_bytes(int which) {
                           sizeof(rtp::AddConvertedParameters)};
   return static_cast<int>(bytes[which]);
 }
-
-uint16_t bfloat16_bits(float x) { return emulation::bfloat16_bits(x); }
-float bfloat16_value(uint16_t bits) { return emulation::bfloat16_value(bits); }
-uint16_t float16_bits(float x) { return emulation::float16_bits(x); }
-float float16_value(uint16_t bits) { return emulation::float16_value(bits); }
-
-// The layout of out = a @ b as {left is b, transpose left, transpose right, m, n, k, ld left, ld right, ld out}. Sizes
-// and strides are {rows, columns, row stride, column stride}. Returns 0 if cuBLAS needs copies of the matrices.
-int gemm_layout(const int64_t* out, const int64_t* a, const int64_t* b, int64_t* result) {
-  const auto matrix = [](const int64_t* m) { return rtp::MatrixLayout{m[0], m[1], m[2], m[3]}; };
-  const auto layout = rtp::gemm_layout(matrix(out), matrix(a), matrix(b));
-  if (!layout) return 0;
-  const int64_t values[] = {
-      layout->left_is_b, layout->transpose_left, layout->transpose_right, layout->m,         layout->n,
-      layout->k,         layout->left_stride,    layout->right_stride,    layout->out_stride};
-  std::memcpy(result, values, sizeof(values));
-  return 1;
-}
-
-int planted(int which, float* values, int count);  // in planted.cu
 
 }  // extern "C"
