@@ -12,27 +12,22 @@ namespace simulated {
 
 using namespace rtp;
 
-class FewerWaits : public Streams {
+class ForwardedStreams : public Streams {
  public:
-  FewerWaits(std::shared_ptr<Transport> inner, const std::string& missing)
-      : inner_(std::move(inner)), channel_(missing != "channel") {}
+  explicit ForwardedStreams(std::shared_ptr<Transport> inner) : inner_(std::move(inner)) {}
 
   StreamEvent record_compute() override { return inner_->streams().record_compute(); }
   void order_compute_after(const StreamEvent& event) override { inner_->streams().order_compute_after(event); }
-  void order_channel_after(Channel channel, const StreamEvent& event) override {
-    if (channel_) inner_->streams().order_channel_after(channel, event);
-  }
 
  private:
   std::shared_ptr<Transport> inner_;
-  bool channel_;
 };
 
 // A transport that omits one kind of wait, to verify that tests detect it.
 class WithoutWait : public Transport {
  public:
   WithoutWait(std::shared_ptr<Transport> inner, std::string missing)
-      : Transport(std::make_unique<FewerWaits>(inner, missing)),
+      : Transport(std::make_unique<ForwardedStreams>(inner)),
         inner_(std::move(inner)),
         missing_(std::move(missing)) {}
 
@@ -40,11 +35,14 @@ class WithoutWait : public Transport {
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     return std::make_unique<Part>(inner_->post(hop), missing_);
   }
-  void order_channel_after_received(Channel channel, Transfer& transfer) override {
-    inner_->order_channel_after_received(channel, transfer);
+  void order_channel_after(Channel channel, const StreamEvent& compute) override {
+    if (missing_ != "channel") inner_->order_channel_after(channel, compute);
   }
-  void order_channel_after_sent(Channel channel, Transfer& transfer) override {
-    inner_->order_channel_after_sent(channel, transfer);
+  void order_end_after(const Hop& hop, End end, const StreamEvent& compute) override {
+    if (missing_ != "channel") inner_->order_end_after(hop, end, compute);
+  }
+  void order_end_after(const Hop& hop, End end, Transfer& earlier, End earlier_end) override {
+    inner_->order_end_after(hop, end, static_cast<Part&>(earlier).inner(), earlier_end);
   }
   at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
   void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
@@ -63,6 +61,7 @@ class WithoutWait : public Transport {
     void wait_sent() override {
       if (missing_ != "sent") inner_->wait_sent();
     }
+    Transfer& inner() { return *inner_; }
 
    private:
     std::unique_ptr<Transfer> inner_;
@@ -107,9 +106,6 @@ class CountedStreams : public Streams {
 
   StreamEvent record_compute() override { return inner_.record_compute(); }
   void order_compute_after(const StreamEvent& event) override { inner_.order_compute_after(event); }
-  void order_channel_after(Channel channel, const StreamEvent& event) override {
-    (*tally_)([&] { inner_.order_channel_after(channel, event); });
-  }
   void select_compute_stream(int lane) override { inner_.select_compute_stream(lane); }
   int multiprocessors() const override { return inner_.multiprocessors(); }
   uint64_t capture() const override { return inner_.capture(); }
@@ -141,11 +137,14 @@ class CountedTransport : public Transport {
     ++tally_->hops;
     return (*tally_)([&] { return std::make_unique<Counted>(inner_->post(hop), tally_); });
   }
-  void order_channel_after_received(Channel channel, Transfer& transfer) override {
-    (*tally_)([&] { inner_->order_channel_after_received(channel, transfer); });
+  void order_channel_after(Channel channel, const StreamEvent& compute) override {
+    (*tally_)([&] { inner_->order_channel_after(channel, compute); });
   }
-  void order_channel_after_sent(Channel channel, Transfer& transfer) override {
-    (*tally_)([&] { inner_->order_channel_after_sent(channel, transfer); });
+  void order_end_after(const Hop& hop, End end, const StreamEvent& compute) override {
+    (*tally_)([&] { inner_->order_end_after(hop, end, compute); });
+  }
+  void order_end_after(const Hop& hop, End end, Transfer& earlier, End earlier_end) override {
+    (*tally_)([&] { inner_->order_end_after(hop, end, static_cast<Counted&>(earlier).inner(), earlier_end); });
   }
   at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
   void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
@@ -171,6 +170,7 @@ class CountedTransport : public Transport {
     void wait_sent() override {
       (*tally_)([&] { inner_->wait_sent(); });
     }
+    Transfer& inner() { return *inner_; }
 
    private:
     std::unique_ptr<Transfer> inner_;
