@@ -70,8 +70,6 @@ class CudaStreams : public Streams {
   cudaStream_t channel(Channel channel) const { return streams_[static_cast<size_t>(channel)].get(); }
   cudaStream_t compute() const { return current_stream(device_); }
   StreamEvent event(cudaStream_t stream) const;
-  // Orders any stream after an event; no effect across the boundary of a capture.
-  void order(cudaStream_t stream, const StreamEvent& event) const { block(stream, event, capture()); }
 
  private:
   Moment moment(cudaStream_t stream) const;

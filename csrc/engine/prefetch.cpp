@@ -120,7 +120,7 @@ void Prefetcher::prefetch() {
     trace_.end(prefetched.traced.back());
   }
   prefetched.local = bundle.local;
-  transport.order_channel_after(Channel::weight, transport.streams().record_compute());
+  transport.streams().order_channel_after(Channel::weight, transport.streams().record_compute());
   const Step& step = record.first_hop;
   Hop hop{Channel::weight, false, step.to,    step.from, spans_of(bundle.local), {}, nullptr, nullptr, {}, {},
           record.name,     0,     record.hops};

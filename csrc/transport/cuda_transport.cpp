@@ -9,19 +9,10 @@ namespace {
 
 class StreamTransfer : public Transfer {
  public:
-  StreamTransfer(const CudaTransport& transport, CudaStreams& streams, StreamEvent sent, StreamEvent received,
-                 std::function<StreamEvent()> finish_sending)
-      : transport_(transport),
-        streams_(streams),
-        sent_(std::move(sent)),
-        received_(std::move(received)),
-        finish_sending_(std::move(finish_sending)) {}
+  StreamTransfer(const CudaTransport& transport, CudaStreams& streams, StreamEvent sent, StreamEvent received)
+      : transport_(transport), streams_(streams), sent_(std::move(sent)), received_(std::move(received)) {}
   void wait_received() override { wait(received_); }
-  void wait_sent() override { wait(event(End::sent)); }
-  StreamEvent event(End end) override {
-    if (end == End::sent && finish_sending_) sent_ = std::exchange(finish_sending_, nullptr)();
-    return end == End::sent ? sent_ : received_;
-  }
+  void wait_sent() override { wait(sent_); }
 
  private:
   void wait(const StreamEvent& end) {
@@ -32,7 +23,6 @@ class StreamTransfer : public Transfer {
   const CudaTransport& transport_;
   CudaStreams& streams_;
   StreamEvent sent_, received_;
-  std::function<StreamEvent()> finish_sending_;
 };
 
 }  // namespace
@@ -42,9 +32,8 @@ CudaTransport::CudaTransport(at::Device device) : CudaTransport(device, std::mak
 CudaTransport::CudaTransport(at::Device device, std::unique_ptr<CudaStreams> streams)
     : Transport(std::move(streams)), device_(device), streams_(static_cast<CudaStreams&>(this->streams())) {}
 
-std::unique_ptr<Transfer> CudaTransport::transfer(Ends ends) {
-  return std::make_unique<StreamTransfer>(*this, streams_, std::move(ends.sent), std::move(ends.received),
-                                          std::move(ends.finish_sending));
+std::unique_ptr<Transfer> CudaTransport::transfer(StreamEvent sent, StreamEvent received) {
+  return std::make_unique<StreamTransfer>(*this, streams_, std::move(sent), std::move(received));
 }
 
 at::Tensor CudaTransport::allocate(Channel, int64_t bytes) {

@@ -3,7 +3,6 @@
 
 #ifdef RTP_WITH_CUDA
 
-#include <functional>
 #include <memory>
 
 #include "device/cuda_streams.h"
@@ -15,9 +14,9 @@ class CudaTransport : public Transport {
  public:
   explicit CudaTransport(at::Device device);
 
-  using Transport::order_end_after;
   // A buffer never changes its channel, so an earlier hop of the same buffer precedes in the same stream.
-  void order_end_after(const Hop&, End, Transfer&, End) override {}
+  void order_channel_after_received(Channel, Transfer&) override {}
+  void order_channel_after_sent(Channel, Transfer&) override {}
 
   at::Tensor allocate(Channel, int64_t bytes) override;
   void release(Channel, const at::Tensor& slot) override;
@@ -26,14 +25,8 @@ class CudaTransport : public Transport {
   virtual void check() const {}
 
  protected:
-  // The events at which a hop has ended. `finish_sending`, if set, enqueues what remains of the sending end and returns
-  // its event: it is called once, when something first waits for that end.
-  struct Ends {
-    StreamEvent sent;      // the sent memory may be overwritten
-    StreamEvent received;  // the data has arrived
-    std::function<StreamEvent()> finish_sending;
-  };
-  std::unique_ptr<Transfer> transfer(Ends ends);
+  // Returns the transfer of a hop whose ends are the events `sent` and `received` of its channel.
+  std::unique_ptr<Transfer> transfer(StreamEvent sent, StreamEvent received);
 
   at::Device device_;
   CudaStreams& streams_;

@@ -11,13 +11,6 @@ std::string Hop::describe() const {
   return concat(operation, ", ", rtp::name(channel), " hop ", index + 1, " of ", count);
 }
 
-Hop Hop::without_spans() const {
-  Hop copy = *this;
-  copy.send.clear();
-  copy.receive.clear();
-  return copy;
-}
-
 uint64_t Hop::identity() const {
   return std::hash<std::string>{}(operation) * 1024 + static_cast<uint64_t>(index) * 2 + static_cast<uint64_t>(channel);
 }

@@ -44,8 +44,6 @@ struct Hop {
   int count = 0;  // 0: stands for all hops of a pass that is enqueued as a graph
 
   std::string describe() const;
-  // Returns a copy for messages.
-  Hop without_spans() const;
   // Returns an identity that is equal on both ends of a hop and differs from those of nearby hops.
   uint64_t identity() const;
 };
@@ -70,8 +68,6 @@ class Transfer {
   virtual void wait_sent() = 0;      // the sent memory may be overwritten
   // The arrival time, if a host transport records it. Null before the arrival and if unknown.
   virtual Moment arrived() const { return nullptr; }
-  // The event at which an end of a hop on streams is over; null for host transports.
-  virtual StreamEvent event(End) { return nullptr; }
 
   // Records the waits for this hop in `recorder` under `number`.
   void record(Recorder& recorder, uint64_t number) { recorder_ = &recorder, number_ = number; }
@@ -103,16 +99,9 @@ class Transport {
 
   // The streams of its hops and of the computes.
   Streams& streams() const { return *streams_; }
-  // Orders all later hops of a channel after a point of the computes.
-  virtual void order_channel_after(Channel channel, const StreamEvent& compute) {
-    streams().order_channel_after(channel, compute);
-  }
-  // Orders one end of the next hop, sending or receiving, after a compute that used its memory.
-  virtual void order_end_after(const Hop& hop, End, const StreamEvent& compute) {
-    streams().order_channel_after(hop.channel, compute);
-  }
-  // The same after one end of an earlier hop. By default, the host waits.
-  virtual void order_end_after(const Hop&, End, Transfer& earlier, End earlier_end) { earlier.wait(earlier_end); }
+  // Orders the next hop of a channel after one end of an earlier hop. By default, the host waits.
+  virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait(End::received); }
+  virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait(End::sent); }
 
   // Returns whether every neighbour is this rank itself, so that no other rank waits for it.
   virtual bool loopback() const { return false; }

@@ -251,14 +251,16 @@ void Hops::add(const Counts& pass, int times) {
 std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& target, const EventHandle& traced) {
   Transport& transport = *transport_;
   const Channel channel = hop.channel;
-  const auto after_hop = [&](End mine) {
-    return [&, mine](const auto& earlier, End end) { transport.order_end_after(hop, mine, *earlier, end); };
+  const auto after_hop = [&](const auto& earlier, End end) {
+    if (end == End::received) {
+      transport.order_channel_after_received(channel, *earlier);
+    } else {
+      transport.order_channel_after_sent(channel, *earlier);
+    }
   };
-  const auto after_compute = [&](End mine) {
-    return [&, mine](const StreamEvent& event) { transport.order_end_after(hop, mine, event); };
-  };
-  source.before_read(after_hop(End::sent), after_compute(End::sent));
-  target.before_write(after_hop(End::received), after_compute(End::received));
+  const auto after_compute = [&](const StreamEvent& event) { transport.streams().order_channel_after(channel, event); };
+  source.before_read(after_hop, after_compute);
+  target.before_write(after_hop, after_compute);
   trace_.depart(traced);
   if (delay_.count() > 0) {
     transport.streams().delay(channel,

@@ -23,17 +23,16 @@ BatchMemOp find_batch_mem_op() {
   return nullptr;
 }
 
-// Waits until the lower half of `word` is 1, then resets it to 0. A single call, which a graph captures as one node. Not
-// every GPU waits for 64 bits (CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS).
+// Waits until `word` is 1, then resets it to 0. A single call, which a graph captures as one node.
 CUresult wait_and_reset(BatchMemOp batch_mem_op, uint64_t* word, cudaStream_t stream) {
   std::array<CUstreamBatchMemOpParams, 2> operations{};
-  operations[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+  operations[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
   operations[0].waitValue.address = reinterpret_cast<CUdeviceptr>(word);
-  operations[0].waitValue.value = 1;
+  operations[0].waitValue.value64 = 1;
   operations[0].waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
-  operations[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+  operations[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
   operations[1].writeValue.address = reinterpret_cast<CUdeviceptr>(word);
-  operations[1].writeValue.value = 0;
+  operations[1].writeValue.value64 = 0;
   operations[1].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;  // ordered after all earlier work, system-wide
   return batch_mem_op(stream, operations.size(), operations.data(), 0);
 }

@@ -72,7 +72,7 @@ class EmulatedDevice : public CudaTransport {
         [&](std::byte* to, size_t bytes) { RTP_CUDA_CHECK(cudaMemsetAsync(to, 0, bytes, stream)); });
     link_->copy(hop.channel, copies, stream);
     const StreamEvent done = streams_.event(stream);
-    return transfer({done, done, nullptr});
+    return transfer(done, done);
   }
 
   void abort(const std::string&) noexcept override {}

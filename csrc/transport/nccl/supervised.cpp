@@ -41,9 +41,8 @@ void SupervisedTransport::run_trial_hops() {
     hop.operation = "the first hop of the ring";
     hop.count = 1;
     cudaStream_t stream = streams_.channel(channel);
-    order_channel_after(channel, streams_.record_compute());
-    Ends ends = enqueue(hop, stream);
-    if (ends.finish_sending) ends.finish_sending();
+    streams_.order_channel_after(channel, streams_.record_compute());
+    enqueue(hop, stream);
     Event end;
     end.record(stream);
     const auto start = std::chrono::steady_clock::now();
@@ -91,7 +90,7 @@ std::unique_ptr<Transfer> SupervisedTransport::post(const Hop& hop) {
     watch(hop, ends.received);
   }
   if (!ends.sent) ends.sent = ends.received;
-  return transfer(std::move(ends));
+  return transfer(ends.sent, ends.received);
 }
 
 // Hops that are being captured are not supervised: their events cannot be queried, and they run when the graph does.

@@ -48,7 +48,12 @@ class SupervisedTransport : public CudaTransport {
   void start();
   void stop() noexcept { watchdog_->stop(); }
 
-  // Enqueues a hop on the stream of its channel. A null event stands for the end of the enqueued work.
+  // The events at which a hop has ended; null: the end of its enqueued work.
+  struct Ends {
+    StreamEvent sent;      // the sent memory may be overwritten
+    StreamEvent received;  // the data has arrived
+  };
+  // Enqueues a hop on the stream of its channel.
   virtual Ends enqueue(const Hop& hop, cudaStream_t stream) = 0;
   // For enqueue(): supervises the work enqueued so far, which waits for `peer`; post() supervises the whole hop as
   // waiting for its sender. Returns the event of this point.

@@ -15,7 +15,9 @@ Watchdog::Watchdog(at::Device device, std::chrono::milliseconds timeout, Callbac
     : device_(device), timeout_(timeout), callbacks_(std::move(callbacks)), thread_([this] { run(); }) {}
 
 void Watchdog::watch(const Hop& hop, const StreamEvent& done) {
-  Pending pending{hop.without_spans(), Clock::now(), done};
+  Pending pending{hop, Clock::now(), done};
+  pending.hop.send.clear();
+  pending.hop.receive.clear();
   const std::lock_guard lock(mutex_);
   pending_[static_cast<size_t>(hop.channel)].push_back(std::move(pending));
 }

@@ -193,10 +193,11 @@ class RecordingTransport : public Transport {
     return std::make_unique<RecordedTransfer>(id);
   }
 
-  using Transport::order_end_after;
-  void order_end_after(const Hop& hop, End, Transfer& earlier, End earlier_end) override {
-    const char* kind = earlier_end == End::received ? "received" : "sent";
-    recorder->add({kind, lane_of(hop.channel), static_cast<RecordedTransfer&>(earlier).id, "", {}, {}});
+  void order_channel_after_received(Channel channel, Transfer& transfer) override {
+    recorder->add({"received", lane_of(channel), static_cast<RecordedTransfer&>(transfer).id, "", {}, {}});
+  }
+  void order_channel_after_sent(Channel channel, Transfer& transfer) override {
+    recorder->add({"sent", lane_of(channel), static_cast<RecordedTransfer&>(transfer).id, "", {}, {}});
   }
 
   // Memory is allocated and freed in the order of the compute stream, as by a stream-ordered allocator.

@@ -35,22 +35,6 @@ CE_MUTANTS = {
         "flags_->await(hop.channel,",
         "flags_->await(Channel::weight,",
     ),
-    "gives credit before its slot is free": (
-        "if (signals_first(hop, end)) streams_.order(signals(hop.channel), over);",
-        "",
-    ),
-    "gives credit before computes are done with its slot": (
-        "    streams_.order(signals(channel), compute);\n",
-        "",
-    ),
-    "raises data again before the credit of its reader": (
-        "        if (unawaited) streams_.order(signals(hop.channel), unawaited());\n",
-        "",
-    ),
-    "reads no credit before its slot is written again": (
-        "        ends.finish_sending = unawaited;\n",
-        "",
-    ),
 }
 ALSO = {  # the second change of a mutant with two changes
     "shares flags between weights and gradients": (

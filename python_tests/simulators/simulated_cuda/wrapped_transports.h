@@ -12,22 +12,27 @@ namespace simulated {
 
 using namespace rtp;
 
-class ForwardedStreams : public Streams {
+class FewerWaits : public Streams {
  public:
-  explicit ForwardedStreams(std::shared_ptr<Transport> inner) : inner_(std::move(inner)) {}
+  FewerWaits(std::shared_ptr<Transport> inner, const std::string& missing)
+      : inner_(std::move(inner)), channel_(missing != "channel") {}
 
   StreamEvent record_compute() override { return inner_->streams().record_compute(); }
   void order_compute_after(const StreamEvent& event) override { inner_->streams().order_compute_after(event); }
+  void order_channel_after(Channel channel, const StreamEvent& event) override {
+    if (channel_) inner_->streams().order_channel_after(channel, event);
+  }
 
  private:
   std::shared_ptr<Transport> inner_;
+  bool channel_;
 };
 
 // A transport that omits one kind of wait, to verify that tests detect it.
 class WithoutWait : public Transport {
  public:
   WithoutWait(std::shared_ptr<Transport> inner, std::string missing)
-      : Transport(std::make_unique<ForwardedStreams>(inner)),
+      : Transport(std::make_unique<FewerWaits>(inner, missing)),
         inner_(std::move(inner)),
         missing_(std::move(missing)) {}
 
@@ -35,14 +40,11 @@ class WithoutWait : public Transport {
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     return std::make_unique<Part>(inner_->post(hop), missing_);
   }
-  void order_channel_after(Channel channel, const StreamEvent& compute) override {
-    if (missing_ != "channel") inner_->order_channel_after(channel, compute);
+  void order_channel_after_received(Channel channel, Transfer& transfer) override {
+    inner_->order_channel_after_received(channel, transfer);
   }
-  void order_end_after(const Hop& hop, End end, const StreamEvent& compute) override {
-    if (missing_ != "channel") inner_->order_end_after(hop, end, compute);
-  }
-  void order_end_after(const Hop& hop, End end, Transfer& earlier, End earlier_end) override {
-    inner_->order_end_after(hop, end, static_cast<Part&>(earlier).inner(), earlier_end);
+  void order_channel_after_sent(Channel channel, Transfer& transfer) override {
+    inner_->order_channel_after_sent(channel, transfer);
   }
   at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
   void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
@@ -61,7 +63,6 @@ class WithoutWait : public Transport {
     void wait_sent() override {
       if (missing_ != "sent") inner_->wait_sent();
     }
-    Transfer& inner() { return *inner_; }
 
    private:
     std::unique_ptr<Transfer> inner_;
@@ -106,6 +107,9 @@ class CountedStreams : public Streams {
 
   StreamEvent record_compute() override { return inner_.record_compute(); }
   void order_compute_after(const StreamEvent& event) override { inner_.order_compute_after(event); }
+  void order_channel_after(Channel channel, const StreamEvent& event) override {
+    (*tally_)([&] { inner_.order_channel_after(channel, event); });
+  }
   void select_compute_stream(int lane) override { inner_.select_compute_stream(lane); }
   int multiprocessors() const override { return inner_.multiprocessors(); }
   uint64_t capture() const override { return inner_.capture(); }
@@ -137,14 +141,11 @@ class CountedTransport : public Transport {
     ++tally_->hops;
     return (*tally_)([&] { return std::make_unique<Counted>(inner_->post(hop), tally_); });
   }
-  void order_channel_after(Channel channel, const StreamEvent& compute) override {
-    (*tally_)([&] { inner_->order_channel_after(channel, compute); });
+  void order_channel_after_received(Channel channel, Transfer& transfer) override {
+    (*tally_)([&] { inner_->order_channel_after_received(channel, transfer); });
   }
-  void order_end_after(const Hop& hop, End end, const StreamEvent& compute) override {
-    (*tally_)([&] { inner_->order_end_after(hop, end, compute); });
-  }
-  void order_end_after(const Hop& hop, End end, Transfer& earlier, End earlier_end) override {
-    (*tally_)([&] { inner_->order_end_after(hop, end, static_cast<Counted&>(earlier).inner(), earlier_end); });
+  void order_channel_after_sent(Channel channel, Transfer& transfer) override {
+    (*tally_)([&] { inner_->order_channel_after_sent(channel, transfer); });
   }
   at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
   void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
@@ -170,7 +171,6 @@ class CountedTransport : public Transport {
     void wait_sent() override {
       (*tally_)([&] { inner_->wait_sent(); });
     }
-    Transfer& inner() { return *inner_; }
 
    private:
     std::unique_ptr<Transfer> inner_;
