@@ -99,7 +99,11 @@ class CopyEngineTransport : public CeTransport {
   bool at_rest() const override {
     const DeviceScope scope(device_);
     for (cudaStream_t stream : own_streams()) RTP_CUDA_CHECK(cudaStreamSynchronize(stream));
-    return flags_->at_rest();
+    return flags_->raised() == 0;
+  }
+  int64_t raised() const override {
+    const DeviceScope scope(device_);
+    return flags_->raised();
   }
 
   at::Tensor allocate(Channel channel, int64_t bytes) override {

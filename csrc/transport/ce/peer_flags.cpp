@@ -87,10 +87,10 @@ void PeerFlags::await(Channel channel, Kind kind, int slot, int peer, cudaStream
 
 void PeerFlags::raise_all(cudaStream_t stream) const { raise_words(word(rank_, 0), flags_, stream); }
 
-bool PeerFlags::at_rest() const {
+int64_t PeerFlags::raised() const {
   std::vector<uint32_t> words(flags_);
   RTP_CUDA_CHECK(cudaMemcpy(words.data(), word(rank_, 0), flags_ * sizeof(uint32_t), cudaMemcpyDeviceToHost));
-  return std::all_of(words.begin(), words.end(), [](uint32_t value) { return value == 0; });
+  return std::count(words.begin(), words.end(), 1);
 }
 
 }  // namespace rtp

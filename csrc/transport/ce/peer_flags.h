@@ -44,8 +44,8 @@ class PeerFlags {
 
   // For give_up(): enqueues setting all flags of this rank to 1, which ends one wait of each stream.
   void raise_all(cudaStream_t stream) const;
-  // Returns whether all flags are 0.
-  bool at_rest() const;
+  // Returns the number of flags that are 1 now.
+  int64_t raised() const;
 
   PeerRegion& region() { return region_; }
 

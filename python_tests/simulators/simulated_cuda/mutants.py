@@ -64,9 +64,12 @@ LOCK_STEP = {
 ALL = CE_MUTANTS | LOCK_STEP
 
 
-def mode_of(mutant: str) -> str:
-    """Returns the mode of `ce` in which the mutant differs from the original."""
-    return "pull" if mutant.endswith("pull") else "push"
+def modes_of(mutant: str) -> list[str]:
+    """Returns the modes of `ce` in which the mutant differs from the original."""
+    return [mode for mode in ("push", "pull") if mutant.endswith(mode)] or ["push", "pull"]
+
+
+MODES_OF_MUTANTS = [(mutant, mode) for mutant in CE_MUTANTS for mode in modes_of(mutant)]
 
 
 def _replace(text: str, change: tuple[str, str]) -> str:
