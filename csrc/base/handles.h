@@ -68,9 +68,11 @@ class Event {
   Event() : Event(cudaEventDisableTiming) {}
   // Creates an event with timing.
   static Event timing() { return Event(cudaEventDefault); }
-  Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)), capture_(other.capture_) {}
+  Event(Event&& other) noexcept
+      : event_(std::exchange(other.event_, nullptr)), stream_(other.stream_), capture_(other.capture_) {}
   Event& operator=(Event&& other) noexcept {
     std::swap(event_, other.event_);
+    std::swap(stream_, other.stream_);
     std::swap(capture_, other.capture_);
     return *this;
   }
@@ -83,10 +85,12 @@ class Event {
   // `capture`: id of the capture that the stream takes part in, if the caller has it already.
   void record(cudaStream_t stream, uint64_t capture) {
     RTP_CUDA_CHECK(cudaEventRecord(event_, stream));
+    stream_ = stream;
     capture_ = capture;
   }
   void record(cudaStream_t stream) { record(stream, capture_of(stream)); }
-  uint64_t capture() const { return capture_; }  // id of the capture that recorded it
+  cudaStream_t stream() const { return stream_; }  // stream of the last record
+  uint64_t capture() const { return capture_; }    // id of the capture that recorded it
   // Returns whether the point has been reached; a stream error counts as reached.
   bool reached() const {
     return has_ended([this] { return cudaEventQuery(event_); });
@@ -105,6 +109,7 @@ class Event {
   explicit Event(unsigned int flags) { RTP_CUDA_CHECK(cudaEventCreateWithFlags(&event_, flags)); }
 
   cudaEvent_t event_ = nullptr;
+  cudaStream_t stream_ = nullptr;
   uint64_t capture_ = 0;
 };
 

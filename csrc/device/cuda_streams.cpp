@@ -65,6 +65,7 @@ DeviceScope::~DeviceScope() {
 CudaStreams::CudaStreams(at::Device device) : device_(device) {
   const DeviceScope scope(device);
   for (Stream& stream : streams_) stream = Stream::highest_priority();
+  for (size_t channel = 0; channel < users_.size(); ++channel) users_[channel].fill(streams_[channel].get());
   side_ = Stream::with_priority(0);
   int current = 0;
   RTP_CUDA_CHECK(cudaGetDevice(&current));
@@ -114,6 +115,20 @@ void CudaStreams::block(cudaStream_t stream, const StreamEvent& after, uint64_t 
   const DeviceScope scope(device_);  // the default stream depends on the current device
   const auto event = std::static_pointer_cast<Event>(after);
   if (event->capture() == within) event->block(stream);
+}
+
+void CudaStreams::order_channel_after(Channel channel, const StreamEvent& event) {
+  order_memory_after(channel, HopMemory::source, event);
+  if (user(channel, HopMemory::target) != user(channel, HopMemory::source)) {
+    order_memory_after(channel, HopMemory::target, event);
+  }
+}
+
+// The event of an earlier hop may belong to the same stream, which is in order. This compares handles, so it holds for
+// streams that live as long as this object.
+void CudaStreams::order_memory_after(Channel channel, HopMemory memory, const StreamEvent& event) {
+  const cudaStream_t stream = user(channel, memory);
+  if (event && std::static_pointer_cast<Event>(event)->stream() != stream) block(stream, event, capture());
 }
 
 void CudaStreams::select_compute_stream(int index) {

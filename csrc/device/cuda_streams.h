@@ -44,9 +44,8 @@ class CudaStreams : public Streams {
 
   StreamEvent record_compute() override { return event(compute()); }
   void order_compute_after(const StreamEvent& event) override { block(compute(), event, capture()); }
-  void order_channel_after(Channel channel, const StreamEvent& event) override {
-    block(this->channel(channel), event, capture());
-  }
+  void order_channel_after(Channel channel, const StreamEvent& event) override;
+  void order_memory_after(Channel channel, HopMemory memory, const StreamEvent& event) override;
   void select_compute_stream(int index) override;
   int multiprocessors() const override { return multiprocessors_; }
   // The capture of the caller's stream.
@@ -68,6 +67,13 @@ class CudaStreams : public Streams {
   void launch(Graph& graph) override;
 
   cudaStream_t channel(Channel channel) const { return streams_[static_cast<size_t>(channel)].get(); }
+  // The stream on which the hops of a channel use a memory, or announce to a peer that it may; by default the channel's.
+  cudaStream_t user(Channel channel, HopMemory memory) const {
+    return users_[static_cast<size_t>(channel)][static_cast<size_t>(memory)];
+  }
+  void set_user(Channel channel, HopMemory memory, cudaStream_t stream) {
+    users_[static_cast<size_t>(channel)][static_cast<size_t>(memory)] = stream;
+  }
   cudaStream_t compute() const { return current_stream(device_); }
   StreamEvent event(cudaStream_t stream) const;
 
@@ -86,6 +92,7 @@ class CudaStreams : public Streams {
   int entered_ = 0;
   std::optional<DeviceScope> scope_;  // scope of the outermost enter()
   std::array<Stream, 2> streams_;     // owned streams, because torch's pool gives one stream to several users
+  std::array<std::array<cudaStream_t, 2>, 2> users_{};  // by channel and memory
   Stream side_;
   cudaStream_t main_ = nullptr;    // the caller's stream while compute stream 1 is selected
   std::shared_ptr<void> restore_;  // the same as a torch stream object; null while compute stream 0 is selected

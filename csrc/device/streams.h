@@ -25,6 +25,9 @@ class Graph {
   virtual bool idle() const = 0;  // all launches have ended
 };
 
+// The memory of this rank that a hop uses: it sends from its source and receives into its target.
+enum class HopMemory : uint8_t { source, target };
+
 using HostClock = std::chrono::steady_clock;  // one clock for all processes of a host
 Moment host_moment(HostClock::time_point time = HostClock::now());
 
@@ -34,7 +37,12 @@ class Streams {
 
   virtual StreamEvent record_compute() { return nullptr; }
   virtual void order_compute_after(const StreamEvent&) {}
+  // Orders all later hops of a channel after an event.
   virtual void order_channel_after(Channel, const StreamEvent&) {}
+  // Orders only the use of one memory by the next hop, here and by peers, after an event.
+  virtual void order_memory_after(Channel channel, HopMemory, const StreamEvent& event) {
+    order_channel_after(channel, event);
+  }
 
   // Selects the compute stream for the following work: 0 is the caller's, 1 runs concurrently with it.
   virtual void select_compute_stream(int) {}

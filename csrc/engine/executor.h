@@ -45,9 +45,13 @@ class Executor {
   Prefetcher& prefetcher() { return prefetcher_; }
   DeferredReductions& deferred_reductions() { return deferred_; }
   Trace& trace() { return trace_; }
-  // Waits for hops in flight between two passes: prefetched hops and deferred gradient reductions.
+  // Orders the compute stream after the last pass, which may have run on another one, and after hops in flight between
+  // two passes: prefetched hops and deferred gradient reductions.
   void drain() {
-    or_fail([this] { deferred_.drain(), prefetcher_.drain(); });
+    or_fail([this] {
+      streams().order_compute_after(last_);
+      deferred_.drain(), prefetcher_.drain();
+    });
   }
   // Sets the context of the following passes. A forward first finishes the deferred reductions that a failed backward
   // left.

@@ -13,6 +13,7 @@ class StreamTransfer : public Transfer {
       : transport_(transport), streams_(streams), sent_(std::move(sent)), received_(std::move(received)) {}
   void wait_received() override { wait(received_); }
   void wait_sent() override { wait(sent_); }
+  StreamEvent event(End end) const override { return end == End::received ? received_ : sent_; }
 
  private:
   void wait(const StreamEvent& end) {

@@ -14,10 +14,6 @@ class CudaTransport : public Transport {
  public:
   explicit CudaTransport(at::Device device);
 
-  // A buffer never changes its channel, so an earlier hop of the same buffer precedes in the same stream.
-  void order_channel_after_received(Channel, Transfer&) override {}
-  void order_channel_after_sent(Channel, Transfer&) override {}
-
   at::Tensor allocate(Channel, int64_t bytes) override;
   void release(Channel, const at::Tensor& slot) override;
 

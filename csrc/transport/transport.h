@@ -69,6 +69,9 @@ class Transfer {
   // The arrival time, if a host transport records it. Null before the arrival and if unknown.
   virtual Moment arrived() const { return nullptr; }
 
+  // The event of one end, for which streams can wait. Null on the host.
+  virtual StreamEvent event(End) const { return nullptr; }
+
   // Records the waits for this hop in `recorder` under `number`.
   void record(Recorder& recorder, uint64_t number) { recorder_ = &recorder, number_ = number; }
   void wait(End end) {
@@ -99,9 +102,6 @@ class Transport {
 
   // The streams of its hops and of the computes.
   Streams& streams() const { return *streams_; }
-  // Orders the next hop of a channel after one end of an earlier hop. By default, the host waits.
-  virtual void order_channel_after_received(Channel, Transfer& transfer) { transfer.wait(End::received); }
-  virtual void order_channel_after_sent(Channel, Transfer& transfer) { transfer.wait(End::sent); }
 
   // Returns whether every neighbour is this rank itself, so that no other rank waits for it.
   virtual bool loopback() const { return false; }

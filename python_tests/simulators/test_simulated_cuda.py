@@ -44,7 +44,7 @@ def test_streams_run_side_by_side_and_events_order_them(sim):
 
 def test_a_stream_waits_for_a_value_in_memory(sim):
     waiting, writing = sim.Stream(), sim.Stream()
-    flag, a, b = torch.zeros(1, dtype=torch.int64), number(1), number(0)
+    flag, a, b = torch.zeros(1, dtype=torch.int32), number(1), number(0)
     waiting.copy(b, b)  # the first copy of a rank must not run while one of its streams waits
     waiting.synchronize()
     waiting.wait_value(flag, 2)

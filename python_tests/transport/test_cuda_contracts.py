@@ -106,7 +106,7 @@ def test_a_query_leaves_no_error_for_torch_to_find(sim):
     first hops had ended, and queries whether graphs have."""
 
     def work(_):
-        stream, event, flag = sim.Stream(), sim.Event(), torch.zeros(1, dtype=torch.int64)
+        stream, event, flag = sim.Stream(), sim.Event(), torch.zeros(1, dtype=torch.int32)
         a, b = (torch.zeros(4, dtype=torch.float64) for _ in range(2))
         stream.wait_value(flag, 1)
         event.record(stream)
@@ -190,7 +190,7 @@ def test_the_code_of_raised_flags_is_loaded_before_anybody_waits(sim):
     assert sim.mistakes() == []
 
     def unprepared(_):
-        waiting, other, flag = sim.Stream(), sim.Stream(), torch.zeros(1, dtype=torch.int64)
+        waiting, other, flag = sim.Stream(), sim.Stream(), torch.zeros(1, dtype=torch.int32)
         a, b = torch.ones(4), torch.zeros(4)
         waiting.wait_value(flag, 1)
         deadline = time.monotonic() + 10

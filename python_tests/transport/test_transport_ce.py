@@ -11,7 +11,7 @@ import simulated_cuda
 import torch
 from reference import TOLERANCE, assert_same, random
 from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
-from simulated_cuda.mutants import CE_MUTANTS
+from simulated_cuda.mutants import ALL, MODES_OF_MUTANTS
 from test_cuda_transports import linear, primitives
 
 from rtp_ext import RingTimeout, RotationError, _native
@@ -31,7 +31,7 @@ class Rank:
         self, sim, rank, ranks, id_, barrier, mode, timeout=TIMEOUT, mutant=None, news=None, late=False, hosts=1
     ):
         """`late`: copies of local shards run when the compute stream gets there, too."""
-        number = -1 if mutant is None else list(CE_MUTANTS).index(mutant)
+        number = -1 if mutant is None else list(ALL).index(mutant)
         self.sim, self.rank, self.ranks, self.barrier = sim, rank, ranks, barrier
         self.transport = sim.ce(id_, rank, ranks, timeout, news, number)
         sim.set_ce_modes(self.transport, *MODES[mode])
@@ -112,9 +112,8 @@ def test_passes_give_what_one_process_gives(sim, ranks, mode):
         values(run_threads(passes, ranks, sim, ranks, sim.unique_id(), threading.Barrier(ranks), mode, 2))
 
 
-@pytest.mark.parametrize("mutant", CE_MUTANTS)
-def test_a_mistake_in_the_protocol_is_caught(sim, mutant):
-    mode = "pull" if "read" in mutant else "push"
+@pytest.mark.parametrize(("mutant", "mode"), MODES_OF_MUTANTS)
+def test_a_mistake_in_the_protocol_is_caught(sim, mutant, mode):
     for seed in range(5):
         sim.reset(seed)
         sim.controls.delay_us = 1000

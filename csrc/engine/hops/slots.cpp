@@ -251,16 +251,19 @@ void Hops::add(const Counts& pass, int times) {
 std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& target, const EventHandle& traced) {
   Transport& transport = *transport_;
   const Channel channel = hop.channel;
+  HopMemory memory = HopMemory::source;
+  const auto after = [&](const StreamEvent& event) { transport.streams().order_memory_after(channel, memory, event); };
   const auto after_hop = [&](const auto& earlier, End end) {
-    if (end == End::received) {
-      transport.order_channel_after_received(channel, *earlier);
-    } else {
-      transport.order_channel_after_sent(channel, *earlier);
+    StreamEvent event = earlier->event(end);
+    if (!event) {
+      earlier->wait(end);
+      event = transport.streams().record_compute();
     }
+    after(event);
   };
-  const auto after_compute = [&](const StreamEvent& event) { transport.streams().order_channel_after(channel, event); };
-  source.before_read(after_hop, after_compute);
-  target.before_write(after_hop, after_compute);
+  source.before_read(after_hop, after);
+  memory = HopMemory::target;
+  target.before_write(after_hop, after);
   trace_.depart(traced);
   if (delay_.count() > 0) {
     transport.streams().delay(channel,

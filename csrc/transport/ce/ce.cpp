@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <map>
 #include <optional>
+#include <thread>
 
 #include "device/nccl/symmetric_memory.h"
 #include "transport/ce/peer_flags.h"
@@ -17,20 +19,32 @@ bool any_bytes(const std::vector<Span>& spans) {
   return std::any_of(spans.begin(), spans.end(), [](const Span& span) { return span.bytes > 0; });
 }
 
-// Protocol of a hop. All operations are enqueued on the stream of the channel, on both ends in the order of the hops.
+// Protocol of a hop. One rank owns the slot that the hop accesses across ranks: the receiver in push, the sender in
+// pull. The other rank, its peer, copies.
 //
-//   Push:  receiver                             sender
-//          raise credit at the sender    ->     await credit
-//          await data                    <-     copy into the receiver's slot, raise data at the receiver
-//   Pull:  await data                    <-     raise data at the receiver
-//          copy from the sender's slot
-//          raise credit at the sender    ->     await credit
+//   owner                                     peer
+//   offers:  raise offer at the peer    ->    copies:  await offer
+//                                                      copy into the slot (push) or out of it (pull)
+//   returns: await done                 <-             raise done at the owner
+//
+// Each rank has these streams for each channel, all in the order of the hops:
+//   copies   the stream of the channel
+//   offers   waits for the earlier uses of the owner's slot (push: all; pull: the last write) and for no peer, so that a
+//            peer never waits for a copy that the owner itself awaits
+//   returns  push: the stream of the channel, because the next hop usually sends the data that has arrived;
+//            pull: a stream of its own, so that several peers can read one slot while this rank reads theirs
 //
 // A flag is 0 or 1, so raising it twice before it is awaited would lose a signal. The protocol excludes that: the two
-// flags of a conversation (channel, slot, sender, receiver) alternate. A rank raises its flag again only after it has
-// awaited the other flag in the same stream, and the peer raised that flag only after it had awaited, and so reset, the
-// first. Between passes every flag is 0, so that a captured pass can be replayed, and captured and other passes mixed.
-// The ranks cannot deadlock: the first flag that a hop raises depends only on the previous hop.
+// flags of a conversation (channel, slot, owner, peer) alternate. The executor orders every use of a slot after the
+// uses that conflict with it. A slot is therefore offered to a peer again only after `done` of its last access was
+// awaited: in push, because the next receive overwrites what the last one wrote; in pull, because data is sent to a
+// peer once, so that the slot was overwritten meanwhile, and because a pass ends after all its hops. And the peer raised
+// `done` only after it had awaited, and so reset, the offer. The end of a pass awaits both ends of its hops. So every
+// flag is 0 between passes: a captured pass can be replayed, and captured and other passes mixed.
+//
+// The ranks cannot deadlock: everything that a hop waits for on any stream belongs to earlier hops and computes, except
+// the two flags, which the peer raises in its own hop of the same number. This holds even where streams share a hardware
+// queue, because the host enqueues the three parts of a hop in the order above.
 class CopyEngineTransport : public CeTransport {
  public:
   CopyEngineTransport(const RingEnd& end, const std::string& id)
@@ -38,23 +52,25 @@ class CopyEngineTransport : public CeTransport {
     const DeviceScope scope(device_);
     side_ = Stream::highest_priority();
     raised_.emplace();
+    for (const Channel channel : kChannels) {
+      offers_[index(channel)] = Stream::highest_priority();
+      set_mode(channel, CeMode::push);
+    }
     const at::Tensor memory = allocate_symmetric(PeerFlags::bytes(end.ranks), device_);
     try {
       flags_ = std::make_unique<PeerFlags>(peers_, memory, end.rank, end.ranks, side_.get());
       run_trial_hops();
       start();
     } catch (...) {
-      const auto idle = [&](Channel channel) {
-        return has_ended([&] { return cudaStreamQuery(streams_.channel(channel)); });
-      };
-      idle(Channel::weight) && idle(Channel::gradient) ? communicators_.abort() : leak();
+      own_streams_ended(std::chrono::milliseconds(0)) ? communicators_.abort() : leak();
       throw;
     }
   }
 
   ~CopyEngineTransport() override {
     const DeviceScope scope(device_);
-    const bool over = all_hops_ended();  // before the watchdog stops, because it ends waits
+    // Before the watchdog stops, because it ends waits. Its hops do not include the offers of a failed ring.
+    const bool over = all_hops_ended() && own_streams_ended(kOffersEnd);
     stop();
     if (over) {
       cudaStreamSynchronize(side_.get());  // the final write of all flags
@@ -69,21 +85,32 @@ class CopyEngineTransport : public CeTransport {
   bool receives_anywhere() const override { return false; }
   // Flags are set and reset identically for eager and captured hops, and the ranks share no other state.
   bool takes_graphs() const override { return true; }
-  void set_mode(Channel channel, CeMode mode) override { modes_[static_cast<size_t>(channel)] = mode; }
+
+  void set_mode(Channel channel, CeMode mode) override {
+    const DeviceScope scope(device_);
+    const bool push = mode == CeMode::push;
+    modes_[index(channel)] = mode;
+    Stream& returns = returns_[index(channel)];
+    if (!push && returns.get() == nullptr) returns = Stream::highest_priority();
+    streams_.set_user(channel, push ? HopMemory::target : HopMemory::source, offers_[index(channel)].get());
+    streams_.set_user(channel, push ? HopMemory::source : HopMemory::target, streams_.channel(channel));
+  }
 
   bool at_rest() const override {
     const DeviceScope scope(device_);
-    for (const Channel channel : {Channel::weight, Channel::gradient}) {
-      RTP_CUDA_CHECK(cudaStreamSynchronize(streams_.channel(channel)));
-    }
-    return flags_->at_rest();
+    for (cudaStream_t stream : own_streams()) RTP_CUDA_CHECK(cudaStreamSynchronize(stream));
+    return flags_->raised() == 0;
+  }
+  int64_t raised() const override {
+    const DeviceScope scope(device_);
+    return flags_->raised();
   }
 
   at::Tensor allocate(Channel channel, int64_t bytes) override {
     const DeviceScope scope(device_);
     check();
     refuse_capture();
-    auto& slots = slots_[static_cast<size_t>(channel)];
+    auto& slots = slots_[index(channel)];
     int number = 0;  // lowest free number, which is the same on every rank
     while (std::any_of(slots.begin(), slots.end(), [&](const auto& slot) { return slot.second.number == number; })) {
       ++number;
@@ -100,13 +127,15 @@ class CopyEngineTransport : public CeTransport {
     }
   }
 
+  // Peers no longer access the slot: the executor has ordered the compute stream after both ends of its hops, that is
+  // after `done` of every peer, which follows the peer's copy.
   void release(Channel channel, const at::Tensor& slot) override {
     const DeviceScope scope(device_);
-    auto& slots = slots_[static_cast<size_t>(channel)];
+    auto& slots = slots_[index(channel)];
     const auto found = slots.find(static_cast<std::byte*>(slot.data_ptr()));
     if (found == slots.end()) return;
     refuse_capture();
-    RTP_CUDA_CHECK(cudaDeviceSynchronize());  // freeing memory is not ordered after streams
+    finish_uses(channel);
     peers_.withdraw(found->second.region);
     slots.erase(found);
   }
@@ -117,34 +146,31 @@ class CopyEngineTransport : public CeTransport {
     const bool receives = any_bytes(hop.receive);
     Ends ends;
     if (!sends && !receives) return ends;
-    // A slot has the same number on every rank, so the number of the receiving slot here is that of the peer's, too.
-    const int number = slot(hop.channel, hop.receive_slot).number;
+    const bool push = modes_[index(hop.channel)] == CeMode::push;
+    const bool owns = push ? receives : sends, copies = push ? sends : receives;
+    const int peer = push ? hop.from : hop.to, owner = push ? hop.to : hop.from;
+    StreamEvent& returned = push ? ends.received : ends.sent;
+    StreamEvent& copied = push ? ends.sent : ends.received;
+    cudaStream_t offers = offers_[index(hop.channel)].get();
+    cudaStream_t returns = push ? stream : returns_[index(hop.channel)].get();
+    // A slot has the same number on every rank, so the number of the slot here is that of the owner's, too.
+    const int number = slot(hop.channel, push ? hop.receive_slot : hop.send_slot).number;
     const bool captured = streams_.capture() != 0;
-    const auto raise = [&](Kind kind, int peer) {
-      flags_->raise(hop.channel, kind, number, peer, engine_, stream, captured);
+    const auto raise = [&](Kind kind, int at, cudaStream_t on) {
+      flags_->raise(hop.channel, kind, number, at, engine_, on, captured);
     };
-    const auto await = [&](Kind kind, int peer) { flags_->await(hop.channel, kind, number, peer, stream); };
-    if (modes_[static_cast<size_t>(hop.channel)] == CeMode::push) {
-      if (receives) raise(Kind::credit, hop.from);
-      if (sends) {
-        await(Kind::credit, hop.to);
-        push(hop, stream, captured);
-        raise(Kind::data, hop.to);
-        ends.sent = supervise(hop, hop.to, stream);
-      }
-      if (receives) await(Kind::data, hop.from);
-    } else {
-      if (sends) raise(Kind::data, hop.to);
-      if (receives) {
-        await(Kind::data, hop.from);
-        pull(hop, stream, captured);
-        raise(Kind::credit, hop.from);
-        ends.received = supervise(hop, hop.from, stream);  // the peer that reads from this rank may be late
-      }
-      if (sends) {
-        await(Kind::credit, hop.to);
-        ends.sent = supervise(hop, hop.to, stream);
-      }
+    const auto await = [&](Kind kind, int of, cudaStream_t on) { flags_->await(hop.channel, kind, number, of, on); };
+    if (owns) raise(Kind::offer, peer, offers);
+    if (copies) {
+      await(Kind::offer, owner, stream);
+      push ? copy_there(hop, stream, captured) : copy_here(hop, stream, captured);
+      raise(Kind::done, owner, stream);
+      copied = supervise(hop, owner, stream);
+    }
+    if (owns) {
+      if (captured) join(returns, offers);
+      await(Kind::done, peer, returns);
+      returned = supervise(hop, peer, returns);
     }
     return ends;
   }
@@ -169,17 +195,52 @@ class CopyEngineTransport : public CeTransport {
       slots.clear();
     }
     RTP_CUDA_CHECK(cudaStreamSynchronize(side_.get()));
+    for (const Stream& offers : offers_) RTP_CUDA_CHECK(cudaStreamSynchronize(offers.get()));
     peers_.withdraw(flags_->region());
   }
 
  private:
+  static constexpr std::array kChannels{Channel::weight, Channel::gradient};
+  static constexpr auto kOffersEnd = std::chrono::seconds(2);
+
   struct Slot {
     int number;
     PeerRegion region;
   };
 
+  static size_t index(Channel channel) { return static_cast<size_t>(channel); }
+
+  // The streams that access flags and slots, without the side stream.
+  std::vector<cudaStream_t> own_streams() const {
+    std::vector<cudaStream_t> streams;
+    for (const Channel channel : kChannels) {
+      for (cudaStream_t stream :
+           {streams_.channel(channel), offers_[index(channel)].get(), returns_[index(channel)].get()}) {
+        if (stream != nullptr) streams.push_back(stream);
+      }
+    }
+    return streams;
+  }
+
+  // Waits at most `longest` for the work of the own streams to end. Returns whether it has ended.
+  bool own_streams_ended(std::chrono::milliseconds longest) const {
+    const auto deadline = std::chrono::steady_clock::now() + longest;
+    for (cudaStream_t stream : own_streams()) {
+      while (!has_ended([&] { return cudaStreamQuery(stream); })) {
+        if (std::chrono::steady_clock::now() >= deadline) return false;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+    return true;
+  }
+
+  // Orders `stream` after `other`. All streams of a capture must be joined; the flags imply this order anyway.
+  void join(cudaStream_t stream, cudaStream_t other) const {
+    std::static_pointer_cast<Event>(streams_.event(other))->block(stream);
+  }
+
   const Slot& slot(Channel channel, std::byte* base) const {
-    const auto& slots = slots_[static_cast<size_t>(channel)];
+    const auto& slots = slots_[index(channel)];
     const auto found = slots.find(base);
     RTP_ASSERT(found != slots.end(), "a ", rtp::name(channel), " hop outside the slots");
     return found->second;
@@ -192,7 +253,7 @@ class CopyEngineTransport : public CeTransport {
     static_cast<void>(new decltype(slots_)(std::move(slots_)));
   }
 
-  void push(const Hop& hop, cudaStream_t stream, bool captured) const {
+  void copy_there(const Hop& hop, cudaStream_t stream, bool captured) const {
     std::byte* landing = slot(hop.channel, hop.receive_slot).region.bases[hop.to];
     std::vector<Copy> copies;
     for (const Block& block : blocks_of(hop.send, hop.remote_receive_offsets, hop.in_whole_slot)) {
@@ -201,7 +262,7 @@ class CopyEngineTransport : public CeTransport {
     engine_.copy(copies, stream, captured);
   }
 
-  void pull(const Hop& hop, cudaStream_t stream, bool captured) const {
+  void copy_here(const Hop& hop, cudaStream_t stream, bool captured) const {
     const std::byte* source = slot(hop.channel, hop.send_slot).region.bases[hop.from];
     std::vector<Copy> copies;
     for (const Block& block : blocks_of(hop.receive, hop.remote_send_offsets, hop.in_whole_slot)) {
@@ -212,6 +273,8 @@ class CopyEngineTransport : public CeTransport {
 
   std::array<CeMode, 2> modes_{CeMode::push, CeMode::push};
   CopyEngine engine_;
+  std::array<Stream, 2> offers_;   // by channel; never contain a wait for a peer
+  std::array<Stream, 2> returns_;  // by channel; null before a channel is set to pull
   Stream side_;                  // used by the watchdog; never contains a wait for a peer
   std::optional<Event> raised_;  // recorded on side_ after the last write of all flags
   PeerMemory peers_;

@@ -25,6 +25,8 @@ class CeTransport : public SupervisedTransport {
   // For tests: returns whether all flags of this rank are 0 after its hops have ended, provided that no peer has
   // started its next pass.
   virtual bool at_rest() const = 0;
+  // For tests: returns the number of flags of this rank that are 1 now.
+  virtual int64_t raised() const = 0;
 };
 
 // Returns why this process cannot use the transport; nothing if no local reason is known.

@@ -23,23 +23,24 @@ BatchMemOp find_batch_mem_op() {
   return nullptr;
 }
 
-// Waits until `word` is 1, then resets it to 0. A single call, which a graph captures as one node.
-CUresult wait_and_reset(BatchMemOp batch_mem_op, uint64_t* word, cudaStream_t stream) {
+// Waits until `word` is 1, then resets it to 0. A single call, which a graph captures as one node. Words have 32 bits,
+// because not every device supports 64-bit operations (CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS).
+CUresult wait_and_reset(BatchMemOp batch_mem_op, uint32_t* word, cudaStream_t stream) {
   std::array<CUstreamBatchMemOpParams, 2> operations{};
-  operations[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
+  operations[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
   operations[0].waitValue.address = reinterpret_cast<CUdeviceptr>(word);
-  operations[0].waitValue.value64 = 1;
+  operations[0].waitValue.value = 1;
   operations[0].waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
-  operations[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+  operations[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
   operations[1].writeValue.address = reinterpret_cast<CUdeviceptr>(word);
-  operations[1].writeValue.value64 = 0;
+  operations[1].writeValue.value = 0;
   operations[1].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;  // ordered after all earlier work, system-wide
   return batch_mem_op(stream, operations.size(), operations.data(), 0);
 }
 
 // Copies the constant words, which follow the `count` flags and are always 1, over the flags.
-void raise_words(uint64_t* words, int64_t count, cudaStream_t stream) {
-  RTP_CUDA_CHECK(cudaMemcpyAsync(words, words + count, count * sizeof(uint64_t), cudaMemcpyDeviceToDevice, stream));
+void raise_words(uint32_t* words, int64_t count, cudaStream_t stream) {
+  RTP_CUDA_CHECK(cudaMemcpyAsync(words, words + count, count * sizeof(uint32_t), cudaMemcpyDeviceToDevice, stream));
 }
 
 }  // namespace
@@ -51,18 +52,17 @@ std::optional<std::string> stream_wait_refusal() {
 
 int64_t PeerFlags::count(int ranks) { return int64_t{2} * 2 * kSlots * ranks; }
 
-int64_t PeerFlags::bytes(int ranks) { return 2 * count(ranks) * static_cast<int64_t>(sizeof(uint64_t)); }
+int64_t PeerFlags::bytes(int ranks) { return 2 * count(ranks) * static_cast<int64_t>(sizeof(uint32_t)); }
 
 PeerFlags::PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks, cudaStream_t side)
     : batch_mem_op_(reinterpret_cast<void*>(find_batch_mem_op())), rank_(rank), ranks_(ranks), flags_(count(ranks)) {
   RTP_ASSERT(batch_mem_op_ != nullptr, *stream_wait_refusal());
   // Before the registration, so that no peer can write to the memory yet.
-  raise_words(static_cast<uint64_t*>(memory.data_ptr()), flags_, side);
-  RTP_CUDA_CHECK(cudaStreamSynchronize(side));
-  std::vector<uint64_t> words(static_cast<size_t>(memory.nbytes()) / sizeof(uint64_t), 0);
+  raise_words(static_cast<uint32_t*>(memory.data_ptr()), flags_, side);
+  std::vector<uint32_t> words(static_cast<size_t>(memory.nbytes()) / sizeof(uint32_t), 0);
   std::fill(words.end() - flags_, words.end(), 1);
-  RTP_CUDA_CHECK(cudaMemcpy(memory.data_ptr(), words.data(), memory.nbytes(), cudaMemcpyHostToDevice));
-  RTP_CUDA_CHECK(cudaDeviceSynchronize());
+  RTP_CUDA_CHECK(cudaMemcpyAsync(memory.data_ptr(), words.data(), memory.nbytes(), cudaMemcpyHostToDevice, side));
+  RTP_CUDA_CHECK(cudaStreamSynchronize(side));
   region_ = peers.share(memory);
 }
 
@@ -73,8 +73,8 @@ int64_t PeerFlags::flag(Channel channel, Kind kind, int slot, int raiser) const 
 
 void PeerFlags::raise(Channel channel, Kind kind, int slot, int peer, const CopyEngine& engine, cudaStream_t stream,
                       bool captured) const {
-  const uint64_t* one = word(rank_, flags_);
-  engine.copy({{word(peer, flag(channel, kind, slot, rank_)), one, sizeof(uint64_t)}}, stream, captured);
+  const uint32_t* one = word(rank_, flags_);
+  engine.copy({{word(peer, flag(channel, kind, slot, rank_)), one, sizeof(uint32_t)}}, stream, captured);
 }
 
 void PeerFlags::await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream) const {
@@ -87,10 +87,10 @@ void PeerFlags::await(Channel channel, Kind kind, int slot, int peer, cudaStream
 
 void PeerFlags::raise_all(cudaStream_t stream) const { raise_words(word(rank_, 0), flags_, stream); }
 
-bool PeerFlags::at_rest() const {
-  std::vector<uint64_t> words(flags_);
-  RTP_CUDA_CHECK(cudaMemcpy(words.data(), word(rank_, 0), flags_ * sizeof(uint64_t), cudaMemcpyDeviceToHost));
-  return std::all_of(words.begin(), words.end(), [](uint64_t value) { return value == 0; });
+int64_t PeerFlags::raised() const {
+  std::vector<uint32_t> words(flags_);
+  RTP_CUDA_CHECK(cudaMemcpy(words.data(), word(rank_, 0), flags_ * sizeof(uint32_t), cudaMemcpyDeviceToHost));
+  return std::count(words.begin(), words.end(), 1);
 }
 
 }  // namespace rtp

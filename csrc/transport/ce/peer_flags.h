@@ -16,14 +16,14 @@ namespace rtp {
 // Returns why streams cannot wait for memory values; nothing if they can.
 std::optional<std::string> stream_wait_refusal();
 
-// The flags of one rank, each 0 or 1. A flag is identified by its channel, its kind, the receiving slot and the raising
-// rank, so that no two conversations share a flag: neither weights and gradients, nor hops of one slot with different
-// peers (route direct), nor the two directions between two ranks.
+// The flags of one rank, each 0 or 1. A flag is identified by its channel, its kind, the slot that the peer accesses and
+// the raising rank, so that no two conversations share a flag: neither weights and gradients, nor hops of one slot with
+// different peers (route direct), nor the two directions between two ranks.
 class PeerFlags {
  public:
   enum class Kind : uint8_t {
-    data,    // raised by the sender; push: the data has arrived; pull: the data may be read
-    credit,  // raised by the receiver; push: the slot may be written; pull: the data has been read
+    offer,  // raised by the owner of a slot: the peer may access it
+    done,   // raised by the peer: it has accessed the slot
   };
 
   static constexpr int kSlots = 16;  // maximum slots per channel
@@ -44,15 +44,15 @@ class PeerFlags {
 
   // For give_up(): enqueues setting all flags of this rank to 1, which ends one wait of each stream.
   void raise_all(cudaStream_t stream) const;
-  // Returns whether all flags are 0.
-  bool at_rest() const;
+  // Returns the number of flags that are 1 now.
+  int64_t raised() const;
 
   PeerRegion& region() { return region_; }
 
  private:
   static int64_t count(int ranks);
   int64_t flag(Channel channel, Kind kind, int slot, int raiser) const;
-  uint64_t* word(int rank, int64_t index) const { return reinterpret_cast<uint64_t*>(region_.bases[rank]) + index; }
+  uint32_t* word(int rank, int64_t index) const { return reinterpret_cast<uint32_t*>(region_.bases[rank]) + index; }
 
   void* batch_mem_op_;  // cuStreamBatchMemOp
   int rank_;

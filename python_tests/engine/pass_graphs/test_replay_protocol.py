@@ -10,7 +10,7 @@ import pytest
 import simulated_cuda
 import torch
 from simulated_cuda import run_threads, skip_without_headers, values
-from simulated_cuda.mutants import CE_MUTANTS
+from simulated_cuda.mutants import MODES_OF_MUTANTS
 from test_pass_graphs import Graphs, Layer
 from test_transport_ce import Rank, connected_news
 
@@ -51,10 +51,10 @@ def replays(rank, sim, ranks, id_, barrier, mode, mutant=None, timeout=3):
         sim.set_compute(False)
 
 
-@pytest.mark.parametrize("mutant", [None, *CE_MUTANTS])
-def test_a_mistake_in_the_protocol_is_caught_where_passes_replay(sim, mutant):
+@pytest.mark.parametrize(("mutant", "mode"), [(None, "push"), (None, "pull"), *MODES_OF_MUTANTS])
+def test_a_mistake_in_the_protocol_is_caught_where_passes_replay(sim, mutant, mode):
     """The error shows in a replay, or before it on a slow machine."""
-    mode, found = "pull" if mutant and "read" in mutant else "push", []
+    found = []
     for seed in range(1 if mutant is None else 6):
         sim.reset(seed)
         arguments = (sim, 4, sim.unique_id(), threading.Barrier(4), mode, mutant)

@@ -6,7 +6,7 @@ derives the happens-before order that the waits alone guarantee:
 
     computes   two streams, each in order; an event covers all earlier work of its stream
     hops       posted in order on two channels, but they may overlap: only a wait guarantees that data was sent or
-               received
+               received, and a hop sends after the waits of its source, and receives after those of its target
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ import compiled
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 
-COMPUTE, SIDE, CHANNELS = (0,), (1,), (2, 3)  # values of Record.lane: two compute streams, two channels
+# Values of Record.lane: two compute streams; the sources and the targets of the hops of two channels
+COMPUTE, SIDE, SOURCES, TARGETS = (0,), (1,), (2, 3), (4, 5)
 # The kinds of waits: the waiting streams, and the awaited record
 WAITS = {
     "compute after mark": (COMPUTE, "mark"),
     "side after mark": (SIDE, "mark"),
-    "channel after mark": (CHANNELS, "mark"),
+    "source after mark": (SOURCES, "mark"),
+    "target after mark": (TARGETS, "mark"),
     "compute after received": (COMPUTE + SIDE, "received"),
-    "channel after received": (CHANNELS, "received"),
+    "source after received": (SOURCES, "received"),
+    "target after received": (TARGETS, "received"),
     "compute after sent": (COMPUTE + SIDE, "sent"),
-    "channel after sent": (CHANNELS, "sent"),
+    "target after sent": (TARGETS, "sent"),
 }
 
 
@@ -74,9 +77,9 @@ def conflicts(records: Sequence[Any], without: Collection[str] = (), *, streams:
         streams: the hops of a channel run one after the other, as on a CUDA stream, and no channel waits for a hop.
     """
     if streams:
-        without = {*without, "channel after received", "channel after sent"}
+        without = {*without, "source after received", "target after received", "target after sent"}
     ignored = {(lane, kind) for lanes, kind in map(WAITS.__getitem__, without) for lane in lanes}
-    before = dict.fromkeys(range(4), 0)  # by lane: bit mask of the nodes that happen before its next work
+    before = dict.fromkeys(range(6), 0)  # by lane: bit mask of the nodes that happen before its next work
     known: dict[tuple[int, str], int] = {}  # the same by event, and by either end of a hop
     names: list[str] = []
     memory = _Memory(records)
@@ -106,10 +109,12 @@ def conflicts(records: Sequence[Any], without: Collection[str] = (), *, streams:
         elif record.kind == "marked":
             known[record.id, "mark"] = before[record.lane]
         elif record.kind == "hop":
-            seen = before[record.lane]
+            source, target = before[record.lane], before[record.lane + 2]
+            if streams:
+                source = target = source | target
             text = f"{number} {record.text}"
-            sent = seen | access(f"{text}, sent", seen, memory.pieces(record.reads), set())
-            received = seen | access(f"{text}, received", seen, set(), memory.pieces(record.writes))
+            sent = source | access(f"{text}, sent", source, memory.pieces(record.reads), set())
+            received = target | access(f"{text}, received", target, set(), memory.pieces(record.writes))
             if streams:
                 sent = received = before[record.lane] = sent | received
             known[record.id, "sent"], known[record.id, "received"] = sent, received

@@ -25,7 +25,8 @@ using namespace rtp;
 
 using Spans = std::vector<std::pair<uintptr_t, size_t>>;  // address, bytes
 
-// One record. `lane`: 0 or 1 for the compute streams; 2 for weight hops and 3 for gradient hops.
+// One record. `lane`: 0 or 1 for the compute streams; 2 for weight hops and 3 for gradient hops, and for what their
+// sources wait for; 4 and 5 for what their targets wait for.
 struct Record {
   std::string kind;  // memory, hop, marked; mark, received, sent: waits for the record with this id
   int lane = 0;
@@ -34,7 +35,9 @@ struct Record {
   Spans reads, writes;
 };
 
-int lane_of(Channel channel) { return 2 + static_cast<int>(channel); }
+int lane_of(Channel channel, HopMemory memory = HopMemory::source) {
+  return 2 + static_cast<int>(channel) + 2 * static_cast<int>(memory);
+}
 
 // The memory of a tensor, row by row if it has gaps.
 Spans spans_of_view(const at::Tensor& tensor) {
@@ -137,13 +140,23 @@ void after_operator(const at::RecordFunction& function, at::ObserverContext*) {
 
 // -- the transport ----------------------------------------------------------------------------------------------------
 
+// A point that can be waited for: a mark of a compute stream, or one end of a hop.
+struct Point {
+  std::string kind;  // of the wait
+  int64_t id;
+};
+
 class RecordedTransfer : public Transfer {
  public:
-  explicit RecordedTransfer(int64_t id) : id(id) {}
-  void wait_received() override { recorder->add({"received", recorder->lane, id, "", {}, {}}); }
-  void wait_sent() override { recorder->add({"sent", recorder->lane, id, "", {}, {}}); }
+  explicit RecordedTransfer(int64_t id) : id_(id) {}
+  void wait_received() override { recorder->add({"received", recorder->lane, id_, "", {}, {}}); }
+  void wait_sent() override { recorder->add({"sent", recorder->lane, id_, "", {}, {}}); }
+  StreamEvent event(End end) const override {
+    return std::make_shared<Point>(Point{end == End::received ? "received" : "sent", id_});
+  }
 
-  const int64_t id;
+ private:
+  int64_t id_;
 };
 
 class RecordingStreams : public Streams {
@@ -151,18 +164,25 @@ class RecordingStreams : public Streams {
   explicit RecordingStreams(int multiprocessors) : multiprocessors_(multiprocessors) {}
 
   StreamEvent record_compute() override {
-    auto event = std::make_shared<int64_t>(recorder->next++);
-    recorder->add({"marked", recorder->lane, *event, "", {}, {}});
+    auto event = std::make_shared<Point>(Point{"mark", recorder->next++});
+    recorder->add({"marked", recorder->lane, event->id, "", {}, {}});
     return event;
   }
   void order_compute_after(const StreamEvent& event) override { wait(recorder->lane, event); }
-  void order_channel_after(Channel channel, const StreamEvent& event) override { wait(lane_of(channel), event); }
+  void order_channel_after(Channel channel, const StreamEvent& event) override {
+    for (const HopMemory memory : {HopMemory::source, HopMemory::target}) order_memory_after(channel, memory, event);
+  }
+  void order_memory_after(Channel channel, HopMemory memory, const StreamEvent& event) override {
+    wait(lane_of(channel, memory), event);
+  }
   void select_compute_stream(int lane) override { recorder->lane = lane; }
   int multiprocessors() const override { return multiprocessors_; }
 
  private:
   static void wait(int lane, const StreamEvent& event) {
-    if (event) recorder->add({"mark", lane, *std::static_pointer_cast<int64_t>(event), "", {}, {}});
+    if (!event) return;
+    const auto point = std::static_pointer_cast<Point>(event);
+    recorder->add({point->kind, lane, point->id, "", {}, {}});
   }
 
   int multiprocessors_;
@@ -191,13 +211,6 @@ class RecordingTransport : public Transport {
     const int64_t id = record.id;
     recorder->add(std::move(record));
     return std::make_unique<RecordedTransfer>(id);
-  }
-
-  void order_channel_after_received(Channel channel, Transfer& transfer) override {
-    recorder->add({"received", lane_of(channel), static_cast<RecordedTransfer&>(transfer).id, "", {}, {}});
-  }
-  void order_channel_after_sent(Channel channel, Transfer& transfer) override {
-    recorder->add({"sent", lane_of(channel), static_cast<RecordedTransfer&>(transfer).id, "", {}, {}});
   }
 
   // Memory is allocated and freed in the order of the compute stream, as by a stream-ordered allocator.

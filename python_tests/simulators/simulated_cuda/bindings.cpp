@@ -126,13 +126,13 @@ void bind_kernels(py::module_& m) {
   });
 }
 
-// Calls cuStreamWaitValue64 or cuStreamWriteValue64, found as transports find them.
-void memory_operation(const char* name, const Stream& stream, const at::Tensor& flag, uint64_t value) {
+// Calls cuStreamWaitValue32 or cuStreamWriteValue32, found as transports find them.
+void memory_operation(const char* name, const Stream& stream, const at::Tensor& flag, uint32_t value) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
   RTP_CUDA_CHECK(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result));
   RTP_ASSERT(result == cudaDriverEntryPointSuccess, name, " was not found");
-  const auto function = reinterpret_cast<CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned int)>(found);
+  const auto function = reinterpret_cast<CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int)>(found);
   RTP_ASSERT(function(stream.get(), reinterpret_cast<CUdeviceptr>(flag.data_ptr()), value, 0) == CUDA_SUCCESS, name);
 }
 
@@ -156,9 +156,9 @@ void bind_runtime(py::module_& m) {
            })
       .def("wait", [](const Stream& s, const Event& event) { event.block(s.get()); })
       .def("wait_value", [](const Stream& s, const at::Tensor& flag,
-                            uint64_t value) { memory_operation("cuStreamWaitValue64", s, flag, value); })
-      .def("write_value", [](const Stream& s, const at::Tensor& flag, uint64_t value) {
-        memory_operation("cuStreamWriteValue64", s, flag, value);
+                            uint32_t value) { memory_operation("cuStreamWaitValue32", s, flag, value); })
+      .def("write_value", [](const Stream& s, const at::Tensor& flag, uint32_t value) {
+        memory_operation("cuStreamWriteValue32", s, flag, value);
       });
   py::class_<Event>(m, "Event")
       .def(py::init<>())

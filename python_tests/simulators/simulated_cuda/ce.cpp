@@ -57,5 +57,6 @@ void bind_ce(pybind11::module_& m) {
     return std::make_shared<EmulatedDevice>(at::Device(at::kCPU, 0), link);
   });
   m.def("ce_check", [](Transport& transport) { ce(transport).check(); });
+  m.def("ce_raised", [](Transport& transport) { return ce(transport).raised(); });
   m.def("ce_at_rest", [](Transport& transport) { return ce(transport).at_rest(); }, py::call_guard<NoGil>());
 }

@@ -7,33 +7,37 @@ from pathlib import Path
 
 # name -> text in csrc/transport/ce/ce.cpp, and its replacement
 CE_MUTANTS = {
-    "copies before the slot is free": (
-        """        await(Kind::credit, hop.to);
-        push(hop, stream, captured);
+    "copies before the slot is offered": (
+        """      await(Kind::offer, owner, stream);
+      push ? copy_there(hop, stream, captured) : copy_here(hop, stream, captured);
 """,
-        """        push(hop, stream, captured);
-        await(Kind::credit, hop.to);
-""",
-    ),
-    "raises the flag before the data": (
-        """        push(hop, stream, captured);
-        raise(Kind::data, hop.to);
-""",
-        """        raise(Kind::data, hop.to);
-        push(hop, stream, captured);
+        """      push ? copy_there(hop, stream, captured) : copy_here(hop, stream, captured);
+      await(Kind::offer, owner, stream);
 """,
     ),
-    "says that it has read before it reads": (
-        """        pull(hop, stream, captured);
-        raise(Kind::credit, hop.from);
+    "raises the flag before the copy": (
+        """      push ? copy_there(hop, stream, captured) : copy_here(hop, stream, captured);
+      raise(Kind::done, owner, stream);
 """,
-        """        raise(Kind::credit, hop.from);
-        pull(hop, stream, captured);
+        """      raise(Kind::done, owner, stream);
+      push ? copy_there(hop, stream, captured) : copy_here(hop, stream, captured);
 """,
     ),
     "shares flags between weights and gradients": (
         "flags_->await(hop.channel,",
         "flags_->await(Channel::weight,",
+    ),
+    "offers slots that are still in use": (
+        "streams_.set_user(channel, push ? HopMemory::target : HopMemory::source, offers_[index(channel)].get());",
+        "",
+    ),
+    "does not await that a slot was read, pull": (
+        "      await(Kind::done, peer, returns);\n",
+        "      if (push) await(Kind::done, peer, returns);\n",
+    ),
+    "forgets the returns where it reports what was sent, pull": (
+        "      returned = supervise(hop, peer, returns);\n",
+        "      returned = supervise(hop, peer, push ? returns : stream);\n",
     ),
 }
 ALSO = {  # the second change of a mutant with two changes
@@ -42,6 +46,30 @@ ALSO = {  # the second change of a mutant with two changes
         "flags_->raise(Channel::weight,",
     ),
 }
+# Correct protocols in lock-step, which only tests of the overlap detect
+LOCK_STEP = {
+    "offers follow the copies, push": (
+        "if (owns) raise(Kind::offer, peer, offers);",
+        "if (owns) raise(Kind::offer, peer, push ? (join(stream, offers), stream) : offers);",
+    ),
+    "offers follow the copies, pull": (
+        "if (owns) raise(Kind::offer, peer, offers);",
+        "if (owns) raise(Kind::offer, peer, push ? offers : (join(stream, offers), stream));",
+    ),
+    "the next copy follows the returns, pull": (
+        "push ? stream : returns_[index(hop.channel)].get();",
+        "stream;",
+    ),
+}
+ALL = CE_MUTANTS | LOCK_STEP
+
+
+def modes_of(mutant: str) -> list[str]:
+    """Returns the modes of `ce` in which the mutant differs from the original."""
+    return [mode for mode in ("push", "pull") if mutant.endswith(mode)] or ["push", "pull"]
+
+
+MODES_OF_MUTANTS = [(mutant, mode) for mutant in CE_MUTANTS for mode in modes_of(mutant)]
 
 
 def _replace(text: str, change: tuple[str, str]) -> str:
@@ -58,7 +86,7 @@ def write_ce_mutants(source: Path, folder: Path) -> None:
     includes, body = text.split("namespace rtp {\n", 1)
     body = body[: body.index("std::optional<std::string> ce_refusal()")]
     parts = [includes]
-    for number, (name, change) in enumerate(CE_MUTANTS.items()):
+    for number, (name, change) in enumerate(ALL.items()):
         mutant = _replace(body, change)
         if name in ALSO:
             mutant = _replace(mutant, ALSO[name])
@@ -67,7 +95,7 @@ def write_ce_mutants(source: Path, folder: Path) -> None:
             "std::shared_ptr<CeTransport> make(const RingEnd& end, const std::string& id) {\n"
             f"  return std::make_shared<CopyEngineTransport>(end, id);\n}}\n}}  // namespace rtp::mutant_{number}\n"
         )
-    makers = ", ".join(f"rtp::mutant_{number}::make" for number in range(len(CE_MUTANTS)))
+    makers = ", ".join(f"rtp::mutant_{number}::make" for number in range(len(ALL)))
     parts.append(
         "std::shared_ptr<rtp::CeTransport> make_mutated_ce_transport(int mutant, const rtp::RingEnd& end,\n"
         "                                                            const std::string& id) {\n"

@@ -251,8 +251,8 @@ cudaStream_t compute_stream() {
 namespace {
 
 // Waits for a value in memory that another stream or the host writes.
-Work wait_for(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags) {
-  const auto* memory = reinterpret_cast<uint64_t*>(address);
+Work wait_for(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned int flags) {
+  const auto* memory = reinterpret_cast<uint32_t*>(address);
   std::shared_ptr<CUstream_st> kept;  // keeps the stream alive for a graph
   {
     const std::lock_guard lock(world().mutex);
@@ -262,22 +262,22 @@ Work wait_for(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned i
     std::unique_lock lock(world().mutex);
     stream->waiting = kept != nullptr;
     wait_until(lock, [=] {
-      const uint64_t now = __atomic_load_n(memory, __ATOMIC_ACQUIRE);
-      return flags == CU_STREAM_WAIT_VALUE_EQ ? now == value : static_cast<int64_t>(now - value) >= 0;
+      const uint32_t now = __atomic_load_n(memory, __ATOMIC_ACQUIRE);
+      return flags == CU_STREAM_WAIT_VALUE_EQ ? now == value : static_cast<int32_t>(now - value) >= 0;
     });
     stream->waiting = false;
   };
 }
 
-Work write(CUdeviceptr address, cuuint64_t value) {
+Work write(CUdeviceptr address, cuuint32_t value) {
   return [=] {
     const std::lock_guard lock(world().mutex);
-    __atomic_store_n(reinterpret_cast<uint64_t*>(address), value, __ATOMIC_RELEASE);
+    __atomic_store_n(reinterpret_cast<uint32_t*>(address), value, __ATOMIC_RELEASE);
     world().changed.notify_all();
   };
 }
 
-// One work item, and one node of a graph.
+// One work item, and one node of a graph. The device supports no 64-bit operations, which CUDA makes optional.
 CUresult CUDAAPI batch_mem_op(CUstream stream, unsigned int count, CUstreamBatchMemOpParams* operations, unsigned int) {
   called("cuStreamBatchMemOp");
   {
@@ -287,15 +287,19 @@ CUresult CUDAAPI batch_mem_op(CUstream stream, unsigned int count, CUstreamBatch
   std::vector<Work> works;
   Memory memory;
   for (const auto* operation = operations; operation != operations + count; ++operation) {
-    if (operation->operation == CU_STREAM_MEM_OP_WAIT_VALUE_64) {
+    if (operation->operation == CU_STREAM_MEM_OP_WAIT_VALUE_64 ||
+        operation->operation == CU_STREAM_MEM_OP_WRITE_VALUE_64) {
+      return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    if (operation->operation == CU_STREAM_MEM_OP_WAIT_VALUE_32) {
       const auto& wait = operation->waitValue;
       if (wait.flags != CU_STREAM_WAIT_VALUE_GEQ && wait.flags != CU_STREAM_WAIT_VALUE_EQ) {
         return CUDA_ERROR_INVALID_VALUE;
       }
-      works.push_back(wait_for(stream, wait.address, wait.value64, wait.flags));
-      memory.emplace_back(reinterpret_cast<const void*>(wait.address), sizeof(uint64_t));
-    } else if (operation->operation == CU_STREAM_MEM_OP_WRITE_VALUE_64) {
-      works.push_back(write(operation->writeValue.address, operation->writeValue.value64));
+      works.push_back(wait_for(stream, wait.address, wait.value, wait.flags));
+      memory.emplace_back(reinterpret_cast<const void*>(wait.address), sizeof(uint32_t));
+    } else if (operation->operation == CU_STREAM_MEM_OP_WRITE_VALUE_32) {
+      works.push_back(write(operation->writeValue.address, operation->writeValue.value));
     } else {
       return CUDA_ERROR_INVALID_VALUE;
     }
@@ -310,20 +314,20 @@ CUresult CUDAAPI batch_mem_op(CUstream stream, unsigned int count, CUstreamBatch
   return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI wait_value64(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags) {
+CUresult CUDAAPI wait_value32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned int flags) {
   CUstreamBatchMemOpParams operation{};
-  operation.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
+  operation.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
   operation.waitValue.address = address;
-  operation.waitValue.value64 = value;
+  operation.waitValue.value = value;
   operation.waitValue.flags = flags;
   return batch_mem_op(stream, 1, &operation, 0);
 }
 
-CUresult CUDAAPI write_value64(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int) {
+CUresult CUDAAPI write_value32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned int) {
   CUstreamBatchMemOpParams operation{};
-  operation.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+  operation.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
   operation.writeValue.address = address;
-  operation.writeValue.value64 = value;
+  operation.writeValue.value = value;
   return batch_mem_op(stream, 1, &operation, 0);
 }
 

@@ -266,9 +266,9 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
   const std::string name(symbol);
   *function = nullptr;
   if (!world().controls.lacks_memory_ops) {
-    if (name == "cuStreamWaitValue64") *function = reinterpret_cast<void*>(&wait_value64);
+    if (name == "cuStreamWaitValue32") *function = reinterpret_cast<void*>(&wait_value32);
     if (name == "cuStreamBatchMemOp") *function = reinterpret_cast<void*>(&batch_mem_op);
-    if (name == "cuStreamWriteValue64") *function = reinterpret_cast<void*>(&write_value64);
+    if (name == "cuStreamWriteValue32") *function = reinterpret_cast<void*>(&write_value32);
   }
   *result = *function == nullptr ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
   return cudaSuccess;

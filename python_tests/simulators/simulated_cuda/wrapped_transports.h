@@ -22,6 +22,9 @@ class FewerWaits : public Streams {
   void order_channel_after(Channel channel, const StreamEvent& event) override {
     if (channel_) inner_->streams().order_channel_after(channel, event);
   }
+  void order_memory_after(Channel channel, HopMemory memory, const StreamEvent& event) override {
+    if (channel_) inner_->streams().order_memory_after(channel, memory, event);
+  }
 
  private:
   std::shared_ptr<Transport> inner_;
@@ -40,12 +43,6 @@ class WithoutWait : public Transport {
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     return std::make_unique<Part>(inner_->post(hop), missing_);
   }
-  void order_channel_after_received(Channel channel, Transfer& transfer) override {
-    inner_->order_channel_after_received(channel, transfer);
-  }
-  void order_channel_after_sent(Channel channel, Transfer& transfer) override {
-    inner_->order_channel_after_sent(channel, transfer);
-  }
   at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
   void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
   bool sends_anywhere() const override { return inner_->sends_anywhere(); }
@@ -63,6 +60,7 @@ class WithoutWait : public Transport {
     void wait_sent() override {
       if (missing_ != "sent") inner_->wait_sent();
     }
+    StreamEvent event(End end) const override { return inner_->event(end); }
 
    private:
     std::unique_ptr<Transfer> inner_;
@@ -110,6 +108,9 @@ class CountedStreams : public Streams {
   void order_channel_after(Channel channel, const StreamEvent& event) override {
     (*tally_)([&] { inner_.order_channel_after(channel, event); });
   }
+  void order_memory_after(Channel channel, HopMemory memory, const StreamEvent& event) override {
+    (*tally_)([&] { inner_.order_memory_after(channel, memory, event); });
+  }
   void select_compute_stream(int lane) override { inner_.select_compute_stream(lane); }
   int multiprocessors() const override { return inner_.multiprocessors(); }
   uint64_t capture() const override { return inner_.capture(); }
@@ -141,12 +142,6 @@ class CountedTransport : public Transport {
     ++tally_->hops;
     return (*tally_)([&] { return std::make_unique<Counted>(inner_->post(hop), tally_); });
   }
-  void order_channel_after_received(Channel channel, Transfer& transfer) override {
-    (*tally_)([&] { inner_->order_channel_after_received(channel, transfer); });
-  }
-  void order_channel_after_sent(Channel channel, Transfer& transfer) override {
-    (*tally_)([&] { inner_->order_channel_after_sent(channel, transfer); });
-  }
   at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
   void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
   bool sends_anywhere() const override { return inner_->sends_anywhere(); }
@@ -171,6 +166,7 @@ class CountedTransport : public Transport {
     void wait_sent() override {
       (*tally_)([&] { inner_->wait_sent(); });
     }
+    StreamEvent event(End end) const override { return inner_->event(end); }
 
    private:
     std::unique_ptr<Transfer> inner_;
