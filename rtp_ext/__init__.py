@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rtp_ext.host import allow_connections
+
 if TYPE_CHECKING:
     from rtp_ext import functional, nn, outer
     from rtp_ext._native import CudaError, NcclError, RingTimeout, RotationError
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from rtp_ext.ring import Ring, RotationDims
 
 __version__ = "0.1.0"
+
+allow_connections()
 
 __all__ = [
     "CudaError",

@@ -1,18 +1,32 @@
-"""The processors of this host."""
+"""The processors of this host, and the setting of its GPUs."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import sys
 from pathlib import Path
 
-__all__ = ["cores", "cpu_name"]
+__all__ = ["CONNECTIONS", "allow_connections", "cores", "cpu_name"]
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # CUDA reads it when it starts
 
 
 def cores() -> int:
     """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def allow_connections() -> None:
+    """Sets CUDA_DEVICE_MAX_CONNECTIONS to 32, unless it is set or CUDA has started.
+
+    Streams that share one of CUDA's connections (8 by default) wait for each other: GEMMs for waits for a neighbour.
+    """
+    torch = sys.modules.get("torch")  # not imported here: the planner needs no torch
+    cuda = getattr(torch, "cuda", None)
+    if CONNECTIONS not in os.environ and (cuda is None or not cuda.is_initialized()):
+        os.environ[CONNECTIONS] = "32"
 
 
 def cpu_name() -> str:

@@ -2,6 +2,7 @@
 for a lost rank still ends with an error."""
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -9,6 +10,7 @@ from simulated_cuda import run_threads, skip_without_headers, values
 from test_cuda_transports import TRANSPORTS, connected_news, passes, unique_ids, until_failure
 
 from rtp_ext import RingTimeout
+from rtp_ext.ring.links import transports
 from rtp_ext.ring.links.options import TransportOptions
 
 skip_without_headers()
@@ -56,7 +58,37 @@ def test_without_a_way_to_end_a_call_nothing_is_freed_under_it(sim):
     sim.reset(1)
 
 
+def test_a_rank_that_does_not_come_to_the_start_is_a_timeout(sim):
+    start = time.monotonic()
+    with pytest.raises(RingTimeout, match="the start of a communicator: a rank of the ring did not answer"):
+        sim.nccl(unique_ids(sim, "blocking"), 0, 2, timedelta(seconds=0.3), None, blocking=True)
+    assert time.monotonic() - start < 10
+
+
+class _Ranks:
+    """A ring whose ranks have loaded these versions of NCCL."""
+
+    def __init__(self, *versions):
+        self.versions = versions
+
+    def exchange(self, mine):
+        return [mine, *self.versions]
+
+
+@pytest.mark.parametrize(
+    "mine, others, blocking", [(23007, [23007], True), (23007, [22809], False), (22907, [23100], False)]
+)
+def test_communicators_are_blocking_where_every_rank_can_end_their_calls(monkeypatch, mine, others, blocking):
+    monkeypatch.setattr(transports._native, "nccl_versions", lambda: (22100, mine))
+    settled = transports.settle(_Ranks(*others), TransportOptions.of(None))
+    assert (settled.blocking, settled.min_ctas, settled.max_ctas) == (blocking, 0, transports.MOST_CTAS)
+    wishes = {"blocking": not blocking, "max_ctas": 0, "min_ctas": 20}
+    settled = transports.settle(_Ranks(*others), TransportOptions.of(wishes))
+    assert (settled.blocking, settled.min_ctas, settled.max_ctas) == (not blocking, 20, 0)
+    assert transports.settle(_Ranks(*others), TransportOptions.of({"min_ctas": 20})).max_ctas == 20
+
+
 def test_the_option_is_a_bool():
-    assert TransportOptions.of({"blocking": True}).blocking and not TransportOptions.of(None).blocking
-    with pytest.raises(TypeError, match="transport option blocking to be a bool, got None"):
-        TransportOptions.of({"blocking": None})
+    assert TransportOptions.of({"blocking": True}).blocking and TransportOptions.of(None).blocking is None
+    with pytest.raises(TypeError, match="transport option blocking to be a bool or None, got 1"):
+        TransportOptions.of({"blocking": 1})

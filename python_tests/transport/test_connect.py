@@ -110,7 +110,7 @@ def test_an_older_nccl_registers_nothing(monkeypatch):
 def test_options_are_checked(monkeypatch):
     monkeypatch.delenv("RTP_DEBUG_DELAY_US", raising=False)
     assert TransportOptions.of(None) == TransportOptions(0, 0, False, None, 0)
-    assert TransportOptions.of({"max_ctas": 4, "registered": False}) == TransportOptions(0, 4, False, False, 0)
+    assert TransportOptions.of({"max_ctas": 4, "registered": False}) == TransportOptions(0, 4, None, False, 0)
     monkeypatch.setenv("RTP_DEBUG_DELAY_US", "30")
     assert TransportOptions.of({}).delay_us == 30
     assert TransportOptions.of({"delay_us": 0}).delay_us == 0
@@ -120,7 +120,7 @@ def test_options_are_checked(monkeypatch):
         ({"max_ctas": True}, TypeError, "max_ctas to be an int, got True"),
         ({"delay_us": -1}, ValueError, "delay_us >= 0, got -1"),
         ({"registered": 1}, TypeError, "registered to be a bool or None, got 1"),
-        ({"blocking": None}, TypeError, "blocking to be a bool, got None"),
+        ({"blocking": 0}, TypeError, "blocking to be a bool or None, got 0"),
     ]:
         with pytest.raises(error, match=text):
             TransportOptions.of(given)

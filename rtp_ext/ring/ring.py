@@ -107,11 +107,12 @@ class Ring:
             `prefetch` is 0. See `graphs`.
         checksum: every hop carries a CRC-32C; a changed one raises a RotationError that names the hop. For CPUs.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
-            (default 0: NCCL chooses). `blocking`: NCCL's calls return when they are done, without a thread for each
-            (default False: docs/gpu.md). `registered`: `nccl` moves slots that are registered with NCCL, without copies
-            of its own (default None: where that works). `delay_us`: for race tests, delays every hop by a random time
-            up to this; the default is the environment variable RTP_DEBUG_DELAY_US. `ce_mode`: the sender copies
-            (`push`) or the receiver does (`pull`); default `auto`: pull for weights on route `direct`, else push.
+            on each of two communicators (0: NCCL chooses; default of the maximum: 8). `blocking`: NCCL's calls return
+            when they are done, without a thread for each (default: with NCCL >= 2.30, see docs/gpu.md). `registered`:
+            `nccl` moves slots that are registered with NCCL, without copies of its own (default None: where that
+            works). `delay_us`: for race tests, delays every hop by a random time up to this; the default is the
+            environment variable RTP_DEBUG_DELAY_US. `ce_mode`: the sender copies (`push`) or the receiver does
+            (`pull`); default `auto`: pull for weights on route `direct`, else push.
 
     Collective: every rank of the group makes the ring at the same point. The ring owns its process groups.
 

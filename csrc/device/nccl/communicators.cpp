@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <thread>
 
+#include "device/cuda_streams.h"
 #include "device/nccl/library.h"
 
 namespace rtp {
@@ -29,6 +31,30 @@ std::string describe(ncclResult_t status) {
   return concat("NCCL reported code ", static_cast<int>(status), " (", ncclGetErrorString(status), ")");
 }
 
+// Returns a blocking communicator. Its start waits without limit for a rank that does not come, so it runs on a thread
+// of its own, which a timeout leaves behind.
+ncclComm_t join_in_time(const ncclUniqueId& id, int rank, int ranks, at::Device device, const ncclConfig_t& config,
+                        std::chrono::milliseconds timeout) {
+  struct Start {
+    ncclConfig_t config;
+    ncclComm_t comm = nullptr;
+    std::promise<ncclResult_t> ended;
+  };
+  const auto start = std::make_shared<Start>();
+  start->config = config;
+  auto ended = start->ended.get_future();
+  std::thread([=] {
+    const DeviceScope scope(device);
+    start->ended.set_value(ncclCommInitRankConfig(&start->comm, ranks, id, rank, &start->config));
+  }).detach();
+  if (ended.wait_for(timeout) != std::future_status::ready) {
+    throw RingTimeout(concat("the start of a communicator: a rank of the ring did not answer (waited ",
+                             std::chrono::duration<double>(timeout).count(), " s)"));
+  }
+  RTP_NCCL_CHECK(ended.get());
+  return start->comm;
+}
+
 }  // namespace
 
 std::string nccl_unique_id() {
@@ -50,7 +76,7 @@ std::string nccl_loaded_version_name() {
 
 int nccl_compiled_version() { return NCCL_VERSION_CODE; }
 
-NcclCommunicators::NcclCommunicators(const std::vector<std::string>& ids, int rank, int ranks,
+NcclCommunicators::NcclCommunicators(const std::vector<std::string>& ids, int rank, int ranks, at::Device device,
                                      const CommunicatorOptions& options, std::chrono::milliseconds timeout)
     : timeout_(timeout), blocking_(options.blocking) {
   comms_.reserve(ids.size());
@@ -61,8 +87,13 @@ NcclCommunicators::NcclCommunicators(const std::vector<std::string>& ids, int ra
     config.splitShare = 0;  // communicators that share resources wait for each other
     if (options.min_ctas > 0) config.minCTAs = options.min_ctas;
     if (options.max_ctas > 0) config.maxCTAs = options.max_ctas;
+    const ncclUniqueId id = parse_id(ids[index]);
     ncclComm_t comm = nullptr;
-    RTP_NCCL_CHECK(ncclCommInitRankConfig(&comm, ranks, parse_id(ids[index]), rank, &config));
+    if (blocking_) {
+      comm = join_in_time(id, rank, ranks, device, config, timeout);
+    } else {
+      RTP_NCCL_CHECK(ncclCommInitRankConfig(&comm, ranks, id, rank, &config));
+    }
     comms_.emplace_back(comm);
     wait_until_ready(lock, index, "the start of a communicator");
   }

@@ -3,6 +3,8 @@
 
 #ifdef RTP_WITH_CUDA
 
+#include <c10/core/Device.h>
+
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -29,17 +31,16 @@ struct CommunicatorOptions {
   int max_ctas = 0;
   // Whether NCCL calls block until they complete. For non-blocking communicators, NCCL starts and joins a thread per
   // group of calls, which costs tens of microseconds, but it also joins the thread before it frees the communicator.
-  // With blocking ones, the constructor waits without limit for a rank that never joins, and a call that waits for a
-  // dead peer ends only by ncclCommRevoke, if the loaded NCCL has it.
+  // With blocking ones, a call that waits for a dead peer ends only by ncclCommRevoke, if the loaded NCCL has it.
   bool blocking = false;
 };
 
 class NcclCommunicators {
  public:
-  // Creates one communicator per id in `ids`, which are the same on every rank, on the current device. Collective.
-  // Throws RingTimeout if a rank does not join in time.
-  NcclCommunicators(const std::vector<std::string>& ids, int rank, int ranks, const CommunicatorOptions& options,
-                    std::chrono::milliseconds timeout);
+  // Creates one communicator per id in `ids`, which are the same on every rank, on `device`. Collective. Throws
+  // RingTimeout if a rank does not join in time.
+  NcclCommunicators(const std::vector<std::string>& ids, int rank, int ranks, at::Device device,
+                    const CommunicatorOptions& options, std::chrono::milliseconds timeout);
 
   // Calls `enqueue` with a communicator and waits until the call has completed. `what` is the prefix of error messages.
   void call(size_t index, const std::string& what, const std::function<void(ncclComm_t)>& enqueue);

@@ -76,8 +76,8 @@ class CeLocal : public EmulatedLink {
 
 class NcclSelf : public EmulatedLink {
  public:
-  explicit NcclSelf(int ctas)
-      : communicators_({nccl_unique_id(), nccl_unique_id()}, 0, 1, CommunicatorOptions{std::min(ctas, 1), ctas},
+  NcclSelf(int ctas, at::Device device)
+      : communicators_({nccl_unique_id(), nccl_unique_id()}, 0, 1, device, CommunicatorOptions{std::min(ctas, 1), ctas},
                        kStart) {}
 
   void copy(Channel channel, const std::vector<Copy>& copies, cudaStream_t stream) override {
@@ -153,7 +153,7 @@ std::unique_ptr<EmulatedLink> make_emulated_link(const std::string& name, at::De
     const int streams = number.value_or(1);
     if (streams == 1 || streams == 2 || streams == 4) return std::make_unique<CeLocal>(streams);
   }
-  if (kind == "nccl-self" && number.value_or(1) > 0) return std::make_unique<NcclSelf>(number.value_or(0));
+  if (kind == "nccl-self" && number.value_or(1) > 0) return std::make_unique<NcclSelf>(number.value_or(0), device);
   if (kind == "pcie" && !number) return std::make_unique<Pcie>();
   RTP_CHECK_VALUE(false, "Ring.emulated: expected a link of sm-local, ce-local, ce-local:1, ce-local:2, ce-local:4, ",
                   "nccl-self, nccl-self:CTAS or pcie, got ", name);

@@ -11,7 +11,7 @@ constexpr int kUnanswered = 5;
 
 NcclCommunicators connect(const RingEnd& end, const std::vector<std::string>& ids, const CommunicatorOptions& options) {
   const DeviceScope scope(end.device);
-  return NcclCommunicators(ids, end.rank, end.ranks, options, end.timeout);
+  return NcclCommunicators(ids, end.rank, end.ranks, end.device, options, end.timeout);
 }
 
 }  // namespace

@@ -32,8 +32,8 @@ class TransportOptions:
     """Settings of transports between GPUs; see `Ring`."""
 
     min_ctas: int = 0
-    max_ctas: int = 0
-    blocking: bool = False
+    max_ctas: int | None = None
+    blocking: bool | None = None
     registered: bool | None = None
     delay_us: int = 0
     ce_mode: str = "auto"
@@ -48,14 +48,15 @@ class TransportOptions:
             if name not in known:
                 raise ValueError(f"Ring: expected transport_options among {', '.join(known)}, got {name!r}")
             if name in ("blocking", "registered"):
-                if not isinstance(value, bool) and (value is not None or name == "blocking"):
-                    what = "a bool" if name == "blocking" else "a bool or None"
-                    raise TypeError(f"Ring: expected transport option {name} to be {what}, got {value!r}")
+                if not isinstance(value, bool) and value is not None:
+                    raise TypeError(f"Ring: expected transport option {name} to be a bool or None, got {value!r}")
             elif name == "ce_mode":
                 if value not in CE_MODES:
                     raise ValueError(
                         f"Ring: expected transport option ce_mode to be one of {', '.join(CE_MODES)}, got {value!r}"
                     )
+            elif name == "max_ctas" and value is None:
+                continue
             elif not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"Ring: expected transport option {name} to be an int, got {value!r}")
             elif value < 0:

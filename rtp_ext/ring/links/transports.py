@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -13,6 +14,7 @@ import torch
 
 from rtp_ext import _native
 from rtp_ext._native import RotationError
+from rtp_ext.host import CONNECTIONS
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.host_address import own_address
 from rtp_ext.ring.links.options import TransportOptions
@@ -23,6 +25,8 @@ logger = logging.getLogger("rtp_ext")
 NETWORKED = ("tcp", "c10d", "shm+tcp", "shm+c10d")
 FEW_CONNECTIONS = 16  # of at most 32 connections of CUDA; streams share the existing ones
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # variable of NCCL 2.26 or newer
+BLOCKING_SINCE = 23000  # the first NCCL that can end a call of a blocking communicator: ncclCommRevoke
+MOST_CTAS = 8  # of each communicator, of which a ring has two: SMs that hops take from products
 REGISTERED_SINCE = 22300  # the first NCCL that moves registered memory between GPUs of a host without own copies
 
 
@@ -235,7 +239,7 @@ def registered_nccl_refusal() -> str | None:
 def ce_refusal() -> str | None:
     """Returns why the transport `ce` cannot be used in this process; None if it can, as far as one rank can find."""
     refusal = nccl_refusal() or _native.ce_refusal()
-    if refusal is None and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    if refusal is None and os.environ.get(CONNECTIONS) == "1":
         return "CUDA_DEVICE_MAX_CONNECTIONS is 1, so that computes would wait behind waits for a neighbour"
     return refusal
 
@@ -275,20 +279,30 @@ def _make_ce(ring: Communicator) -> Any:
     hosts = len(set(ring.exchange(_native.host_id())))
     if hosts > 1:
         raise RotationError(f"its ranks are on {hosts} hosts")
-    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # CUDA's default
+    connections = os.environ.get(CONNECTIONS, "8")  # CUDA's default
     if connections.isdecimal() and int(connections) < FEW_CONNECTIONS:
         logger.warning(
-            "transport ce: CUDA_DEVICE_MAX_CONNECTIONS is %s: streams that share a connection to the GPU wait for each "
-            "other, GEMMs for neighbours among them. Set it to 32 before the first CUDA call",
+            "transport ce: %s is %s: streams that share a connection to the GPU wait for each other, GEMMs for "
+            "neighbours among them. Set it to 32 before the first CUDA call",
+            CONNECTIONS,
             connections,
         )
     return _native.ce_transport(_unique_ids(ring, 1)[0], _ring_end(ring))
 
 
 def _make_nccl(ring: Communicator, options: TransportOptions, registered: bool) -> Any:
-    return _native.nccl_transport(_unique_ids(ring, 2), _ring_end(ring), options, registered)
+    return _native.nccl_transport(_unique_ids(ring, 2), _ring_end(ring), settle(ring, options), registered)
 
 
 def _make_nccl_put(ring: Communicator, options: TransportOptions) -> Any:
     ids = _unique_ids(ring, _native.nccl_put_communicators())
-    return _native.nccl_put_transport(ids, _ring_end(ring), options)
+    return _native.nccl_put_transport(ids, _ring_end(ring), settle(ring, options))
+
+
+def settle(ring: Communicator, options: TransportOptions) -> TransportOptions:
+    """Returns the options with values for those that are None, from the oldest NCCL of all ranks. Collective."""
+    versions = _native.nccl_versions()
+    oldest = min(ring.exchange(0 if versions is None else versions[1]))
+    blocking = oldest >= BLOCKING_SINCE if options.blocking is None else options.blocking
+    max_ctas = max(MOST_CTAS, options.min_ctas) if options.max_ctas is None else options.max_ctas
+    return dataclasses.replace(options, blocking=blocking, max_ctas=max_ctas)
