@@ -35,12 +35,12 @@ bool any_bytes(const std::vector<Span>& spans) {
 //            pull: a stream of its own, so that several peers can read one slot while this rank reads theirs
 //
 // A flag is 0 or 1, so raising it twice before it is awaited would lose a signal. The protocol excludes that: the two
-// flags of a conversation (channel, slot, owner, peer) alternate. The executor orders every use of a slot after the
-// uses that conflict with it. A slot is therefore offered to a peer again only after `done` of its last access was
-// awaited: in push, because the next receive overwrites what the last one wrote; in pull, because data is sent to a
-// peer once, so that the slot was overwritten meanwhile, and because a pass ends after all its hops. And the peer raised
-// `done` only after it had awaited, and so reset, the offer. The end of a pass awaits both ends of its hops. So every
-// flag is 0 between passes: a captured pass can be replayed, and captured and other passes mixed.
+// flags of a conversation (channel, slot, shard, owner, peer) alternate. The executor orders every use of memory after
+// the uses that conflict with it. Memory is therefore offered to a peer again only after `done` of its last access was
+// awaited: in push, because a receive overwrites what the last one wrote; in pull, because a pass sends the same data
+// to a peer once, so that the memory was overwritten meanwhile. And the peer raised `done` only after it had awaited,
+// and so reset, the offer. The end of a pass awaits both ends of its hops. So every flag is 0 between passes: a captured
+// pass can be replayed, and captured and other passes mixed.
 //
 // The ranks cannot deadlock: everything that a hop waits for on any stream belongs to earlier hops and computes, except
 // the two flags, which the peer raises in its own hop of the same number. This holds even where streams share a hardware
@@ -155,21 +155,19 @@ class CopyEngineTransport : public CeTransport {
     cudaStream_t returns = push ? stream : returns_[index(hop.channel)].get();
     // A slot has the same number on every rank, so the number of the slot here is that of the owner's, too.
     const int number = slot(hop.channel, push ? hop.receive_slot : hop.send_slot).number;
+    const PeerFlags::Place here{hop.channel, number, push ? hop.receive_shard : hop.send_shard};
+    const PeerFlags::Place there{hop.channel, number, push ? hop.send_shard : hop.receive_shard};
     const bool captured = streams_.capture() != 0;
-    const auto raise = [&](Kind kind, int at, cudaStream_t on) {
-      flags_->raise(hop.channel, kind, number, at, engine_, on, captured);
-    };
-    const auto await = [&](Kind kind, int of, cudaStream_t on) { flags_->await(hop.channel, kind, number, of, on); };
-    if (owns) raise(Kind::offer, peer, offers);
+    if (owns) flags_->raise(Kind::offer, here, peer, engine_, offers, captured);
     if (copies) {
-      await(Kind::offer, owner, stream);
+      flags_->await(Kind::offer, there, owner, stream);
       push ? copy_there(hop, stream, captured) : copy_here(hop, stream, captured);
-      raise(Kind::done, owner, stream);
+      flags_->raise(Kind::done, there, owner, engine_, stream, captured);
       copied = supervise(hop, owner, stream);
     }
     if (owns) {
       if (captured) join(returns, offers);
-      await(Kind::done, peer, returns);
+      flags_->await(Kind::done, here, peer, returns);
       returned = supervise(hop, peer, returns);
     }
     return ends;
