@@ -29,7 +29,8 @@ bool any_bytes(const std::vector<Span>& spans) {
 //
 // Each rank has these streams for each channel, all in the order of the hops:
 //   copies   the stream of the channel
-//   offers   waits for the earlier uses of the owner's slot (push: all; pull: the last write) and for no peer, so that a
+//   offers   waits for the earlier uses of the owner's slot (push: all; pull: the last write) and for no peer, so that
+//   a
 //            peer never waits for a copy that the owner itself awaits
 //   returns  push: the stream of the channel, because the next hop usually sends the data that has arrived;
 //            pull: a stream of its own, so that several peers can read one slot while this rank reads theirs
@@ -39,12 +40,12 @@ bool any_bytes(const std::vector<Span>& spans) {
 // the uses that conflict with it. Memory is therefore offered to a peer again only after `done` of its last access was
 // awaited: in push, because a receive overwrites what the last one wrote; in pull, because a pass sends the same data
 // to a peer once, so that the memory was overwritten meanwhile. And the peer raised `done` only after it had awaited,
-// and so reset, the offer. The end of a pass awaits both ends of its hops. So every flag is 0 between passes: a captured
-// pass can be replayed, and captured and other passes mixed.
+// and so reset, the offer. The end of a pass awaits both ends of its hops. So every flag is 0 between passes: a
+// captured pass can be replayed, and captured and other passes mixed.
 //
 // The ranks cannot deadlock: everything that a hop waits for on any stream belongs to earlier hops and computes, except
-// the two flags, which the peer raises in its own hop of the same number. This holds even where streams share a hardware
-// queue, because the host enqueues the three parts of a hop in the order above.
+// the two flags, which the peer raises in its own hop of the same number. This holds even where streams share a
+// hardware queue, because the host enqueues the three parts of a hop in the order above.
 class CopyEngineTransport : public CeTransport {
  public:
   CopyEngineTransport(const RingEnd& end, const std::string& id)
@@ -273,8 +274,8 @@ class CopyEngineTransport : public CeTransport {
   CopyEngine engine_;
   std::array<Stream, 2> offers_;   // by channel; never contain a wait for a peer
   std::array<Stream, 2> returns_;  // by channel; null before a channel is set to pull
-  Stream side_;                  // used by the watchdog; never contains a wait for a peer
-  std::optional<Event> raised_;  // recorded on side_ after the last write of all flags
+  Stream side_;                    // used by the watchdog; never contains a wait for a peer
+  std::optional<Event> raised_;    // recorded on side_ after the last write of all flags
   PeerMemory peers_;
   std::unique_ptr<PeerFlags> flags_;
   std::array<std::map<std::byte*, Slot>, 2> slots_;  // by start address

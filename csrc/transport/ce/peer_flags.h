@@ -16,10 +16,10 @@ namespace rtp {
 // Returns why streams cannot wait for memory values; nothing if they can.
 std::optional<std::string> stream_wait_refusal();
 
-// The flags of one rank, each 0 or 1. A flag is identified by its channel, its kind, the shard and its slot that the peer
-// accesses, and the raising rank, so that no two conversations share a flag: neither weights and gradients, nor hops of
-// one slot with different peers (route direct), nor shards that one slot holds at the same time (route gather), nor the
-// two directions between two ranks.
+// The flags of one rank, each 0 or 1. A flag is identified by its channel, its kind, the shard and its slot that the
+// peer accesses, and the raising rank, so that no two conversations share a flag: neither weights and gradients, nor
+// hops of one slot with different peers (route direct), nor shards that one slot holds at the same time (route gather),
+// nor the two directions between two ranks.
 class PeerFlags {
  public:
   // The memory that a hop accesses across ranks.
