@@ -67,7 +67,8 @@ class CudaStreams : public Streams {
   void launch(Graph& graph) override;
 
   cudaStream_t channel(Channel channel) const { return streams_[static_cast<size_t>(channel)].get(); }
-  // The stream on which the hops of a channel use a memory, or announce to a peer that it may; by default the channel's.
+  // The stream on which the hops of a channel use a memory, or announce to a peer that it may; by default the
+  // channel's.
   cudaStream_t user(Channel channel, HopMemory memory) const {
     return users_[static_cast<size_t>(channel)][static_cast<size_t>(memory)];
   }

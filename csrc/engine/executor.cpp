@@ -342,6 +342,8 @@ void Execution::hop(const Step& step) {
           slot_start(step.receive),
           {},
           {},
+          step.send_owner,
+          step.receive_owner,
           operation_,
           index - 1,
           schedule_.hops(step.channel)};

@@ -38,6 +38,8 @@ struct Hop {
   // `from`. All ranks of a ring use the same slots for the same hops.
   std::vector<size_t> remote_receive_offsets;
   std::vector<size_t> remote_send_offsets;
+  int send_shard = 0;  // the shards that leave and arrive, by owner
+  int receive_shard = 0;
   // for messages
   std::string operation;
   int index = 0;

@@ -236,7 +236,7 @@ def test_the_host_issues_what_travels(nodes):
     free = dataclasses.replace(CONSTANTS, driver_call_s=0.0, nccl_group_s=0.0, engine_product_s=0.0)
     clock, without = (StageClock(small, cluster, plan, constants) for constants in (CONSTANTS, free))
     assert without.per_layer["launches"] > 0, "bounded by the host"
-    hop, group = (10.67, 0.0) if nodes == 1 else (4.44, CONSTANTS.nccl_group_s)
+    hop, group = (11.44, 0.0) if nodes == 1 else (4.44, CONSTANTS.nccl_group_s)
     hop = hop * CONSTANTS.driver_call_s + group
     expected, calls = 0.0, 3.75 * CONSTANTS.driver_call_s
     for time, (matrices, operation) in zip(clock.rotated, ((1, "linear"), (1, "linear"), (2, "mlp")), strict=True):

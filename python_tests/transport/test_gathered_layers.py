@@ -2,16 +2,20 @@
 between the two parts of one, which are other owners': numbers are those of one process, though nothing is computed
 before its stream gets there."""
 
+from datetime import timedelta
+
 import pytest
+import simulated_cuda
 import torch
 from grids import few
 from reference import assert_same, chunk, differs, random
 from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 from simulated_cuda.late import late
+from simulated_cuda.mutants import ALL, GATHER_MUTANTS
 from test_cuda_transports import TIMEOUT, TRANSPORTS, unique_ids
 from test_transport_ce import MODES
 
-from rtp_ext import _native
+from rtp_ext import RotationError, _native
 
 skip_without_headers()
 
@@ -20,18 +24,18 @@ OUTS, INPUTS, TOKENS, STEPS = [4, 8], 2, 3, 3
 KINDS = [*TRANSPORTS, *(f"ce, {mode}" for mode in MODES)]
 
 
-def transport(sim, kind, ids, rank, ranks):
+def transport(sim, kind, ids, rank, ranks, mutant=None, timeout=TIMEOUT):
     if kind in TRANSPORTS:
         function, _, options = TRANSPORTS[kind]
         return getattr(sim, function)(ids, rank, ranks, TIMEOUT, None, **options)
-    made = sim.ce(ids[0], rank, ranks, TIMEOUT, None)
+    made = sim.ce(ids[0], rank, ranks, timeout, None, -1 if mutant is None else list(ALL).index(mutant))
     sim.set_ce_modes(made, *MODES[kind.removeprefix("ce, ")])
     return made
 
 
-def work(rank, sim, kind, ids, ranks):
+def work(rank, sim, kind, ids, ranks, *planted):
     executor = _native.Executor(
-        sim.counted(transport(sim, kind, ids, rank, ranks), sim.Tally()), rank, ranks, torch.device("cpu")
+        sim.counted(transport(sim, kind, ids, rank, ranks, *planted), sim.Tally()), rank, ranks, torch.device("cpu")
     )
     shapes = [_native.LinearShape(out, INPUTS, by_outputs=True, transposed=False) for out in OUTS]
     bundle = _native.LinearBundle(shapes, [True] * len(OUTS))
@@ -87,3 +91,17 @@ def test_parts_between_others(sim, ranks):
         ids = unique_ids(sim, kind) if kind in TRANSPORTS else [sim.unique_id()]
         values(run_threads(work, ranks, sim, kind, ids, ranks, timeout=60.0))
         assert sim.mistakes() == [], kind
+
+
+@pytest.mark.parametrize("mutant", GATHER_MUTANTS)
+def test_flags_that_shards_of_one_slot_share_are_caught(sim, mutant):
+    """A rank sends several gradient shards from one slot to one neighbour, each as soon as it is complete."""
+    for seed in range(5):
+        sim.reset(seed)
+        sim.controls.delay_us = 200
+        arguments = (sim, "ce, pull", [sim.unique_id()], 3, mutant, timedelta(seconds=1))
+        results = run_threads(work, 3, *arguments, timeout=60.0)
+        if any(isinstance(result, (AssertionError, RotationError)) for result in results):
+            return
+        assert simulated_cuda.settled(sim)
+    raise AssertionError(f"not noticed: {mutant}")

@@ -29,22 +29,23 @@ bool any_bytes(const std::vector<Span>& spans) {
 //
 // Each rank has these streams for each channel, all in the order of the hops:
 //   copies   the stream of the channel
-//   offers   waits for the earlier uses of the owner's slot (push: all; pull: the last write) and for no peer, so that a
+//   offers   waits for the earlier uses of the owner's slot (push: all; pull: the last write) and for no peer, so that
+//   a
 //            peer never waits for a copy that the owner itself awaits
 //   returns  push: the stream of the channel, because the next hop usually sends the data that has arrived;
 //            pull: a stream of its own, so that several peers can read one slot while this rank reads theirs
 //
 // A flag is 0 or 1, so raising it twice before it is awaited would lose a signal. The protocol excludes that: the two
-// flags of a conversation (channel, slot, owner, peer) alternate. The executor orders every use of a slot after the
-// uses that conflict with it. A slot is therefore offered to a peer again only after `done` of its last access was
-// awaited: in push, because the next receive overwrites what the last one wrote; in pull, because data is sent to a
-// peer once, so that the slot was overwritten meanwhile, and because a pass ends after all its hops. And the peer raised
-// `done` only after it had awaited, and so reset, the offer. The end of a pass awaits both ends of its hops. So every
-// flag is 0 between passes: a captured pass can be replayed, and captured and other passes mixed.
+// flags of a conversation (channel, slot, shard, owner, peer) alternate. The executor orders every use of memory after
+// the uses that conflict with it. Memory is therefore offered to a peer again only after `done` of its last access was
+// awaited: in push, because a receive overwrites what the last one wrote; in pull, because a pass sends the same data
+// to a peer once, so that the memory was overwritten meanwhile. And the peer raised `done` only after it had awaited,
+// and so reset, the offer. The end of a pass awaits both ends of its hops. So every flag is 0 between passes: a
+// captured pass can be replayed, and captured and other passes mixed.
 //
 // The ranks cannot deadlock: everything that a hop waits for on any stream belongs to earlier hops and computes, except
-// the two flags, which the peer raises in its own hop of the same number. This holds even where streams share a hardware
-// queue, because the host enqueues the three parts of a hop in the order above.
+// the two flags, which the peer raises in its own hop of the same number. This holds even where streams share a
+// hardware queue, because the host enqueues the three parts of a hop in the order above.
 class CopyEngineTransport : public CeTransport {
  public:
   CopyEngineTransport(const RingEnd& end, const std::string& id)
@@ -155,21 +156,19 @@ class CopyEngineTransport : public CeTransport {
     cudaStream_t returns = push ? stream : returns_[index(hop.channel)].get();
     // A slot has the same number on every rank, so the number of the slot here is that of the owner's, too.
     const int number = slot(hop.channel, push ? hop.receive_slot : hop.send_slot).number;
+    const PeerFlags::Place here{hop.channel, number, push ? hop.receive_shard : hop.send_shard};
+    const PeerFlags::Place there{hop.channel, number, push ? hop.send_shard : hop.receive_shard};
     const bool captured = streams_.capture() != 0;
-    const auto raise = [&](Kind kind, int at, cudaStream_t on) {
-      flags_->raise(hop.channel, kind, number, at, engine_, on, captured);
-    };
-    const auto await = [&](Kind kind, int of, cudaStream_t on) { flags_->await(hop.channel, kind, number, of, on); };
-    if (owns) raise(Kind::offer, peer, offers);
+    if (owns) flags_->raise(Kind::offer, here, peer, engine_, offers, captured);
     if (copies) {
-      await(Kind::offer, owner, stream);
+      flags_->await(Kind::offer, there, owner, stream);
       push ? copy_there(hop, stream, captured) : copy_here(hop, stream, captured);
-      raise(Kind::done, owner, stream);
+      flags_->raise(Kind::done, there, owner, engine_, stream, captured);
       copied = supervise(hop, owner, stream);
     }
     if (owns) {
       if (captured) join(returns, offers);
-      await(Kind::done, peer, returns);
+      flags_->await(Kind::done, here, peer, returns);
       returned = supervise(hop, peer, returns);
     }
     return ends;
@@ -275,8 +274,8 @@ class CopyEngineTransport : public CeTransport {
   CopyEngine engine_;
   std::array<Stream, 2> offers_;   // by channel; never contain a wait for a peer
   std::array<Stream, 2> returns_;  // by channel; null before a channel is set to pull
-  Stream side_;                  // used by the watchdog; never contains a wait for a peer
-  std::optional<Event> raised_;  // recorded on side_ after the last write of all flags
+  Stream side_;                    // used by the watchdog; never contains a wait for a peer
+  std::optional<Event> raised_;    // recorded on side_ after the last write of all flags
   PeerMemory peers_;
   std::unique_ptr<PeerFlags> flags_;
   std::array<std::map<std::byte*, Slot>, 2> slots_;  // by start address

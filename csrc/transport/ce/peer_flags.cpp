@@ -50,7 +50,7 @@ std::optional<std::string> stream_wait_refusal() {
   return "the CUDA driver lacks cuStreamBatchMemOp, or rtp_ext was built with CUDA before 12.5";
 }
 
-int64_t PeerFlags::count(int ranks) { return int64_t{2} * 2 * kSlots * ranks; }
+int64_t PeerFlags::count(int ranks) { return int64_t{2} * 2 * kSlots * ranks * ranks; }
 
 int64_t PeerFlags::bytes(int ranks) { return 2 * count(ranks) * static_cast<int64_t>(sizeof(uint32_t)); }
 
@@ -66,20 +66,20 @@ PeerFlags::PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank
   region_ = peers.share(memory);
 }
 
-int64_t PeerFlags::flag(Channel channel, Kind kind, int slot, int raiser) const {
-  const int64_t conversation = static_cast<int64_t>(channel) * 2 + static_cast<int64_t>(kind);
-  return (conversation * kSlots + slot) * ranks_ + raiser;
+int64_t PeerFlags::flag(Kind kind, const Place& place, int raiser) const {
+  const int64_t group = static_cast<int64_t>(place.channel) * 2 + static_cast<int64_t>(kind);
+  return ((group * kSlots + place.slot) * ranks_ + place.shard % ranks_) * ranks_ + raiser;
 }
 
-void PeerFlags::raise(Channel channel, Kind kind, int slot, int peer, const CopyEngine& engine, cudaStream_t stream,
+void PeerFlags::raise(Kind kind, const Place& place, int peer, const CopyEngine& engine, cudaStream_t stream,
                       bool captured) const {
   const uint32_t* one = word(rank_, flags_);
-  engine.copy({{word(peer, flag(channel, kind, slot, rank_)), one, sizeof(uint32_t)}}, stream, captured);
+  engine.copy({{word(peer, flag(kind, place, rank_)), one, sizeof(uint32_t)}}, stream, captured);
 }
 
-void PeerFlags::await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream) const {
+void PeerFlags::await(Kind kind, const Place& place, int peer, cudaStream_t stream) const {
   const CUresult status =
-      wait_and_reset(reinterpret_cast<BatchMemOp>(batch_mem_op_), word(rank_, flag(channel, kind, slot, peer)), stream);
+      wait_and_reset(reinterpret_cast<BatchMemOp>(batch_mem_op_), word(rank_, flag(kind, place, peer)), stream);
   if (status != CUDA_SUCCESS) {
     throw CudaError(concat("cuStreamBatchMemOp failed with code ", static_cast<int>(status)));
   }

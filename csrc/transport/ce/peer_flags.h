@@ -16,11 +16,19 @@ namespace rtp {
 // Returns why streams cannot wait for memory values; nothing if they can.
 std::optional<std::string> stream_wait_refusal();
 
-// The flags of one rank, each 0 or 1. A flag is identified by its channel, its kind, the slot that the peer accesses and
-// the raising rank, so that no two conversations share a flag: neither weights and gradients, nor hops of one slot with
-// different peers (route direct), nor the two directions between two ranks.
+// The flags of one rank, each 0 or 1. A flag is identified by its channel, its kind, the shard and its slot that the
+// peer accesses, and the raising rank, so that no two conversations share a flag: neither weights and gradients, nor
+// hops of one slot with different peers (route direct), nor shards that one slot holds at the same time (route gather),
+// nor the two directions between two ranks.
 class PeerFlags {
  public:
+  // The memory that a hop accesses across ranks.
+  struct Place {
+    Channel channel;
+    int slot;
+    int shard;  // counted modulo the ranks: in a ring of several hosts, slots do not hold several shards
+  };
+
   enum class Kind : uint8_t {
     offer,  // raised by the owner of a slot: the peer may access it
     done,   // raised by the peer: it has accessed the slot
@@ -37,10 +45,10 @@ class PeerFlags {
   static int64_t bytes(int ranks);
 
   // Enqueues setting this rank's flag at `peer` to 1. `captured`: whether the stream takes part in a capture.
-  void raise(Channel channel, Kind kind, int slot, int peer, const CopyEngine& engine, cudaStream_t stream,
+  void raise(Kind kind, const Place& place, int peer, const CopyEngine& engine, cudaStream_t stream,
              bool captured) const;
   // Enqueues waiting until the flag of `peer` is 1, and resetting it to 0.
-  void await(Channel channel, Kind kind, int slot, int peer, cudaStream_t stream) const;
+  void await(Kind kind, const Place& place, int peer, cudaStream_t stream) const;
 
   // For give_up(): enqueues setting all flags of this rank to 1, which ends one wait of each stream.
   void raise_all(cudaStream_t stream) const;
@@ -51,7 +59,7 @@ class PeerFlags {
 
  private:
   static int64_t count(int ranks);
-  int64_t flag(Channel channel, Kind kind, int slot, int raiser) const;
+  int64_t flag(Kind kind, const Place& place, int raiser) const;
   uint32_t* word(int rank, int64_t index) const { return reinterpret_cast<uint32_t*>(region_.bases[rank]) + index; }
 
   void* batch_mem_op_;  // cuStreamBatchMemOp

@@ -32,7 +32,7 @@ def replays(rank, sim, ranks, id_, barrier, mode, mutant=None, timeout=3):
         sim.set_compute(True)
         graphs = Graphs(end.executor)
         layers = [Layer(sim, rank, ranks, number, 6, route) for number, route in enumerate(("direct", "ring"))]
-        for step in range(CALM + 8):
+        for step in range(CALM + 4):
             if step <= CALM:
                 barrier.wait(20)
             if step == CALM:

@@ -204,7 +204,8 @@ void bind_communicators(py::module_& m) {
   py::class_<NcclCommunicators>(m, "Communicators")
       .def(py::init([](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout) {
         const NoGil released;  // reacquired before the result is converted to Python
-        return std::make_unique<NcclCommunicators>(ids, rank, ranks, CommunicatorOptions{}, timeout);
+        return std::make_unique<NcclCommunicators>(ids, rank, ranks, at::Device(at::kCPU, 0), CommunicatorOptions{},
+                                                   timeout);
       }))
       .def("send",
            [](NcclCommunicators& comms, size_t index, const Stream& stream, const at::Tensor& data, int peer) {

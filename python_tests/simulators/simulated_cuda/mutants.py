@@ -8,60 +8,72 @@ from pathlib import Path
 # name -> text in csrc/transport/ce/ce.cpp, and its replacement
 CE_MUTANTS = {
     "copies before the slot is offered": (
-        """      await(Kind::offer, owner, stream);
+        """      flags_->await(Kind::offer, there, owner, stream);
       push ? copy_there(hop, stream, captured) : copy_here(hop, stream, captured);
 """,
         """      push ? copy_there(hop, stream, captured) : copy_here(hop, stream, captured);
-      await(Kind::offer, owner, stream);
+      flags_->await(Kind::offer, there, owner, stream);
 """,
     ),
     "raises the flag before the copy": (
         """      push ? copy_there(hop, stream, captured) : copy_here(hop, stream, captured);
-      raise(Kind::done, owner, stream);
+      flags_->raise(Kind::done, there, owner, engine_, stream, captured);
 """,
-        """      raise(Kind::done, owner, stream);
+        """      flags_->raise(Kind::done, there, owner, engine_, stream, captured);
       push ? copy_there(hop, stream, captured) : copy_here(hop, stream, captured);
 """,
     ),
     "shares flags between weights and gradients": (
-        "flags_->await(hop.channel,",
-        "flags_->await(Channel::weight,",
+        "Place here{hop.channel,",
+        "Place here{Channel::weight,",
     ),
     "offers slots that are still in use": (
         "streams_.set_user(channel, push ? HopMemory::target : HopMemory::source, offers_[index(channel)].get());",
         "",
     ),
     "does not await that a slot was read, pull": (
-        "      await(Kind::done, peer, returns);\n",
-        "      if (push) await(Kind::done, peer, returns);\n",
+        "      flags_->await(Kind::done, here, peer, returns);\n",
+        "      if (push) flags_->await(Kind::done, here, peer, returns);\n",
     ),
-    "forgets the returns where it reports what was sent, pull": (
+    "reports what was sent before it was read, pull": (
         "      returned = supervise(hop, peer, returns);\n",
         "      returned = supervise(hop, peer, push ? returns : stream);\n",
     ),
 }
+# A mistake that only slots of several shards show (route gather)
+GATHER_MUTANTS = {
+    "shares flags between the shards of a slot, pull": (
+        "number, push ? hop.receive_shard : hop.send_shard};",
+        "number, 0};",
+    ),
+}
 ALSO = {  # the second change of a mutant with two changes
     "shares flags between weights and gradients": (
-        "flags_->raise(hop.channel,",
-        "flags_->raise(Channel::weight,",
+        "Place there{hop.channel,",
+        "Place there{Channel::weight,",
+    ),
+    "shares flags between the shards of a slot, pull": (
+        "number, push ? hop.send_shard : hop.receive_shard};",
+        "number, 0};",
     ),
 }
 # Correct protocols in lock-step, which only tests of the overlap detect
+OFFER = "flags_->raise(Kind::offer, here, peer, engine_, offers, captured);"
 LOCK_STEP = {
     "offers follow the copies, push": (
-        "if (owns) raise(Kind::offer, peer, offers);",
-        "if (owns) raise(Kind::offer, peer, push ? (join(stream, offers), stream) : offers);",
+        OFFER,
+        OFFER.replace("offers", "push ? (join(stream, offers), stream) : offers"),
     ),
     "offers follow the copies, pull": (
-        "if (owns) raise(Kind::offer, peer, offers);",
-        "if (owns) raise(Kind::offer, peer, push ? offers : (join(stream, offers), stream));",
+        OFFER,
+        OFFER.replace("offers", "push ? offers : (join(stream, offers), stream)"),
     ),
     "the next copy follows the returns, pull": (
         "push ? stream : returns_[index(hop.channel)].get();",
         "stream;",
     ),
 }
-ALL = CE_MUTANTS | LOCK_STEP
+ALL = CE_MUTANTS | GATHER_MUTANTS | LOCK_STEP
 
 
 def modes_of(mutant: str) -> list[str]:
