@@ -109,7 +109,7 @@ def test_an_older_nccl_registers_nothing(monkeypatch):
 
 def test_options_are_checked(monkeypatch):
     monkeypatch.delenv("RTP_DEBUG_DELAY_US", raising=False)
-    assert TransportOptions.of(None) == TransportOptions(0, 0, False, None, 0)
+    assert TransportOptions.of(None) == TransportOptions(0, None, None, None, 0)
     assert TransportOptions.of({"max_ctas": 4, "registered": False}) == TransportOptions(0, 4, None, False, 0)
     monkeypatch.setenv("RTP_DEBUG_DELAY_US", "30")
     assert TransportOptions.of({}).delay_us == 30

@@ -1,12 +1,13 @@
 #include "device/nccl/communicators.h"
 
+#include <c10/cuda/CUDAGuard.h>
+
 #include <algorithm>
 #include <cstring>
 #include <future>
 #include <memory>
 #include <thread>
 
-#include "device/cuda_streams.h"
 #include "device/nccl/library.h"
 
 namespace rtp {
@@ -44,7 +45,7 @@ ncclComm_t join_in_time(const ncclUniqueId& id, int rank, int ranks, at::Device 
   start->config = config;
   auto ended = start->ended.get_future();
   std::thread([=] {
-    const DeviceScope scope(device);
+    const c10::cuda::CUDAGuard guard(device);
     start->ended.set_value(ncclCommInitRankConfig(&start->comm, ranks, id, rank, &start->config));
   }).detach();
   if (ended.wait_for(timeout) != std::future_status::ready) {
