@@ -37,6 +37,8 @@ def work(rank, sim, kind, ids, ranks, *planted):
     executor = _native.Executor(
         sim.counted(transport(sim, kind, ids, rank, ranks, *planted), sim.Tally()), rank, ranks, torch.device("cpu")
     )
+    if planted and rank == 0:
+        executor.set_delay(timedelta(milliseconds=20))  # at most, of its own copies
     shapes = [_native.LinearShape(out, INPUTS, by_outputs=True, transposed=False) for out in OUTS]
     bundle = _native.LinearBundle(shapes, [True] * len(OUTS))
     projections = [_native.Projection(0, layer, 0, out) for layer, out in enumerate(OUTS)]
@@ -95,10 +97,11 @@ def test_parts_between_others(sim, ranks):
 
 @pytest.mark.parametrize("mutant", GATHER_MUTANTS)
 def test_flags_that_shards_of_one_slot_share_are_caught(sim, mutant):
-    """A rank sends several gradient shards from one slot to one neighbour, each as soon as it is complete."""
+    """A rank sends several gradient shards from one slot to one neighbour, each as soon as it is complete. The control
+    is the same slow neighbour without a mutant."""
+    values(run_threads(work, 3, sim, "ce, pull", [sim.unique_id()], 3, None, TIMEOUT, timeout=60.0))
     for seed in range(5):
         sim.reset(seed)
-        sim.controls.delay_us = 200
         arguments = (sim, "ce, pull", [sim.unique_id()], 3, mutant, timedelta(seconds=1))
         results = run_threads(work, 3, *arguments, timeout=60.0)
         if any(isinstance(result, (AssertionError, RotationError)) for result in results):
