@@ -133,40 +133,6 @@ def test_rows_of_logits_are_aligned():
     assert logits and set(logits) == {8}, seen.strides
 
 
-def test_direct_access_is_not_taken_for_nvlink(monkeypatch):
-    """PCIe gives direct access too; what NVML says of links counts, of the rank that has fewest."""
-    properties = SimpleNamespace(major=9, multi_processor_count=132, name="H100", uuid="0")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    device = torch.device("cuda", 0)
-
-    class NVMLError(Exception):
-        pass
-
-    def nvml(up):
-        def state(handle, link):
-            if link >= up:
-                raise NVMLError
-            return 1
-
-        return SimpleNamespace(
-            nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid, NVML_NVLINK_MAX_LINKS=18,
-            nvmlDeviceGetNvLinkState=state, NVML_FEATURE_ENABLED=1, NVMLError=NVMLError,
-        )  # fmt: skip
-
-    for up in (18, 0):
-        monkeypatch.setitem(sys.modules, "pynvml", nvml(up))
-        assert route_planner.nvlinks_of(device) == up
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert route_planner.nvlinks_of(device) is None
-    rates = {}
-    for told in ((18, 18), (18, 0), (18, None)):
-        deciding = route_planner.RoutePlanner(2, device, "direct", "auto", None)
-        known = deciding.use_nvlinks(list(told))
-        rates[told] = deciding.link.bytes_per_second
-        assert known == (None not in told)
-    assert rates[18, 18] == 370e9 and rates[18, 0] == 25e9
-
-
 def test_weights_and_gradients_share_a_link_and_sums_cost_memory_traffic():
     link = route_planner.Link(100e9, 0.0, "assumed")
     fast = route_planner.Device(1e15, 0, 0.0, "assumed")

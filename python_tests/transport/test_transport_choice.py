@@ -11,10 +11,12 @@ import torch
 import rtp_ext
 from rtp_ext import RotationError, _native
 from rtp_ext.observe import doctor
+from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.options import TransportOptions
 from rtp_ext.ring.links.transports import connect
-from rtp_ext.ring.routes import route_planner
-from rtp_ext.ring.routes.weight_routes import choose_ce_modes, choose_route
+from rtp_ext.ring.links.wiring import View, slowest, view_of
+from rtp_ext.ring.routes.gradient_routes import BY_DTYPE, choose_gradient_route
+from rtp_ext.ring.routes.weight_routes import choose_ce_modes, choose_hops, choose_route
 
 
 class TwoRanks:
@@ -132,26 +134,57 @@ def test_copy_engines_are_for_gpus(gpus):
         chosen(ring, "ce")
 
 
-def test_routes(gpus):
+def view(rank, nvlinked=(), accessible=(0, 1), seen=(0, 1), host="this host", gpu=None, problem=None):
+    name, sets = "GPU {}".format, [frozenset(f"GPU {each}" for each in some) for some in (seen, nvlinked, accessible)]
+    return View(host, name(rank if gpu is None else gpu), *sets, problem)
+
+
+WIRINGS = {
+    "NVLink": ([view(0, [1]), view(1, [0])], "nvlink", "all pairs of its GPUs have NVLink"),
+    "PCIe": ([view(0), view(1)], "pcie", "ranks 0 and 1 have no NVLink"),
+    "NVLink one way": ([view(0, [1]), view(1)], "pcie", "ranks 1 and 0 have no NVLink"),
+    "no direct access": ([view(0, accessible=[]), view(1, accessible=[])], "host memory", "no direct access"),
+    "own GPUs only": ([view(0, seen=[0]), view(1, seen=[1])], "pcie", "rank 0 does not see the GPU of rank 1"),
+    "no NVML": ([view(0, [1]), view(1, problem="no NVML")], "pcie", "rank 1 cannot find its links: no NVML"),
+    "two hosts": ([view(0, [1]), view(1, [0], host="that host")], "network", "its GPUs are on 2 hosts"),
+    "one GPU": ([view(0), view(1, gpu=0)], "one GPU", "its ranks share one GPU"),
+}
+
+
+@pytest.mark.parametrize("case", WIRINGS)
+def test_direct_over_nvlink_only(case):
+    views, kind, reason = WIRINGS[case]
     ring = TwoRanks()
+    ring.placed, ring.wiring = Hosts.even(2, 1, "ring"), slowest(views)
+    assert ring.wiring.kind == kind and reason in ring.wiring.reason
+    assert ring.wiring.known == (case not in ("own GPUs only", "no NVML"))
+    joined = case in ("NVLink", "one GPU")
     for transport in ("ce", "nccl"):
-        assert choose_route(ring, transport, "auto") == "direct"
-        assert choose_route(ring, transport, "ring") == "ring"
-    gpus.setattr(torch.cuda, "device_count", lambda: 1)  # each rank sees its own GPU, but not the links
-    assert choose_route(ring, "nccl", "auto") == "ring"
-    gpus.setattr(torch.cuda, "device_count", lambda: 2)
-    gpus.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
-    assert choose_route(ring, "nccl", "auto") == "ring"
-    # `ce` has the address of every rank's slots, or would have been refused
-    assert choose_route(ring, "ce", "auto") == "direct"
+        assert choose_route(ring, transport, "auto") == ("direct" if joined else "ring")
+        route, missed = choose_hops(ring, transport, "auto", None)
+        assert (route, missed) == (("direct", "") if joined else ("ring", f"; route ring: {ring.wiring.reason}"))
+        for asked in ("ring", "direct"):  # a requested route is taken over any link
+            assert choose_hops(ring, transport, asked, None) == (asked, "")
+    assert choose_route(ring, "c10d", "auto") == "ring"
+    gradients = choose_gradient_route(ring, "ce", route, "auto", None)
+    assert gradients.route == (BY_DTYPE if joined else "chain")
 
 
-@pytest.mark.parametrize("other", [(9, 132), (9, 78), (8, 132)])
-def test_ranks_tell_each_other_the_kinds_of_their_gpus(gpus, other):
-    gpus.setattr(route_planner, "kind_of", lambda device: (9, 132))
-    planner = route_planner.RoutePlanner(2, TwoRanks.device, "direct", "ring", None)
-    assert not planner.compare_devices(lambda value: [value, other])
-    assert planner.alike == (other == (9, 132))
+def test_links_are_those_that_torch_counts(gpus, monkeypatch):
+    """Direct access over PCIe is not taken for NVLink. The GPU with index 1 is this rank's."""
+    named = [SimpleNamespace(uuid=f"uuid {index}") for index in range(3)]
+    gpus.setattr(torch.cuda, "device_count", lambda: 3)
+    gpus.setattr(torch.cuda, "get_device_properties", lambda index: named[index])
+    gpus.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: other == 0)
+    counted = SimpleNamespace(matrix=[[0, 4, 0], [4, 0, 0], [0, 0, 0]])
+    gpus.setattr(torch._C._distributed_c10d, "_detect_dma_connectivity", lambda device, kind: counted)
+    names = frozenset(["uuid 0", "uuid 1", "uuid 2"])
+    found = view_of(torch.device("cuda", 1))
+    assert found == View("this host", "uuid 1", names, frozenset(["uuid 0"]), frozenset(["uuid 0"]))
+    counted.matrix = [[0, 0, 0]] * 3
+    assert view_of(torch.device("cuda", 1)).nvlinked == frozenset(), "control: PCIe"
+    gpus.setattr(torch._C._distributed_c10d, "_detect_dma_connectivity", refuse("no NVML\nmore"))
+    assert view_of(torch.device("cuda", 1)) == View("this host", "GPU 1", problem="no NVML")
 
 
 @pytest.mark.parametrize(

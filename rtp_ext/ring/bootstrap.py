@@ -14,18 +14,21 @@ from rtp_ext.ring.links.failure_report import this_process
 from rtp_ext.ring.links.hosts import find_hosts
 from rtp_ext.ring.links.options import RingOptions
 from rtp_ext.ring.links.transports import NETWORKED, Connection
+from rtp_ext.ring.links.wiring import find_wiring
 from rtp_ext.ring.routes.weight_routes import choose_ce_modes
 
 
 def agree_on(options: RingOptions, ring: Communicator) -> str:
-    """Compares the options of all ranks, and finds the hosts of the ranks. Returns the token of the ring. Collective;
-    raises ValueError on every rank where options differ."""
+    """Compares the options of all ranks, and finds the hosts of the ranks and the links between GPUs. Returns the token
+    of the ring. Collective; raises ValueError on every rank where options differ."""
     mine = str(options), secrets.token_hex(4), this_process()
     every, tokens, processes = zip(*ring.exchange(mine), strict=True)
     for rank, theirs in enumerate(every):
         if theirs != every[0]:
             raise ValueError(f"Ring: ranks disagree: expected {every[0]} (rank 0), got {theirs} on rank {rank}")
     ring.placed = find_hosts(ring)
+    if ring.device.type == "cuda":
+        ring.wiring = find_wiring(ring)
     if ring.failure_report is not None:
         ring.failure_report.add_processes(ring.members, processes, ring.placed.of)
     return tokens[0]

@@ -271,7 +271,9 @@ class Ring:
         self.gradient_route, self.gradient_travel = routes.gradients.route, routes.gradients.travel
         gathers = options.travel is None
         self.gate = RoutePlanner(
-            ring.size, ring.device, routes.hop_route, options.route, options.gradient_halves, gathers=gathers
+            *(ring.size, ring.device, routes.hop_route, options.route, options.gradient_halves),
+            gathers=gathers,
+            wiring=ring.wiring,
         )
         self.graphs = choose_graphs(
             executor, options, ring, connection.name, late_gradients=late, tensor_parallel=self.tensor_mesh is not None

@@ -18,6 +18,7 @@ from rtp_ext._native import RingTimeout
 from rtp_ext.ring.links.failure_report import FailureReport, broken_links, cut
 from rtp_ext.ring.links.groups import all_gather_single, destroy, make_group
 from rtp_ext.ring.links.hosts import Hosts
+from rtp_ext.ring.links.wiring import Wiring
 
 _FIRST_BYTES = 1024  # bytes of a value and its length in the first of two gathers; few values are longer
 
@@ -35,6 +36,7 @@ class Communicator:
         members: as given; empty without groups.
         world: the default process group that the groups belong to; None without groups.
         placed: the hosts of the members.
+        wiring: the links between the GPUs of a ring's ranks; None elsewhere.
         executor: the ring's executor, which fails with the groups, and the reverse. None until the ring has one;
             replicas have none.
         failure_report: finds out which rank failed; None without groups.
@@ -42,6 +44,7 @@ class Communicator:
     """
 
     placed: Hosts
+    wiring: Wiring | None = None
     _member, _others = "rank", "a rank of the ring"  # in errors
 
     def __init__(

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from rtp_ext import _native
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.hosts import levels_refusal
 
 
 def choose_route(ring: Communicator, transport: str, requested: str) -> str:
-    """Selects `direct` where every rank reaches every other as cheaply as its neighbour, else `ring`. Collective."""
+    """Selects `direct` where every rank reaches every other as cheaply as its neighbour, else `ring`: over shared
+    memory, and between GPUs with NVLink between all pairs. The same on every rank."""
     if requested != "auto":
         return requested
-    if transport in ("shm", "ce"):
-        return "direct"
-    if transport.startswith("nccl"):
-        gpus = range(torch.cuda.device_count())
-        one_host = len(set(ring.exchange(_native.host_id()))) == 1
-        # A rank that sees only its own GPU cannot check access to the others.
-        peers = len(gpus) >= ring.size and all(
-            torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b
-        )
-        return "direct" if all(ring.exchange(one_host and peers)) else "ring"
-    return "ring"
+    joined = ring.wiring is not None and ring.wiring.any_to_any
+    return "direct" if transport == "shm" or (joined and transport != "c10d") else "ring"
 
 
 def choose_hops(ring: Communicator, transport: str, requested: str, gradient_halves: bool | None) -> tuple[str, str]:
     """Selects the route as `choose_route` does, or two-level, which `auto` prefers where possible. Returns the route,
-    and the reason where the requested one is not taken. Collective."""
+    and the reason where the requested one, or on GPUs `direct` under `auto`, is not taken. The same on every rank."""
     refusal = levels_refusal(ring.placed, ring.device, gradient_halves)
     if requested in ("auto", "two-level") and refusal is None:
         return "two-level", ""
     if requested == "two-level":
         return choose_route(ring, transport, "auto"), f"; route two-level cannot be taken: {refusal}"
-    return choose_route(ring, transport, requested), ""
+    route = choose_route(ring, transport, requested)
+    if requested == "auto" and ring.wiring is not None and not ring.wiring.any_to_any:
+        return route, f"; route {route}: {ring.wiring.reason}"
+    return route, ""
 
 
 def choose_ce_modes(native: Any, hop_route: str, requested: str) -> None:
