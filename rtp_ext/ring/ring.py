@@ -106,13 +106,11 @@ class Ring:
             replayed where its tensors have the same addresses; otherwise it is enqueued hop by hop. With graphs
             `prefetch` is 0. See `graphs`.
         checksum: every hop carries a CRC-32C; a changed one raises a RotationError that names the hop. For CPUs.
-        transport_options: for GPUs. `min_ctas`, `max_ctas`: thread blocks, each on an SM of its own, that NCCL may use
-            on each of two communicators (0: NCCL chooses; default of the maximum: 8). `blocking`: NCCL's calls return
-            when they are done, without a thread for each (default: with NCCL >= 2.30, see docs/gpu.md). `registered`:
-            `nccl` moves slots that are registered with NCCL, without copies of its own (default None: where that
-            works). `delay_us`: for race tests, delays every hop by a random time up to this; the default is the
-            environment variable RTP_DEBUG_DELAY_US. `ce_mode`: the sender copies (`push`) or the receiver does
-            (`pull`); default `auto`: pull for weights on route `direct`, else push.
+        transport_options: for GPUs. `min_ctas`, `max_ctas`: SMs that NCCL may take for each of two communicators
+            (default of the maximum: 8; 0: NCCL chooses). `blocking`: no thread for each group of NCCL's calls (default:
+            with NCCL >= 2.30, see docs/gpu.md). `registered`: slots registered with NCCL, which `nccl` moves without
+            copies of its own (default: where that works). `delay_us`: delays hops at random, for race tests (default:
+            RTP_DEBUG_DELAY_US). `ce_mode`: `push` by senders, `pull` by receivers, or `auto`: pull on route `direct`.
 
     Collective: every rank of the group makes the ring at the same point. The ring owns its process groups.
 
