@@ -40,12 +40,10 @@ class Memory:
         self.bits = np.dtype(np.uint32 if BYTES[array.element] == 4 else np.uint16)
         front = array.offset * self.bits.itemsize + 64
         size = front + array.extent * self.bits.itemsize + 64
-        self.base = library.allocate(max(size, 1))
+        self.base = library.allocate(size)
         assert self.base % 16 == 0
         self.address = self.base + front
-        self.bytes = (
-            np.frombuffer((c_uint8 * size).from_address(self.base), np.uint8) if size else np.zeros(0, np.uint8)
-        )
+        self.bytes = np.frombuffer((c_uint8 * size).from_address(self.base), np.uint8)
         self.bytes[:] = CANARY
         self.mine = np.zeros(size, bool)
         rows, columns = array.shape

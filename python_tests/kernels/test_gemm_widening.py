@@ -1,9 +1,7 @@
 """Products of 16-bit operands in float32, as a GPU has them: the engine's own source on a simulated cuBLAS. A sum that
 arrives elsewhere than it goes is added without a copy; rows of the logits start at multiples of 16 bytes."""
 
-import sys
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import simulated_cuda

@@ -74,7 +74,7 @@ def build(
     if cxx is None:
         raise RuntimeError("no C++ compiler: neither $CXX, g++ nor c++ is on PATH")
     given = [*(f"-I{folder}" for folder in folders), *flags]
-    command = digest(repr((_version(cxx), given)).encode(), *(file.read_bytes() for file in foreign)).encode()
+    command = digest(repr((version(cxx), given)).encode(), *(file.read_bytes() for file in foreign)).encode()
     digests = {}
     for source in sources:
         texts = [text for file in closure(source, folders) for text in (str(file).encode(), file.read_bytes())]
@@ -93,18 +93,19 @@ def build(
         def compiled(source: Path) -> Path:
             target = folder / f"{digests[source]}.o"
             if not target.exists():
-                _run(target, cxx, *given, "-x", "c++", "-c", str(source))
+                make(target, cxx, *given, "-x", "c++", "-c", str(source))
             return target
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compiled, sources))
         for old in {*folder.glob("*.o"), *folder.glob("*.so")} - {*objects}:
             old.unlink()
-        _run(library, cxx, *given, "-shared", *map(str, objects), *links)
+        make(library, cxx, *given, "-shared", *map(str, objects), *links)
     return library
 
 
-def _run(target: Path, *command: str) -> None:
+def make(target: Path, *command: str) -> None:
+    """Runs a compiler that writes `target`, which appears once it is complete."""
     made = target.with_suffix(".part")
     with _compilers:
         done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
@@ -114,7 +115,7 @@ def _run(target: Path, *command: str) -> None:
 
 
 @functools.cache
-def _version(cxx: str) -> str:
+def version(cxx: str) -> str:
     return cxx + subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
 
 

@@ -39,15 +39,14 @@ ncclComm_t join_in_time(const ncclUniqueId& id, int rank, int ranks, at::Device 
   struct Start {
     ncclConfig_t config;
     ncclComm_t comm = nullptr;
-    std::promise<ncclResult_t> ended;
   };
-  const auto start = std::make_shared<Start>();
-  start->config = config;
-  auto ended = start->ended.get_future();
-  std::thread([=] {
+  const auto start = std::make_shared<Start>(Start{config});
+  std::packaged_task join([=] {
     const c10::cuda::CUDAGuard guard(device);
-    start->ended.set_value(ncclCommInitRankConfig(&start->comm, ranks, id, rank, &start->config));
-  }).detach();
+    return ncclCommInitRankConfig(&start->comm, ranks, id, rank, &start->config);
+  });
+  auto ended = join.get_future();
+  std::thread(std::move(join)).detach();
   if (ended.wait_for(timeout) != std::future_status::ready) {
     throw RingTimeout(concat("the start of a communicator: a rank of the ring did not answer (waited ",
                              std::chrono::duration<double>(timeout).count(), " s)"));

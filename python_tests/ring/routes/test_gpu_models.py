@@ -1,5 +1,5 @@
-"""Rates of GPUs and of their links by name, and the decisions where they are unknown or differ. No GPU is needed: torch's
-properties of one are replaced."""
+"""Rates of GPUs and of their links by name, and the decisions where they are unknown or differ. No GPU is needed:
+torch's properties of one are replaced."""
 
 import logging
 from types import SimpleNamespace

@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +64,7 @@ def build(sources: Sequence[Path] = KERNELS, flags: Callable[[str], list[str]] =
         library = folder / f"{compiled.digest(repr(objects).encode(), *(file.read_bytes() for file in HOST))}.so"
         if not library.exists():
             told = ["-std=c++17", "-O1", "-fPIC", "-shared", f"-I{ROOT / 'csrc'}", "-Wl,-Bsymbolic"]
-            _run("g++", *told, *map(str, HOST), *objects, "-o", str(library))
+            compiled.make(library, compiled.compiler() or "c++", *told, *map(str, HOST), *objects)
     return Compiled(library, tuple(stem.with_suffix(".ptx").read_text() for stem in stems))
 
 
@@ -74,21 +72,12 @@ def _compile(compiler: str, source: Path, flags: list[str], folder: Path) -> Pat
     """Compiles a source, unless that has been done. Returns the common path of its object and PTX without a suffix."""
     files = compiled.closure(source, [ROOT / "csrc"])
     told = [*FLAGS, *flags]
-    stem = folder / compiled.digest(repr((_version(compiler), told)).encode(), *(file.read_bytes() for file in files))
+    stem = folder / compiled.digest(
+        repr((compiled.version(compiler), told)).encode(), *(file.read_bytes() for file in files)
+    )
     if not stem.with_suffix(".ptx").exists():
         with tempfile.TemporaryDirectory(dir=folder) as kept:
             keep = ["-Xcompiler=-fPIC", "-keep", "--keep-dir", kept]
-            _run(compiler, *told, f"-I{ROOT / 'csrc'}", *keep, "-c", str(source), "-o", str(stem.with_suffix(".o")))
+            compiled.make(stem.with_suffix(".o"), compiler, *told, f"-I{ROOT / 'csrc'}", *keep, "-c", str(source))
             shutil.move(Path(kept) / f"{source.stem}.ptx", stem.with_suffix(".ptx"))
     return stem
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-
-
-@functools.cache
-def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout

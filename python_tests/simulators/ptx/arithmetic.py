@@ -85,7 +85,7 @@ def _extreme(a: np.ndarray, b: np.ndarray, larger: bool) -> np.ndarray:
     return np.where(both_zero, np.where(zero, a.dtype.type(-0.0), a.dtype.type(0.0)), chosen)
 
 
-def _shift(a: np.ndarray, by: np.ndarray, left: bool) -> np.ndarray:
+def shift(a: np.ndarray, by: np.ndarray, left: bool) -> np.ndarray:
     bits = a.dtype.itemsize * 8
     by = np.broadcast_to(by, a.shape)
     inside = np.minimum(by, bits - 1).astype(a.dtype)
@@ -143,10 +143,6 @@ APPROXIMATE: dict[str, Callable[..., np.ndarray]] = {
     "tanh": np.tanh,
     "div": np.divide,
 }
-
-
-def shift(word: str, a: np.ndarray, by: np.ndarray) -> np.ndarray:
-    return _shift(a, by, word == "shl")
 
 
 def convert(words: tuple[str, ...], a: np.ndarray) -> np.ndarray:

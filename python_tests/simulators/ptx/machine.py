@@ -100,10 +100,7 @@ class Machine:
                 self._advance(np.flatnonzero(running & chosen[self.warp]))
                 self._release()
         if (waiting := self.state == WAITING).any():
-            raise Fault(f"{self._name()}: {waiting.sum()} threads wait at a barrier that not all threads reach")
-
-    def _name(self) -> str:
-        return self.kernel.name
+            raise Fault(f"{self.kernel.name}: {waiting.sum()} threads wait at a barrier that not all threads reach")
 
     def _release(self) -> None:
         for block in np.unique(self.block_of[self.state == WAITING]):
@@ -112,7 +109,7 @@ class Machine:
                 continue
             waiting = mine & (self.state == WAITING)
             if not (self.state[mine] == WAITING).all() or np.unique(self.pc[waiting]).size > 1:
-                raise Fault(f"{self._name()}: only {waiting.sum()} of {self.per_block} threads reach a barrier")
+                raise Fault(f"{self.kernel.name}: only {waiting.sum()} of {self.per_block} threads reach a barrier")
             self.epoch[block] += 1
             self.state[waiting] = RUNNING
 
@@ -149,7 +146,7 @@ class Machine:
                 try:
                     self._execute(instruction, active)
                 except Fault as fault:
-                    raise Fault(f"{self._name()}: {instruction.text}: {fault}") from None
+                    raise Fault(f"{self.kernel.name}: {instruction.text}: {fault}") from None
         self.pc[lanes] = at
 
     # -- operands ----------------------------------------------------------------------------------------------------
@@ -193,10 +190,7 @@ class Machine:
 
     def _addresses(self, operand: str, space: str, lanes: np.ndarray) -> np.ndarray:
         base, _, offset = operand[1:-1].replace(" ", "").partition("+")
-        kind = (
-            "u32" if space == "shared" and self.kernel.types.get(base.strip("%0123456789"), "b64") == "b32" else "u64"
-        )
-        found = self._read(base, kind, lanes).astype(np.uint64) + np.uint64(int(offset or "0", 0) % (1 << 64))
+        found = self._read(base, "u64", lanes) + np.uint64(int(offset or "0", 0) % (1 << 64))
         return found + (self.block_of[lanes] * self.span).astype(np.uint64) if space == "shared" else found
 
     # -- instructions ------------------------------------------------------------------------------------------------
@@ -223,7 +217,7 @@ class Machine:
 
         result = self._compute(word, words, given, read)
         if result is None:
-            raise NotImplementedError(f"{self._name()}: {instruction.text}: this instruction has no emulation")
+            raise NotImplementedError(f"{self.kernel.name}: {instruction.text}: this instruction has no emulation")
         self._write(into, result, lanes)  # type: ignore[arg-type]
 
     def _compute(self, word: str, words: tuple[str, ...], given: list, read: Callable) -> np.ndarray | None:
@@ -240,7 +234,7 @@ class Machine:
         if word == "cvta":
             return read(0, kind)
         if word in ("shl", "shr"):
-            return shift(word, read(0, kind), read(1, "u32"))
+            return shift(read(0, kind), read(1, "u32"), left=word == "shl")
         if word == "fma" and kind in ("bf16x2", "f16x2"):
             return pairs(lambda a, b, c: fma(a, b, c, kind[:-2]), kind[:-2], *(read(i, kind) for i in range(3)))
         if word == "fma" and words[0] in ("rn", "rm"):
@@ -269,7 +263,7 @@ class Machine:
         space = "global" if space in CACHE_RULES else space
         count = next((int(rule[1:]) for rule in rules if re.fullmatch(r"v\d", rule)), 1)
         if unknown := {rule for rule in rules if not re.fullmatch(r"v\d", rule)} - CACHE_RULES:
-            raise NotImplementedError(f"{self._name()}: rules {unknown} of loads and stores have no emulation")
+            raise NotImplementedError(f"{self.kernel.name}: rules {unknown} of loads and stores have no emulation")
         width = DTYPES[kind].itemsize
         place, registers = (operands[0], operands[1]) if stores else (operands[1], operands[0])
         registers = registers if isinstance(registers, tuple) else (registers,)
@@ -300,7 +294,7 @@ class Machine:
                 if "cas" in rules:
                     return (mine[1] if value == mine[0] else value).view(np.uint8)
                 if "add" not in rules:
-                    raise NotImplementedError(f"{self._name()}: atomic {rules} has no emulation")
+                    raise NotImplementedError(f"{self.kernel.name}: atomic {rules} has no emulation")
                 if kind.endswith("x2"):
                     half = kind[:-2]
                     total = pairs(lambda a, b: narrow(widen(a, half) + widen(b, half), half), half, value, mine[0])
@@ -329,7 +323,7 @@ class Machine:
     def _shuffle(self, words: tuple[str, ...], operands: tuple, lanes: np.ndarray) -> None:
         mode = words[1]
         if words[0] != "sync" or mode not in ("bfly", "idx", "up", "down"):
-            raise NotImplementedError(f"{self._name()}: shfl {words} has no emulation")
+            raise NotImplementedError(f"{self.kernel.name}: shfl {words} has no emulation")
         into, source, by, clamp, members = operands
         member = self._read(members, "u32", lanes).astype(np.int64)
         lane, by = self.lane[lanes], self._read(by, "u32", lanes).astype(np.int64) & 31

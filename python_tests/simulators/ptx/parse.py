@@ -17,8 +17,8 @@ _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+%(\w+)<(\d+)>|\.reg\s+\.(\w+)\s+([\w
 class Instruction:
     """One instruction. guard: a predicate register and the value that it must have; None: always.
 
-    name: the words of the opcode, such as ("ld", "global", "v4", "u32"). operands: as written, a vector as a tuple.
-    scope: prefix of registers that a block of inline assembly declares.
+    name: the words of the opcode, such as ("ld", "global", "v4", "u32"). operands: as written, a vector as a tuple;
+    registers that a block of inline assembly declares have unique names.
     """
 
     text: str
@@ -127,10 +127,9 @@ def _instruction(statement: str, scope: dict[str, str]) -> Instruction:
     if statement[0] == "@":
         flag, statement = statement.split(None, 1)
         guard = flag.lstrip("@!"), "!" not in flag
-    opcode, _, rest = statement.partition(" " if " " in statement else "\t")
-    opcode, rest = (opcode, rest) if "\t" not in opcode else tuple(statement.split(None, 1))
+    opcode, *rest = statement.split(None, 1)
     operands: list[str | tuple[str, ...]] = []
-    for found in re.finditer(r"\{([^}]*)\}|\[([^\]]*)\]|([^,{}\[\]\s]+)", rest):
+    for found in re.finditer(r"\{([^}]*)\}|\[([^\]]*)\]|([^,{}\[\]\s]+)", "".join(rest)):
         if found[1] is not None:
             operands.append(tuple(scope.get(each.strip(), each.strip()) for each in found[1].split(",")))
         elif found[2] is not None:

@@ -26,7 +26,7 @@ NETWORKED = ("tcp", "c10d", "shm+tcp", "shm+c10d")
 FEW_CONNECTIONS = 16  # of at most 32 connections of CUDA; streams share the existing ones
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # variable of NCCL 2.26 or newer
 BLOCKING_SINCE = 23000  # the first NCCL that can end a call of a blocking communicator: ncclCommRevoke
-MOST_CTAS = 8  # of each communicator, of which a ring has two: SMs that hops take from products
+MOST_CTAS = 8  # default maximum of SMs for each of the two communicators of a ring; products get the rest
 REGISTERED_SINCE = 22300  # the first NCCL that moves registered memory between GPUs of a host without own copies
 
 
@@ -301,8 +301,8 @@ def _make_nccl_put(ring: Communicator, options: TransportOptions) -> Any:
 
 def settle(ring: Communicator, options: TransportOptions) -> TransportOptions:
     """Returns the options with values for those that are None, from the oldest NCCL of all ranks. Collective."""
-    versions = _native.nccl_versions()
-    oldest = min(ring.exchange(0 if versions is None else versions[1]))
+    _, loaded = _native.nccl_versions()  # type: ignore[misc]  # not None: the refusals have checked
+    oldest = min(ring.exchange(loaded))
     blocking = oldest >= BLOCKING_SINCE if options.blocking is None else options.blocking
     max_ctas = max(MOST_CTAS, options.min_ctas) if options.max_ctas is None else options.max_ctas
     return dataclasses.replace(options, blocking=blocking, max_ctas=max_ctas)

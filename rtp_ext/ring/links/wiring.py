@@ -72,7 +72,7 @@ def view_of(device: torch.device) -> View:
     host, mine = _native.host_id(), device.index
     try:
         from torch._C._autograd import DeviceType
-        from torch._C._distributed_c10d import _detect_dma_connectivity
+        from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
 
         gpus = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
         links = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[mine]

@@ -76,14 +76,14 @@ _DATA_SHEETS = (
 _GEMM_EFFICIENCY = 0.65  # of the peak, of large GEMMs
 _MEMORY_EFFICIENCY = 0.85  # of the peak, of large kernels
 _LAUNCH_SECONDS = 4e-6
-# GPUs that are not in the table. No GPU of compute capability 8.0 or newer with tensor cores does less for each clock of
-# a multiprocessor: 71e12 / 82 / 1.695 GHz on a 3090, 165.2e12 / 128 / 2.52 GHz on a 4090. A rate that is too low
+# GPUs that are not in the table. No GPU of compute capability 8.0 or newer with tensor cores does less for each clock
+# of a multiprocessor: 71e12 / 82 / 1.695 GHz on a 3090, 165.2e12 / 128 / 2.52 GHz on a 4090. A rate that is too low
 # makes layers rotate, never gather: rotation takes less memory.
 _FLOPS_A_CLOCK = 512
 _LEAST_CLOCK, _LEAST_MEMORY = 1.0e9, 300e9  # where the driver reports no clock; the memory of an L4
 
-# Over PCIe 4.0 x16, a direction: 20.7 GB/s with direct access, 12.9 GB/s through memory of the host on RTX 4090 (half of
-# the bidirectional rates in tinygrad/open-gpu-kernel-modules issue 6), 25 and 9.5 to 10.5 on A40 (NVIDIA/nccl-tests
+# Over PCIe 4.0 x16, a direction: 20.7 GB/s with direct access, 12.9 GB/s through memory of the host on RTX 4090 (half
+# of the bidirectional rates in tinygrad/open-gpu-kernel-modules issue 6), 25 and 9.5 to 10.5 on A40 (NVIDIA/nccl-tests
 # issue 74). Between hosts: one port of 200 Gb/s. An estimate for all GPUs, with newer buses as well.
 _WIRES = {"pcie": 20e9, "host memory": 12e9, "network": 25e9}
 HOP_SECONDS = 6e-6  # a hop with its synchronization: JAX, collective matmul on 8 H100

@@ -79,9 +79,9 @@ def predict(ranks: int, tokens: int, layer: LayerSize, link: Link, device: Devic
     gather  forward  w0 + (R - 1) w' + C             w': a hop whose latency hides behind the one before
             backward the same with D, and the gradients' R - 1 hops and E
 
-    Of R products, each adds to a sum, which it reads and writes: d in float32 where weights have 16 bits, e in the dtype
-    in which gradients travel. (The first d does not read its sum, and a cast of the last one reads it and writes 16
-    bits: together as much.) One product of the whole weight writes its result only.
+    Of R products, each adds to a sum, which it reads and writes: d in float32 where weights have 16 bits, e in the
+    dtype in which gradients travel. (The first d does not read its sum, and a cast of the last one reads it and writes
+    16 bits: together as much.) One product of the whole weight writes its result only.
     """
     rows = max(shard_sizes(layer.outputs, ranks))
 
@@ -187,8 +187,8 @@ class RoutePlanner:
         return self.ranks > 1 and modelled and not self.gathers
 
     def compare_devices(self, exchange: Callable[[Any], list[Any]]) -> bool:
-        """Compares the models of all ranks' GPUs. Returns whether hops need measuring, because the links are unknown, or
-        the GPU is; the same on every rank. Collective on GPUs; does nothing on CPUs."""
+        """Compares the models of all ranks' GPUs. Returns whether hops need measuring, because the links are unknown,
+        or the GPU is; the same on every rank. Collective on GPUs; does nothing on CPUs."""
         if self.model is None:
             return False
         models = exchange(self.model)
