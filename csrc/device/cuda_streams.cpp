@@ -5,8 +5,6 @@
 
 #include <utility>
 
-#include "kernels/delay.h"
-
 namespace rtp {
 namespace {
 
@@ -64,8 +62,6 @@ DeviceScope::~DeviceScope() {
 
 CudaStreams::CudaStreams(at::Device device) : device_(device) {
   const DeviceScope scope(device);
-  for (Stream& stream : streams_) stream = Stream::highest_priority();
-  for (size_t channel = 0; channel < users_.size(); ++channel) users_[channel].fill(streams_[channel].get());
   side_ = Stream::with_priority(0);
   int current = 0;
   RTP_CUDA_CHECK(cudaGetDevice(&current));
@@ -117,17 +113,7 @@ void CudaStreams::block(cudaStream_t stream, const StreamEvent& after, uint64_t 
   if (event->capture() == within) event->block(stream);
 }
 
-void CudaStreams::order_channel_after(Channel channel, const StreamEvent& event) {
-  order_memory_after(channel, HopMemory::source, event);
-  if (user(channel, HopMemory::target) != user(channel, HopMemory::source)) {
-    order_memory_after(channel, HopMemory::target, event);
-  }
-}
-
-// The event of an earlier hop may belong to the same stream, which is in order. This compares handles, so it holds for
-// streams that live as long as this object.
-void CudaStreams::order_memory_after(Channel channel, HopMemory memory, const StreamEvent& event) {
-  const cudaStream_t stream = user(channel, memory);
+void CudaStreams::order_after(cudaStream_t stream, const StreamEvent& event) const {
   if (event && std::static_pointer_cast<Event>(event)->stream() != stream) block(stream, event, capture());
 }
 
@@ -219,11 +205,6 @@ void CudaStreams::launch(Graph& graph) {
 double CudaStreams::seconds(const Moment& from, const Moment& to) {
   const DeviceScope scope(device_);
   return std::static_pointer_cast<Event>(to)->since(*std::static_pointer_cast<Event>(from));
-}
-
-void CudaStreams::delay(Channel channel, std::chrono::microseconds time) {
-  const DeviceScope scope(device_);
-  RTP_CUDA_CHECK(static_cast<cudaError_t>(launch_delay(time.count(), this->channel(channel))));
 }
 
 }  // namespace rtp

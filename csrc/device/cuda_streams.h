@@ -1,13 +1,11 @@
-// The streams of a CUDA device: computes run on the caller's current stream, hops on one high-priority stream per
-// channel. Transports reach torch's CUDA classes only through this file; otherwise they call the CUDA runtime and NCCL
-// directly.
+// The compute streams of a CUDA device: the caller's current stream, and one beside it. Transports reach torch's CUDA
+// classes only through this file; otherwise they call the CUDA runtime and NCCL directly.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <memory>
 #include <optional>
 
@@ -42,10 +40,9 @@ class CudaStreams : public Streams {
  public:
   explicit CudaStreams(at::Device device);
 
+  bool on_host() const override { return false; }
   StreamEvent record_compute() override { return event(compute()); }
   void order_compute_after(const StreamEvent& event) override { block(compute(), event, capture()); }
-  void order_channel_after(Channel channel, const StreamEvent& event) override;
-  void order_memory_after(Channel channel, HopMemory memory, const StreamEvent& event) override;
   void select_compute_stream(int index) override;
   int multiprocessors() const override { return multiprocessors_; }
   // The capture of the caller's stream.
@@ -55,9 +52,7 @@ class CudaStreams : public Streams {
   void enter() override;
   void leave() override;
   Moment compute_moment() override { return moment(compute()); }
-  Moment channel_moment(Channel channel) override { return moment(this->channel(channel)); }
   double seconds(const Moment& from, const Moment& to) override;
-  void delay(Channel channel, std::chrono::microseconds time) override;
 
   bool has_graphs() const override { return true; }
   void begin_graph_stream(bool captured) override;
@@ -66,20 +61,14 @@ class CudaStreams : public Streams {
   bool capturing() const override { return capturing_; }
   void launch(Graph& graph) override;
 
-  cudaStream_t channel(Channel channel) const { return streams_[static_cast<size_t>(channel)].get(); }
-  // The stream on which the hops of a channel use a memory, or announce to a peer that it may; by default the
-  // channel's.
-  cudaStream_t user(Channel channel, HopMemory memory) const {
-    return users_[static_cast<size_t>(channel)][static_cast<size_t>(memory)];
-  }
-  void set_user(Channel channel, HopMemory memory, cudaStream_t stream) {
-    users_[static_cast<size_t>(channel)][static_cast<size_t>(memory)] = stream;
-  }
   cudaStream_t compute() const { return current_stream(device_); }
   StreamEvent event(cudaStream_t stream) const;
+  Moment moment(cudaStream_t stream) const;
+  // Orders `stream` after an event of another stream. This compares handles, so it holds for streams that live as long
+  // as this object.
+  void order_after(cudaStream_t stream, const StreamEvent& event) const;
 
  private:
-  Moment moment(cudaStream_t stream) const;
   // Makes `stream` wait for `event` if both belong to the same capture. A capture boundary needs no wait: work enqueued
   // before a capture has been waited for, and the launch orders the work of a graph. `within`: the capture of the
   // current pass; it applies also to streams that have not joined the capture yet.
@@ -92,11 +81,9 @@ class CudaStreams : public Streams {
   std::optional<uint64_t> capture_;  // capture of the pass that began last; empty between passes
   int entered_ = 0;
   std::optional<DeviceScope> scope_;  // scope of the outermost enter()
-  std::array<Stream, 2> streams_;     // owned streams, because torch's pool gives one stream to several users
-  std::array<std::array<cudaStream_t, 2>, 2> users_{};  // by channel and memory
-  Stream side_;
-  cudaStream_t main_ = nullptr;    // the caller's stream while compute stream 1 is selected
-  std::shared_ptr<void> restore_;  // the same as a torch stream object; null while compute stream 0 is selected
+  Stream side_;                       // owned, because torch's pool gives one stream to several users
+  cudaStream_t main_ = nullptr;       // the caller's stream while compute stream 1 is selected
+  std::shared_ptr<void> restore_;     // the same as a torch stream object; null while compute stream 0 is selected
   Stream graph_stream_;
   std::shared_ptr<void> caller_stream_;  // the caller's torch stream while the graph stream is current; otherwise null
   bool capturing_ = false;

@@ -1,7 +1,5 @@
 #include "device/streams.h"
 
-#include <thread>
-
 #include "base/checks.h"
 
 namespace rtp {
@@ -14,7 +12,5 @@ double Streams::seconds(const Moment& from, const Moment& to) {
 }
 
 void Streams::begin_graph_stream(bool) { RTP_ASSERT(false, "these streams do not support graphs"); }
-
-void Streams::delay(Channel, std::chrono::microseconds time) { std::this_thread::sleep_for(time); }
 
 }  // namespace rtp

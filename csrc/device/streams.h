@@ -1,13 +1,11 @@
-// Execution streams: one or two for computes and one per channel for hops. The base class represents the host, where
-// computes are synchronous and the caller waits for hops.
+// Execution streams of computes: one or two. The base class represents the host, where computes are synchronous and the
+// caller waits for hops. The streams of hops belong to the transports.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
-
-#include "schedule/schedule.h"
 
 namespace rtp {
 
@@ -25,9 +23,6 @@ class Graph {
   virtual bool idle() const = 0;  // all launches have ended
 };
 
-// The memory of this rank that a hop uses: it sends from its source and receives into its target.
-enum class HopMemory : uint8_t { source, target };
-
 using HostClock = std::chrono::steady_clock;  // one clock for all processes of a host
 Moment host_moment(HostClock::time_point time = HostClock::now());
 
@@ -35,14 +30,10 @@ class Streams {
  public:
   virtual ~Streams() = default;
 
+  // Returns whether computes are synchronous.
+  virtual bool on_host() const { return true; }
   virtual StreamEvent record_compute() { return nullptr; }
   virtual void order_compute_after(const StreamEvent&) {}
-  // Orders all later hops of a channel after an event.
-  virtual void order_channel_after(Channel, const StreamEvent&) {}
-  // Orders only the use of one memory by the next hop, here and by peers, after an event.
-  virtual void order_memory_after(Channel channel, HopMemory, const StreamEvent& event) {
-    order_channel_after(channel, event);
-  }
 
   // Selects the compute stream for the following work: 0 is the caller's, 1 runs concurrently with it.
   virtual void select_compute_stream(int) {}
@@ -74,14 +65,10 @@ class Streams {
   // Enqueues a graph on the caller's stream.
   virtual void launch(Graph&) {}
 
-  // For traces: the current point of the compute stream, that of a channel (null on the host, where a Transfer reports
-  // its arrival), and the seconds between two moments, which may block until both have been reached.
+  // For traces: the current point of the compute stream, and the seconds between two moments, which may block until
+  // both have been reached.
   virtual Moment compute_moment() { return host_moment(); }
-  virtual Moment channel_moment(Channel) { return nullptr; }
   virtual double seconds(const Moment& from, const Moment& to);
-
-  // For race tests: delays the next hop of a channel.
-  virtual void delay(Channel channel, std::chrono::microseconds time);
 };
 
 // Scope of a pass.

@@ -111,7 +111,7 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
     // Local tensors were written, and slots last used, by computes enqueued before this point.
     start_ = streams.record_compute();
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
-      if (schedule_.hops(channel) > 0) streams.order_channel_after(channel, start_);
+      if (schedule_.hops(channel) > 0) executor_.transport().order_hops_after(channel, start_);
     }
   });
 }

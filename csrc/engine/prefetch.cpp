@@ -120,7 +120,7 @@ void Prefetcher::prefetch() {
     trace_.end(prefetched.traced.back());
   }
   prefetched.local = bundle.local;
-  transport.streams().order_channel_after(Channel::weight, transport.streams().record_compute());
+  transport.order_hops_after(Channel::weight, transport.streams().record_compute());
   const Step& step = record.first_hop;
   Hop hop{Channel::weight, false,   step.to,    step.from, spans_of(bundle.local), {},
           nullptr,         nullptr, {},         {},        step.send_owner,        step.receive_owner,

@@ -44,7 +44,8 @@ void bind_errors(py::module_& m) {
 
 #ifdef RTP_WITH_CUDA
 void set_ce_mode(Transport& transport, Channel channel, const std::string& mode) {
-  auto* ce = dynamic_cast<CeTransport*>(&transport);
+  auto* composite = dynamic_cast<CompositeTransport*>(&transport);
+  auto* ce = dynamic_cast<CeTransport*>(composite != nullptr ? &composite->inner() : &transport);
   RTP_CHECK_VALUE(ce != nullptr, "expected the transport ce, got ", transport.name());
   RTP_CHECK_VALUE(mode == "push" || mode == "pull", "expected a mode of push or pull, got ", mode);
   ce->set_mode(channel, mode == "push" ? CeMode::push : CeMode::pull);
@@ -82,7 +83,9 @@ void bind_transports(py::module_& m) {
       .def(
           py::init([](int rank, int ranks, at::Device device, std::chrono::milliseconds timeout,
                       const std::shared_ptr<PeerStatus>& news) { return RingEnd{rank, ranks, device, timeout, news}; }),
-          py::arg("rank"), py::arg("ranks"), py::arg("device"), py::arg("timeout"), py::arg("news"));
+          py::arg("rank"), py::arg("ranks"), py::arg("device"), py::arg("timeout"), py::arg("news"))
+      .def("levels", &levels_of, py::arg("per_host"),
+           "The ends of the rank's two transports: inside its host, and between hosts.");
   Fields<NcclOptions>("NcclOptions")
       .required("min_ctas", [](NcclOptions& options) -> int& { return options.communicators.min_ctas; })
       .required("max_ctas", [](NcclOptions& options) -> int& { return options.communicators.max_ctas; })

@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "kernels/delay.h"
+
 namespace rtp {
 namespace {
 
@@ -28,10 +30,31 @@ class StreamTransfer : public Transfer {
 
 }  // namespace
 
-CudaTransport::CudaTransport(at::Device device) : CudaTransport(device, std::make_unique<CudaStreams>(device)) {}
+CudaTransport::CudaTransport(at::Device device, std::shared_ptr<CudaStreams> streams)
+    : Transport(streams ? std::move(streams) : std::make_shared<CudaStreams>(device)),
+      device_(device),
+      streams_(static_cast<CudaStreams&>(this->streams())) {
+  const DeviceScope scope(device);
+  for (size_t channel = 0; channel < hop_streams_.size(); ++channel) {
+    hop_streams_[channel] = Stream::highest_priority();
+    users_[channel].fill(hop_streams_[channel].get());
+  }
+}
 
-CudaTransport::CudaTransport(at::Device device, std::unique_ptr<CudaStreams> streams)
-    : Transport(std::move(streams)), device_(device), streams_(static_cast<CudaStreams&>(this->streams())) {}
+void CudaTransport::order_hops_after(Channel channel, const StreamEvent& event) {
+  const auto& [source, target] = users_[static_cast<size_t>(channel)];
+  streams_.order_after(source, event);
+  if (target != source) streams_.order_after(target, event);
+}
+
+void CudaTransport::order_memory_after(const Hop& hop, HopMemory memory, const StreamEvent& event) {
+  streams_.order_after(user(hop.channel, memory), event);
+}
+
+void CudaTransport::delay(const Hop& hop, std::chrono::microseconds time) {
+  const DeviceScope scope(device_);
+  RTP_CUDA_CHECK(static_cast<cudaError_t>(launch_delay(time.count(), stream(hop.channel))));
+}
 
 std::unique_ptr<Transfer> CudaTransport::transfer(StreamEvent sent, StreamEvent received) {
   return std::make_unique<StreamTransfer>(*this, streams_, std::move(sent), std::move(received));

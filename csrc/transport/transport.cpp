@@ -1,6 +1,7 @@
 #include "transport/transport.h"
 
 #include <functional>
+#include <thread>
 
 #include "base/checks.h"
 
@@ -34,6 +35,8 @@ std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<s
   }
   return blocks;
 }
+
+void Transport::delay(const Hop&, std::chrono::microseconds time) { std::this_thread::sleep_for(time); }
 
 void throw_timeout(const Hop& hop, int peer, std::chrono::duration<double> waited, const std::string& cause) {
   throw RingTimeout(

@@ -24,6 +24,9 @@ struct Span {
   size_t bytes = 0;
 };
 
+// The memory of this rank that a hop uses: it sends from its source and receives into its target.
+enum class HopMemory : uint8_t { source, target };
+
 // One hop of this rank: `send` leaves for `to` while `receive` is filled from `from`.
 struct Hop {
   Channel channel = Channel::weight;
@@ -95,6 +98,17 @@ class Transport {
   // Starts a hop. Every rank posts the same hops of a channel in the same order.
   virtual std::unique_ptr<Transfer> post(const Hop& hop) = 0;
 
+  // Orders its streams after an event; no effect on the host, where the caller waits. First all later hops of a
+  // channel, second only the use of one memory by `hop`, the next one, here and by peers.
+  virtual void order_hops_after(Channel, const StreamEvent&) {}
+  virtual void order_memory_after(const Hop& hop, HopMemory, const StreamEvent& event) {
+    order_hops_after(hop.channel, event);
+  }
+  // The current point of the stream of a hop, for traces. Null on the host, where a Transfer reports the arrival.
+  virtual Moment moment(const Hop&) { return nullptr; }
+  // For race tests: delays `hop`, the next one.
+  virtual void delay(const Hop& hop, std::chrono::microseconds time);
+
   // Returns whether a rank may enqueue a pass as a graph while other ranks enqueue its hops one by one. If not, passes
   // cannot be graphs.
   virtual bool takes_graphs() const { return false; }
@@ -102,8 +116,9 @@ class Transport {
   virtual void before_graph() {}
   virtual void after_graph(const std::string&, const StreamEvent&) {}
 
-  // The streams of its hops and of the computes.
+  // The streams of the computes. Transports of one ring share them.
   Streams& streams() const { return *streams_; }
+  const std::shared_ptr<Streams>& shared_streams() const { return streams_; }
 
   // Returns whether every neighbour is this rank itself, so that no other rank waits for it.
   virtual bool loopback() const { return false; }
@@ -131,10 +146,10 @@ class Transport {
   }
 
  protected:
-  explicit Transport(std::unique_ptr<Streams> streams = std::make_unique<Streams>()) : streams_(std::move(streams)) {}
+  explicit Transport(std::shared_ptr<Streams> streams = std::make_shared<Streams>()) : streams_(std::move(streams)) {}
 
  private:
-  const std::unique_ptr<Streams> streams_;
+  const std::shared_ptr<Streams> streams_;
 };
 
 // Makes a transport that only the creating process destroys. The copy in a forked process is leaked: its threads do not

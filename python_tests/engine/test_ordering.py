@@ -281,7 +281,8 @@ def run(case, size=RANKS, recorded=True):
         return list(case.program(ring, **case.options)), [], ring
     module = recording_transport.load()
     ring.communicator.executor = _native.Executor(
-        module.transport(**case.transport), ring.rank, size, ring.device, ring.hosts
+        module.transport(**case.transport, rank=ring.rank, per_host=ring.per_host),
+        *(ring.rank, size, ring.device, ring.hosts),
     )
     ring.communicator.executor.prefetch(True)
     module.start()
@@ -313,7 +314,8 @@ def test_what_is_recorded_is_what_is_run(recordings):
                 assert_same(*pair, 1e-6, f"{name}, step {step}, result {index}")
         seen = [record for record in records if record.kind == "hop"]
         for lane, channel in ((2, "weight"), (3, "gradient")):
-            assert ring.hops(channel) == sum(record.lane == lane for record in seen)
+            assert ring.hops(channel) == sum(record.lane in (lane, lane + 4) for record in seen)
+        assert any(record.lane > 5 for record in seen) == (ring.hosts > 1), name
         if "pieces" not in name and "layers" not in name:  # which all send hops ahead, or none does
             assert ring.hops("gradient") == plain.hops("gradient")
         computes = {record.lane for record in records if record.kind == "memory"}

@@ -47,8 +47,9 @@ class Rank:
             time.sleep(0.01)
         self.barrier.wait(20)
 
-    def both_channels(self, layer, lengths, route):
-        """A backward in which weights and gradients of `lengths` elements per owner travel at once."""
+    def both_channels(self, layer, lengths, route, bundle=False):
+        """A backward in which weights and gradients of `lengths` elements per owner travel at once. `bundle`: that of
+        an MLP, whose wgrads read weights."""
         rank, ranks = self.rank, self.ranks
         shapes = [[[n] for n in lengths], [[2 * n + 1] for n in lengths]]  # a bundle of two tensors
         wholes = [[random(*s, dtype=DTYPE, seed=layer * 100 + j) for j, s in enumerate(part)] for part in shapes]
@@ -63,7 +64,7 @@ class Rank:
             halves=False,
             name=f"layer {layer}",
         )
-        execution = _native.Execution.backward(self.executor, mine, shapes, sums, shapes, options, True, False)
+        execution = _native.Execution.backward(self.executor, mine, shapes, sums, shapes, options, True, bundle)
         where = f"layer {layer}, {route}, rank {rank} of {ranks}"
         while (step := execution.next()) is not None:
             if rank == 0 and self.sim.controls.delay_us:  # the others are ahead, and must not overwrite its data

@@ -250,9 +250,8 @@ void Hops::add(const Counts& pass, int times) {
 
 std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& target, const EventHandle& traced) {
   Transport& transport = *transport_;
-  const Channel channel = hop.channel;
   HopMemory memory = HopMemory::source;
-  const auto after = [&](const StreamEvent& event) { transport.streams().order_memory_after(channel, memory, event); };
+  const auto after = [&](const StreamEvent& event) { transport.order_memory_after(hop, memory, event); };
   const auto after_hop = [&](const auto& earlier, End end) {
     StreamEvent event = earlier->event(end);
     if (!event) {
@@ -264,14 +263,13 @@ std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& targe
   source.before_read(after_hop, after);
   memory = HopMemory::target;
   target.before_write(after_hop, after);
-  trace_.depart(traced);
+  trace_.depart(traced, hop);
   if (delay_.count() > 0) {
-    transport.streams().delay(channel,
-                              std::chrono::microseconds(random_() % static_cast<uint64_t>(delay_.count() + 1)));
+    transport.delay(hop, std::chrono::microseconds(random_() % static_cast<uint64_t>(delay_.count() + 1)));
   }
-  const size_t kind = static_cast<size_t>(channel);
+  const size_t kind = static_cast<size_t>(hop.channel);
   const uint64_t recorded = trace_.recorder().post(hop, counts_[kind]);
-  const std::shared_ptr<Transfer> transfer = trace_.follow(traced, transport.post(hop));
+  const std::shared_ptr<Transfer> transfer = trace_.follow(traced, hop, transport.post(hop));
   transfer->record(trace_.recorder(), recorded);
   source.record_send(transfer);
   target.record_receive(transfer);

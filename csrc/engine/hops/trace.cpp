@@ -42,10 +42,6 @@ Lane lane_of(const Step& step) {
 bool computes(Lane lane) { return lane == Lane::compute || lane == Lane::side; }
 
 // Channel of the hops in a row.
-Channel channel_of(Lane lane) {
-  return lane == Lane::weight || lane == Lane::outer_weight ? Channel::weight : Channel::gradient;
-}
-
 }  // namespace
 
 const char* name(Lane lane) {
@@ -62,7 +58,7 @@ void Trace::start() {
   RTP_CHECK_VALUE(!on_, "trace: expected a ring that is not being recorded, got one that is");
   zero_ = transport_->streams().compute_moment();
   host_zero_ = HostClock::now();
-  on_host_ = transport_->streams().channel_moment(Channel::weight) == nullptr;
+  on_host_ = transport_->streams().on_host();
   ++recording_;
   captured_ = 0;
   passes_.clear();
@@ -118,15 +114,15 @@ void Trace::end(const EventHandle& event) {
   if (event) event->end = transport_->streams().compute_moment();
 }
 
-void Trace::depart(const EventHandle& event) {
+void Trace::depart(const EventHandle& event, const Hop& hop) {
   if (!event) return;
-  const Moment moment = transport_->streams().channel_moment(channel_of(event->lane));
+  const Moment moment = transport_->moment(hop);
   event->start = moment ? moment : host_moment();
 }
 
-std::shared_ptr<Transfer> Trace::follow(const EventHandle& event, std::unique_ptr<Transfer> transfer) {
+std::shared_ptr<Transfer> Trace::follow(const EventHandle& event, const Hop& hop, std::unique_ptr<Transfer> transfer) {
   if (!event) return transfer;
-  event->end = transport_->streams().channel_moment(channel_of(event->lane));
+  event->end = transport_->moment(hop);
   if (event->end) return transfer;
   return std::make_shared<FollowedTransfer>(std::move(transfer), event);
 }

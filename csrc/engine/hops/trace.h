@@ -83,8 +83,8 @@ class Trace {
   void end(const EventHandle& event);
 
   // Marks the departure of the event's hop; follow() returns a transfer that also records its arrival.
-  void depart(const EventHandle& event);
-  std::shared_ptr<Transfer> follow(const EventHandle& event, std::unique_ptr<Transfer> transfer);
+  void depart(const EventHandle& event, const Hop& hop);
+  std::shared_ptr<Transfer> follow(const EventHandle& event, const Hop& hop, std::unique_ptr<Transfer> transfer);
 
   // Times are in seconds from the start; NaN: not ended. A hop starts when it was posted or, if later, when the earlier
   // hops of its channel had arrived.

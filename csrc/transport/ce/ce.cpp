@@ -57,9 +57,10 @@ class CopyEngineTransport : public CeTransport {
       offers_[index(channel)] = Stream::highest_priority();
       set_mode(channel, CeMode::push);
     }
-    const at::Tensor memory = allocate_symmetric(PeerFlags::bytes(end.ranks), device_);
+    const int shards = end.shards > 0 ? end.shards : end.ranks;
+    const at::Tensor memory = allocate_symmetric(PeerFlags::bytes(end.ranks, shards), device_);
     try {
-      flags_ = std::make_unique<PeerFlags>(peers_, memory, end.rank, end.ranks, side_.get());
+      flags_ = std::make_unique<PeerFlags>(peers_, memory, end.rank, end.ranks, shards, side_.get());
       run_trial_hops();
       start();
     } catch (...) {
@@ -93,8 +94,8 @@ class CopyEngineTransport : public CeTransport {
     modes_[index(channel)] = mode;
     Stream& returns = returns_[index(channel)];
     if (!push && returns.get() == nullptr) returns = Stream::highest_priority();
-    streams_.set_user(channel, push ? HopMemory::target : HopMemory::source, offers_[index(channel)].get());
-    streams_.set_user(channel, push ? HopMemory::source : HopMemory::target, streams_.channel(channel));
+    user(channel, push ? HopMemory::target : HopMemory::source) = offers_[index(channel)].get();
+    user(channel, push ? HopMemory::source : HopMemory::target) = stream(channel);
   }
 
   bool at_rest() const override {
@@ -213,9 +214,8 @@ class CopyEngineTransport : public CeTransport {
   std::vector<cudaStream_t> own_streams() const {
     std::vector<cudaStream_t> streams;
     for (const Channel channel : kChannels) {
-      for (cudaStream_t stream :
-           {streams_.channel(channel), offers_[index(channel)].get(), returns_[index(channel)].get()}) {
-        if (stream != nullptr) streams.push_back(stream);
+      for (cudaStream_t own : {stream(channel), offers_[index(channel)].get(), returns_[index(channel)].get()}) {
+        if (own != nullptr) streams.push_back(own);
       }
     }
     return streams;

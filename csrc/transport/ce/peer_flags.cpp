@@ -50,12 +50,19 @@ std::optional<std::string> stream_wait_refusal() {
   return "the CUDA driver lacks cuStreamBatchMemOp, or rtp_ext was built with CUDA before 12.5";
 }
 
-int64_t PeerFlags::count(int ranks) { return int64_t{2} * 2 * kSlots * ranks * ranks; }
+int64_t PeerFlags::count(int ranks, int shards) { return int64_t{2} * 2 * kSlots * shards * ranks; }
 
-int64_t PeerFlags::bytes(int ranks) { return 2 * count(ranks) * static_cast<int64_t>(sizeof(uint32_t)); }
+int64_t PeerFlags::bytes(int ranks, int shards) {
+  return 2 * count(ranks, shards) * static_cast<int64_t>(sizeof(uint32_t));
+}
 
-PeerFlags::PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks, cudaStream_t side)
-    : batch_mem_op_(reinterpret_cast<void*>(find_batch_mem_op())), rank_(rank), ranks_(ranks), flags_(count(ranks)) {
+PeerFlags::PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks, int shards,
+                     cudaStream_t side)
+    : batch_mem_op_(reinterpret_cast<void*>(find_batch_mem_op())),
+      rank_(rank),
+      ranks_(ranks),
+      shards_(shards),
+      flags_(count(ranks, shards)) {
   RTP_ASSERT(batch_mem_op_ != nullptr, *stream_wait_refusal());
   // Before the registration, so that no peer can write to the memory yet.
   raise_words(static_cast<uint32_t*>(memory.data_ptr()), flags_, side);
@@ -68,7 +75,8 @@ PeerFlags::PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank
 
 int64_t PeerFlags::flag(Kind kind, const Place& place, int raiser) const {
   const int64_t group = static_cast<int64_t>(place.channel) * 2 + static_cast<int64_t>(kind);
-  return ((group * kSlots + place.slot) * ranks_ + place.shard % ranks_) * ranks_ + raiser;
+  RTP_ASSERT(place.shard < shards_, "a shard without flags");
+  return ((group * kSlots + place.slot) * shards_ + place.shard) * ranks_ + raiser;
 }
 
 void PeerFlags::raise(Kind kind, const Place& place, int peer, const CopyEngine& engine, cudaStream_t stream,

@@ -26,7 +26,7 @@ class PeerFlags {
   struct Place {
     Channel channel;
     int slot;
-    int shard;  // counted modulo the ranks: in a ring of several hosts, slots do not hold several shards
+    int shard;
   };
 
   enum class Kind : uint8_t {
@@ -39,10 +39,10 @@ class PeerFlags {
   // Collective, on the current device; all flags are 0. `side`: a stream on which the constructor runs raise_all()
   // once. The first use of a copy may make the driver load code, which waits for all streams; later, such a wait could
   // deadlock.
-  PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks, cudaStream_t side);
+  PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank, int ranks, int shards, cudaStream_t side);
 
-  // Returns the bytes of the flags on each of `ranks` ranks.
-  static int64_t bytes(int ranks);
+  // Returns the bytes of the flags on each of `ranks` ranks for `shards` shards.
+  static int64_t bytes(int ranks, int shards);
 
   // Enqueues setting this rank's flag at `peer` to 1. `captured`: whether the stream takes part in a capture.
   void raise(Kind kind, const Place& place, int peer, const CopyEngine& engine, cudaStream_t stream,
@@ -58,13 +58,14 @@ class PeerFlags {
   PeerRegion& region() { return region_; }
 
  private:
-  static int64_t count(int ranks);
+  static int64_t count(int ranks, int shards);
   int64_t flag(Kind kind, const Place& place, int raiser) const;
   uint32_t* word(int rank, int64_t index) const { return reinterpret_cast<uint32_t*>(region_.bases[rank]) + index; }
 
   void* batch_mem_op_;  // cuStreamBatchMemOp
   int rank_;
   int ranks_;
+  int shards_;
   int64_t flags_;  // number of flags; an equal number of words with value 1 follows
   PeerRegion region_;
 };

@@ -17,6 +17,9 @@ class SplitTransfer : public Transfer {
   void wait_received() override { receiving_->wait_received(); }
   void wait_sent() override { sending_->wait_sent(); }
   Moment arrived() const override { return receiving_->arrived(); }
+  StreamEvent event(End end) const override {
+    return end == End::received ? receiving_->event(end) : sending_->event(end);
+  }
 
  private:
   std::unique_ptr<Transfer> receiving_, sending_;
@@ -25,7 +28,8 @@ class SplitTransfer : public Transfer {
 class Composite : public CompositeTransport {
  public:
   Composite(std::shared_ptr<Transport> inner, std::shared_ptr<Transport> outer, int rank, int per_host)
-      : inner_(std::move(inner)),
+      : CompositeTransport(inner->shared_streams()),
+        inner_(std::move(inner)),
         outer_(std::move(outer)),
         first_(rank / per_host * per_host),
         per_host_(per_host),
@@ -44,6 +48,16 @@ class Composite : public CompositeTransport {
     auto arriving = post(std::move(receiving), here(hop.from));
     return std::make_unique<SplitTransfer>(std::move(arriving), post(std::move(sending), here(hop.to)));
   }
+
+  void order_hops_after(Channel channel, const StreamEvent& event) override {
+    inner_->order_hops_after(channel, event);
+    outer_->order_hops_after(channel, event);
+  }
+  void order_memory_after(const Hop& hop, HopMemory memory, const StreamEvent& event) override {
+    level(memory == HopMemory::source ? hop.to : hop.from).order_memory_after(hop, memory, event);
+  }
+  Moment moment(const Hop& hop) override { return level(hop.from).moment(hop); }
+  void delay(const Hop& hop, std::chrono::microseconds time) override { level(hop.from).delay(hop, time); }
 
   at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
   void release(Channel channel, const at::Tensor& memory) override { inner_->release(channel, memory); }
@@ -64,10 +78,14 @@ class Composite : public CompositeTransport {
     outer_->drop();
   }
 
+  Transport& inner() const override { return *inner_; }
   int64_t bytes_between_hosts(Channel channel) const override { return sent_[static_cast<size_t>(channel)]; }
 
  private:
   bool here(int rank) const { return rank >= first_ && rank < first_ + per_host_; }
+
+  // The transport that connects this rank to `rank`.
+  Transport& level(int rank) const { return here(rank) ? *inner_ : *outer_; }
 
   std::unique_ptr<Transfer> post(Hop hop, bool inside) {
     if (inside) {
@@ -91,6 +109,8 @@ std::shared_ptr<CompositeTransport> make_composite_transport(std::shared_ptr<Tra
                                                              std::shared_ptr<Transport> outer, int rank, int per_host) {
   RTP_CHECK_VALUE(per_host >= 1 && rank >= 0, "transport composite: expected per_host >= 1 and rank >= 0, got ",
                   per_host, " and ", rank);
+  RTP_CHECK_VALUE(inner->streams().on_host() || &inner->streams() == &outer->streams(),
+                  "transport composite: ", inner->name(), " and ", outer->name(), " must share their streams");
   return make_owned<Composite>(std::move(inner), std::move(outer), rank, per_host);
 }
 

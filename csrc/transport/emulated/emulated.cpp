@@ -65,7 +65,7 @@ class EmulatedDevice : public CudaTransport {
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     const DeviceScope scope(device_);
-    cudaStream_t stream = streams_.channel(hop.channel);
+    cudaStream_t stream = this->stream(hop.channel);
     std::vector<Copy> copies;
     loop_back(
         hop, [&](std::byte* to, const std::byte* from, size_t bytes) { copies.push_back({to, from, bytes}); },

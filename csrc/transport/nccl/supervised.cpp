@@ -16,9 +16,25 @@ NcclCommunicators connect(const RingEnd& end, const std::vector<std::string>& id
 
 }  // namespace
 
+std::pair<RingEnd, RingEnd> levels_of(const RingEnd& ring, int per_host) {
+  RTP_CHECK_VALUE(per_host >= 1 && ring.ranks % per_host == 0, "expected hosts of equally many of ", ring.ranks,
+                  " ranks, got ", per_host, " a host");
+  RingEnd outer = ring;
+  outer.shards = ring.ranks;
+  outer.distance = per_host;
+  outer.streams = std::make_shared<CudaStreams>(ring.device);
+  outer.failure = std::make_shared<SharedFailure>();
+  RingEnd inner = outer;
+  inner.rank = ring.rank % per_host;
+  inner.ranks = per_host;
+  inner.first = ring.rank - inner.rank;
+  inner.distance = 1;
+  return {inner, outer};
+}
+
 SupervisedTransport::SupervisedTransport(const RingEnd& end, const std::vector<std::string>& ids,
                                          const CommunicatorOptions& options)
-    : CudaTransport(end.device), end_(end), communicators_(connect(end, ids, options)) {}
+    : CudaTransport(end.device, end.streams), end_(end), communicators_(connect(end, ids, options)) {}
 
 SupervisedTransport::~SupervisedTransport() {
   // A trial hop failed and may still be running.
@@ -31,8 +47,8 @@ void SupervisedTransport::run_trial_hops() {
     const at::Tensor from = allocate(channel, 1), to = allocate(channel, 1);
     Hop hop;
     hop.channel = channel;
-    hop.to = (end_.rank + 1) % end_.ranks;
-    hop.from = (end_.rank + end_.ranks - 1) % end_.ranks;
+    hop.to = (end_.rank + end_.distance) % end_.ranks;
+    hop.from = (end_.rank + end_.ranks - end_.distance) % end_.ranks;
     hop.send_slot = static_cast<std::byte*>(from.data_ptr());
     hop.receive_slot = static_cast<std::byte*>(to.data_ptr());
     hop.send = {{hop.send_slot, 1}};
@@ -40,8 +56,8 @@ void SupervisedTransport::run_trial_hops() {
     hop.remote_receive_offsets = hop.remote_send_offsets = {0};
     hop.operation = "the first hop of the ring";
     hop.count = 1;
-    cudaStream_t stream = streams_.channel(channel);
-    streams_.order_channel_after(channel, streams_.record_compute());
+    cudaStream_t stream = this->stream(channel);
+    order_hops_after(channel, streams_.record_compute());
     enqueue(hop, stream);
     Event end;
     end.record(stream);
@@ -53,7 +69,7 @@ void SupervisedTransport::run_trial_hops() {
         while (give_up() && !end.reached() && std::chrono::steady_clock::now() - given_up < kGivingUp) {
           std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
-        throw_timeout(hop, hop.from, waited, "the hop did not end");
+        throw_timeout(hop, end_.first + hop.from, waited, "the hop did not end");
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -67,16 +83,17 @@ void SupervisedTransport::start() {
   callbacks.find_failure = [this](const std::vector<int>& awaited) { return find_failure(awaited); };
   callbacks.give_up = [this](const Failure& failure) {
     if (end_.peer_status) end_.peer_status->report_failure(failure.reason);
+    if (end_.failure) end_.failure->set(failure);
     const DeviceScope scope(device_);
     return give_up();
   };
-  watchdog_ = std::make_unique<Watchdog>(device_, end_.timeout, std::move(callbacks));
+  watchdog_ = std::make_unique<Watchdog>(device_, end_.timeout, end_.first, std::move(callbacks));
 }
 
 std::unique_ptr<Transfer> SupervisedTransport::post(const Hop& hop) {
   const DeviceScope scope(device_);
   watchdog_->check();
-  cudaStream_t stream = streams_.channel(hop.channel);
+  cudaStream_t stream = this->stream(hop.channel);
   Ends ends;
   try {
     ends = enqueue(hop, stream);
@@ -127,9 +144,13 @@ std::optional<Failure> SupervisedTransport::find_failure(const std::vector<int>&
       if (peer != end_.rank) awaited.push_back(peer);
     }
   }
+  if (end_.failure) {
+    if (auto failure = end_.failure->get()) return failure;
+  }
   if (auto error = communicators_.asynchronous_error()) return Failure{Failure::Kind::nccl, *error};
   if (!end_.peer_status) return std::nullopt;
   if (auto reported = end_.peer_status->failed_peer()) return Failure{Failure::Kind::lost, *reported};
+  for (int& peer : awaited) peer += end_.first;
   const auto ended = end_.peer_status->ended(awaited);
   unanswered_ = ended ? unanswered_ + 1 : 0;
   if (unanswered_ < kUnanswered) return std::nullopt;
@@ -179,7 +200,7 @@ void SupervisedTransport::refuse_capture() const {
 }
 
 void SupervisedTransport::finish_uses(Channel channel) const {
-  RTP_CUDA_CHECK(cudaStreamSynchronize(streams_.channel(channel)));
+  RTP_CUDA_CHECK(cudaStreamSynchronize(stream(channel)));
   RTP_CUDA_CHECK(cudaStreamSynchronize(streams_.compute()));
 }
 

@@ -5,7 +5,10 @@
 
 #include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/nccl/communicators.h"
@@ -15,14 +18,40 @@
 
 namespace rtp {
 
-// The parameters of one rank's end of a ring, shared by all its transports.
+// The first failure among the transports of one rank. The others end their waits, too.
+class SharedFailure {
+ public:
+  void set(const Failure& failure) noexcept {
+    const std::lock_guard lock(mutex_);
+    if (!failure_) failure_ = failure;
+  }
+  std::optional<Failure> get() const {
+    const std::lock_guard lock(mutex_);
+    return failure_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::optional<Failure> failure_;
+};
+
+// The parameters of one rank's end of a ring, or of the part of a ring that a transport of two levels connects.
 struct RingEnd {
   int rank = 0;
   int ranks = 1;
   at::Device device;
   std::chrono::milliseconds timeout;
-  std::shared_ptr<PeerStatus> peer_status;  // null: failures of other ranks are detected by the timeout
+  std::shared_ptr<PeerStatus> peer_status;           // of the whole ring; null: failures are detected by the timeout
+  int first = 0;                                     // the rank in the whole ring of rank 0
+  int shards = 0;                                    // the ranks of the whole ring; 0: `ranks`
+  int distance = 1;                                  // between the ranks that the trial hops connect
+  std::shared_ptr<CudaStreams> streams = nullptr;    // shared by the transports of the rank; null: new ones
+  std::shared_ptr<SharedFailure> failure = nullptr;  // the same; null: there is one transport
 };
+
+// Returns the ends of the two transports of a composite, inside the host and between hosts, where groups of `per_host`
+// consecutive ranks share a host.
+std::pair<RingEnd, RingEnd> levels_of(const RingEnd& ring, int per_host);
 
 // A derived class calls run_trial_hops() and start() last in its constructor and stop() first in its destructor,
 // because these functions and the watchdog call its virtual functions.

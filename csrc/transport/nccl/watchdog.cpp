@@ -11,8 +11,8 @@ bool ended(const StreamEvent& event) { return std::static_pointer_cast<Event>(ev
 
 }  // namespace
 
-Watchdog::Watchdog(at::Device device, std::chrono::milliseconds timeout, Callbacks callbacks)
-    : device_(device), timeout_(timeout), callbacks_(std::move(callbacks)), thread_([this] { run(); }) {}
+Watchdog::Watchdog(at::Device device, std::chrono::milliseconds timeout, int first, Callbacks callbacks)
+    : device_(device), timeout_(timeout), first_(first), callbacks_(std::move(callbacks)), thread_([this] { run(); }) {}
 
 void Watchdog::watch(const Hop& hop, const StreamEvent& done) {
   Pending pending{hop, Clock::now(), done};
@@ -68,7 +68,7 @@ std::optional<Failure> Watchdog::find_timeout() {
     const std::chrono::duration<double> waited = Clock::now() - hops.front().since;
     if (waited < timeout_) continue;
     const Hop& hop = hops.front().hop;
-    const std::string who = hop.from == kAnyRank ? "a rank" : concat("rank ", hop.from);
+    const std::string who = hop.from == kAnyRank ? "a rank" : concat("rank ", first_ + hop.from);
     return Failure{Failure::Kind::lost, concat(hop.describe(), ": ", who, " of the ring did not answer (waited ",
                                                waited.count(), " s): the hop did not end")};
   }

@@ -40,7 +40,8 @@ class Watchdog {
 
   static constexpr int kAnyRank = -1;  // the peer of a whole graph, whose awaited rank is unknown
 
-  Watchdog(at::Device device, std::chrono::milliseconds timeout, Callbacks callbacks);
+  // `first`: for messages, the rank in the ring of rank 0.
+  Watchdog(at::Device device, std::chrono::milliseconds timeout, int first, Callbacks callbacks);
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
   ~Watchdog() { stop(); }
@@ -77,6 +78,7 @@ class Watchdog {
 
   const at::Device device_;
   const std::chrono::milliseconds timeout_;
+  const int first_;
   const Callbacks callbacks_;
   mutable std::mutex mutex_;
   std::mutex callback_mutex_;  // one callback at a time; locked before `mutex_`

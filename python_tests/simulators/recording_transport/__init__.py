@@ -6,7 +6,8 @@ derives the happens-before order that the waits alone guarantee:
 
     computes   two streams, each in order; an event covers all earlier work of its stream
     hops       posted in order on two channels, but they may overlap: only a wait guarantees that data was sent or
-               received, and a hop sends after the waits of its source, and receives after those of its target
+               received, and a hop sends after the waits of its source, and receives after those of its target. With
+               `per_host`, the waits of hops between hosts are not those of hops inside them
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import compiled
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 
-# Values of Record.lane: two compute streams; the sources and the targets of the hops of two channels
-COMPUTE, SIDE, SOURCES, TARGETS = (0,), (1,), (2, 3), (4, 5)
+# Values of Record.lane: two compute streams; the sources and the targets of the hops of two channels, inside hosts and
+# between them
+COMPUTE, SIDE, SOURCES, TARGETS = (0,), (1,), (2, 3, 6, 7), (4, 5, 8, 9)
 # The kinds of waits: the waiting streams, and the awaited record
 WAITS = {
     "compute after mark": (COMPUTE, "mark"),
@@ -74,13 +76,13 @@ def conflicts(records: Sequence[Any], without: Collection[str] = (), *, streams:
     Args:
         records: the result of the module's `records()`.
         without: keys of WAITS; these waits are ignored.
-        streams: the hops of a channel run one after the other, as on a CUDA stream, and no channel waits for a hop.
+        streams: the hops of a channel run one after the other, as on a CUDA stream, and none waits for another of its
+            stream. Hops between hosts have a stream of their own.
     """
-    if streams:
-        without = {*without, "source after received", "target after received", "target after sent"}
     ignored = {(lane, kind) for lanes, kind in map(WAITS.__getitem__, without) for lane in lanes}
-    before = dict.fromkeys(range(6), 0)  # by lane: bit mask of the nodes that happen before its next work
+    before = dict.fromkeys(range(10), 0)  # by lane: bit mask of the nodes that happen before its next work
     known: dict[tuple[int, str], int] = {}  # the same by event, and by either end of a hop
+    stream_of: dict[int, int] = {}  # by hop: its lane
     names: list[str] = []
     memory = _Memory(records)
     found: dict[str, None] = {}
@@ -118,6 +120,9 @@ def conflicts(records: Sequence[Any], without: Collection[str] = (), *, streams:
             if streams:
                 sent = received = before[record.lane] = sent | received
             known[record.id, "sent"], known[record.id, "received"] = sent, received
+            stream_of[record.id] = record.lane
+        elif streams and stream_of.get(record.id) in (record.lane, record.lane - 2):
+            continue
         elif (record.lane, record.kind) not in ignored:
             before[record.lane] |= known[record.id, record.kind]
     return list(found)

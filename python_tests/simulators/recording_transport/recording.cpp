@@ -26,7 +26,7 @@ using namespace rtp;
 using Spans = std::vector<std::pair<uintptr_t, size_t>>;  // address, bytes
 
 // One record. `lane`: 0 or 1 for the compute streams; 2 for weight hops and 3 for gradient hops, and for what their
-// sources wait for; 4 and 5 for what their targets wait for.
+// sources wait for; 4 and 5 for what their targets wait for; 6 to 9 the same for hops between hosts.
 struct Record {
   std::string kind;  // memory, hop, marked; mark, received, sent: waits for the record with this id
   int lane = 0;
@@ -35,8 +35,8 @@ struct Record {
   Spans reads, writes;
 };
 
-int lane_of(Channel channel, HopMemory memory = HopMemory::source) {
-  return 2 + static_cast<int>(channel) + 2 * static_cast<int>(memory);
+int lane_of(Channel channel, bool outer, HopMemory memory = HopMemory::source) {
+  return 2 + static_cast<int>(channel) + 2 * static_cast<int>(memory) + (outer ? 4 : 0);
 }
 
 // The memory of a tensor, row by row if it has gaps.
@@ -159,46 +159,44 @@ class RecordedTransfer : public Transfer {
   int64_t id_;
 };
 
+// Records that a lane waits for a point.
+void wait(int lane, const StreamEvent& event) {
+  if (!event) return;
+  const auto point = std::static_pointer_cast<Point>(event);
+  recorder->add({point->kind, lane, point->id, "", {}, {}});
+}
+
 class RecordingStreams : public Streams {
  public:
   explicit RecordingStreams(int multiprocessors) : multiprocessors_(multiprocessors) {}
 
+  bool on_host() const override { return false; }
   StreamEvent record_compute() override {
     auto event = std::make_shared<Point>(Point{"mark", recorder->next++});
     recorder->add({"marked", recorder->lane, event->id, "", {}, {}});
     return event;
   }
   void order_compute_after(const StreamEvent& event) override { wait(recorder->lane, event); }
-  void order_channel_after(Channel channel, const StreamEvent& event) override {
-    for (const HopMemory memory : {HopMemory::source, HopMemory::target}) order_memory_after(channel, memory, event);
-  }
-  void order_memory_after(Channel channel, HopMemory memory, const StreamEvent& event) override {
-    wait(lane_of(channel, memory), event);
-  }
   void select_compute_stream(int lane) override { recorder->lane = lane; }
   int multiprocessors() const override { return multiprocessors_; }
 
  private:
-  static void wait(int lane, const StreamEvent& event) {
-    if (!event) return;
-    const auto point = std::static_pointer_cast<Point>(event);
-    recorder->add({point->kind, lane, point->id, "", {}, {}});
-  }
-
   int multiprocessors_;
 };
 
 class RecordingTransport : public Transport {
  public:
-  RecordingTransport(int multiprocessors, bool sends_anywhere, bool receives_anywhere)
+  RecordingTransport(int multiprocessors, bool sends_anywhere, bool receives_anywhere, int rank, int per_host)
       : Transport(std::make_unique<RecordingStreams>(multiprocessors)),
         sends_anywhere_(sends_anywhere),
-        receives_anywhere_(receives_anywhere) {}
+        receives_anywhere_(receives_anywhere),
+        rank_(rank),
+        per_host_(per_host) {}
 
   const char* name() const override { return "recording"; }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
-    Record record{"hop", lane_of(hop.channel), recorder->next++, hop.describe(), {}, {}};
+    Record record{"hop", lane_of(hop.channel, outer(hop.to)), recorder->next++, hop.describe(), {}, {}};
     for (size_t part = 0; part < hop.receive.size(); ++part) {
       const Span& from = hop.send[part];
       const Span& to = hop.receive[part];
@@ -211,6 +209,16 @@ class RecordingTransport : public Transport {
     const int64_t id = record.id;
     recorder->add(std::move(record));
     return std::make_unique<RecordedTransfer>(id);
+  }
+
+  void order_hops_after(Channel channel, const StreamEvent& event) override {
+    for (const bool outer : {false, true}) {
+      for (const HopMemory memory : {HopMemory::source, HopMemory::target})
+        wait(lane_of(channel, outer, memory), event);
+    }
+  }
+  void order_memory_after(const Hop& hop, HopMemory memory, const StreamEvent& event) override {
+    wait(lane_of(hop.channel, outer(hop.to), memory), event);
   }
 
   // Memory is allocated and freed in the order of the compute stream, as by a stream-ordered allocator.
@@ -233,8 +241,11 @@ class RecordingTransport : public Transport {
     recorder->add(std::move(record));
   }
 
+  bool outer(int to) const { return per_host_ > 0 && to / per_host_ != rank_ / per_host_; }
+
   bool sends_anywhere_;
   bool receives_anywhere_;
+  int rank_, per_host_;
 };
 
 }  // namespace
@@ -249,11 +260,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("writes", &Record::writes);
   m.def(
       "transport",
-      [](int multiprocessors, bool sends_anywhere, bool receives_anywhere) -> std::shared_ptr<Transport> {
-        return std::make_shared<RecordingTransport>(multiprocessors, sends_anywhere, receives_anywhere);
+      [](int multiprocessors, bool sends_anywhere, bool receives_anywhere, int rank,
+         int per_host) -> std::shared_ptr<Transport> {
+        return std::make_shared<RecordingTransport>(multiprocessors, sends_anywhere, receives_anywhere, rank, per_host);
       },
       py::kw_only(), py::arg("multiprocessors") = 0, py::arg("sends_anywhere") = true,
-      py::arg("receives_anywhere") = true);
+      py::arg("receives_anywhere") = true, py::arg("rank") = 0, py::arg("per_host") = 0);
   m.def("start", [] {
     recorder = std::make_unique<Accesses>();
     recorder->callback = at::addGlobalCallback(at::RecordFunctionCallback(before_operator, after_operator)

@@ -233,10 +233,11 @@ void bind_transports(py::module_& m) {
       .def_readonly("hops", &Tally::hops)
       .def_readonly("cuda", &Tally::cuda)
       .def_readonly("nccl", &Tally::nccl);
-  m.def("counted",
-        [](std::shared_ptr<Transport> inner, const std::shared_ptr<Tally>& tally) -> std::shared_ptr<Transport> {
-          return std::make_shared<CountedTransport>(std::move(inner), tally);
-        });
+  m.def(
+      "counted",
+      [](std::shared_ptr<Transport> inner, const std::shared_ptr<Tally>& tally, const Transport* beside)
+          -> std::shared_ptr<Transport> { return std::make_shared<CountedTransport>(std::move(inner), tally, beside); },
+      py::arg("inner"), py::arg("tally"), py::arg("beside") = nullptr);
   m.def("unique_id", [] { return py::bytes(nccl_unique_id()); });
   m.def(
       "nccl",
@@ -250,6 +251,20 @@ void bind_transports(py::module_& m) {
       },
       py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"),
       py::arg("registered") = false, py::arg("blocking") = false);
+  // The ends and the transports of a rank in a ring of two levels.
+  m.def(
+      "levels",
+      [](int rank, int ranks, int per_host, Milliseconds timeout, const News& news) {
+        return levels_of(ring_end(rank, ranks, timeout, news), per_host);
+      },
+      py::arg("rank"), py::arg("ranks"), py::arg("per_host"), py::arg("timeout"), py::arg("news"));
+  m.def(
+      "abort", [](Transport& transport, const std::string& reason) { transport.abort(reason); },
+      py::call_guard<NoGil>());
+  m.def("nccl_level", [](const RingEnd& end, const std::vector<std::string>& ids) {
+    const NoGil release;
+    return make_nccl_transport(end, ids, NcclOptions{});
+  });
   m.def("nccl_put_refusal", &nccl_put_refusal);
   m.def(
       "nccl_put",

@@ -47,6 +47,13 @@ void bind_ce(pybind11::module_& m) {
       },
       py::arg("id"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"), py::arg("mutant") = -1);
   m.def(
+      "ce_level",
+      [](const RingEnd& end, const std::string& id, int mutant) -> std::shared_ptr<Transport> {
+        const NoGil release;
+        return mutant < 0 ? make_ce_transport(end, id) : make_mutated_ce_transport(mutant, end, id);
+      },
+      py::arg("end"), py::arg("id"), py::arg("mutant") = -1);
+  m.def(
       "set_ce_modes",
       [](Transport& transport, bool pull_weights, bool pull_gradients) {
         ce(transport).set_mode(Channel::weight, mode(pull_weights));

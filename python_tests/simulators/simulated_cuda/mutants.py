@@ -28,7 +28,7 @@ CE_MUTANTS = {
         "Place here{Channel::weight,",
     ),
     "offers slots that are still in use": (
-        "streams_.set_user(channel, push ? HopMemory::target : HopMemory::source, offers_[index(channel)].get());",
+        "user(channel, push ? HopMemory::target : HopMemory::source) = offers_[index(channel)].get();",
         "",
     ),
     "does not await that a slot was read, pull": (

@@ -12,36 +12,21 @@ namespace simulated {
 
 using namespace rtp;
 
-class FewerWaits : public Streams {
- public:
-  FewerWaits(std::shared_ptr<Transport> inner, const std::string& missing)
-      : inner_(std::move(inner)), channel_(missing != "channel") {}
-
-  StreamEvent record_compute() override { return inner_->streams().record_compute(); }
-  void order_compute_after(const StreamEvent& event) override { inner_->streams().order_compute_after(event); }
-  void order_channel_after(Channel channel, const StreamEvent& event) override {
-    if (channel_) inner_->streams().order_channel_after(channel, event);
-  }
-  void order_memory_after(Channel channel, HopMemory memory, const StreamEvent& event) override {
-    if (channel_) inner_->streams().order_memory_after(channel, memory, event);
-  }
-
- private:
-  std::shared_ptr<Transport> inner_;
-  bool channel_;
-};
-
 // A transport that omits one kind of wait, to verify that tests detect it.
 class WithoutWait : public Transport {
  public:
   WithoutWait(std::shared_ptr<Transport> inner, std::string missing)
-      : Transport(std::make_unique<FewerWaits>(inner, missing)),
-        inner_(std::move(inner)),
-        missing_(std::move(missing)) {}
+      : Transport(inner->shared_streams()), inner_(std::move(inner)), missing_(std::move(missing)) {}
 
   const char* name() const override { return inner_->name(); }
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     return std::make_unique<Part>(inner_->post(hop), missing_);
+  }
+  void order_hops_after(Channel channel, const StreamEvent& event) override {
+    if (missing_ != "channel") inner_->order_hops_after(channel, event);
+  }
+  void order_memory_after(const Hop& hop, HopMemory memory, const StreamEvent& event) override {
+    if (missing_ != "channel") inner_->order_memory_after(hop, memory, event);
   }
   at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
   void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
@@ -98,19 +83,15 @@ struct Tally {
   }
 };
 
+// Runs the kernels of the host on the compute stream.
 class CountedStreams : public Streams {
  public:
-  CountedStreams(std::shared_ptr<Transport> inner, std::shared_ptr<Tally> tally)
-      : transport_(std::move(inner)), inner_(transport_->streams()), tally_(std::move(tally)) {}
+  explicit CountedStreams(std::shared_ptr<Transport> inner)
+      : transport_(std::move(inner)), inner_(transport_->streams()) {}
 
+  bool on_host() const override { return inner_.on_host(); }
   StreamEvent record_compute() override { return inner_.record_compute(); }
   void order_compute_after(const StreamEvent& event) override { inner_.order_compute_after(event); }
-  void order_channel_after(Channel channel, const StreamEvent& event) override {
-    (*tally_)([&] { inner_.order_channel_after(channel, event); });
-  }
-  void order_memory_after(Channel channel, HopMemory memory, const StreamEvent& event) override {
-    (*tally_)([&] { inner_.order_memory_after(channel, memory, event); });
-  }
   void select_compute_stream(int lane) override { inner_.select_compute_stream(lane); }
   int multiprocessors() const override { return inner_.multiprocessors(); }
   uint64_t capture() const override { return inner_.capture(); }
@@ -129,18 +110,26 @@ class CountedStreams : public Streams {
  private:
   std::shared_ptr<Transport> transport_;
   Streams& inner_;
-  std::shared_ptr<Tally> tally_;
 };
 
 class CountedTransport : public Transport {
  public:
-  CountedTransport(std::shared_ptr<Transport> inner, const std::shared_ptr<Tally>& tally)
-      : Transport(std::make_unique<CountedStreams>(inner, tally)), inner_(std::move(inner)), tally_(tally) {}
+  // `beside`: a counted transport of the same rank, whose streams of computes it shares; null: new ones.
+  CountedTransport(std::shared_ptr<Transport> inner, const std::shared_ptr<Tally>& tally, const Transport* beside)
+      : Transport(beside != nullptr ? beside->shared_streams() : std::make_shared<CountedStreams>(inner)),
+        inner_(std::move(inner)),
+        tally_(tally) {}
 
   const char* name() const override { return inner_->name(); }
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     ++tally_->hops;
     return (*tally_)([&] { return std::make_unique<Counted>(inner_->post(hop), tally_); });
+  }
+  void order_hops_after(Channel channel, const StreamEvent& event) override {
+    (*tally_)([&] { inner_->order_hops_after(channel, event); });
+  }
+  void order_memory_after(const Hop& hop, HopMemory memory, const StreamEvent& event) override {
+    (*tally_)([&] { inner_->order_memory_after(hop, memory, event); });
   }
   at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
   void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
