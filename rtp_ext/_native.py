@@ -61,6 +61,11 @@ def ring_end(rank: int, ranks: int, device: torch.device, timeout: Any, news: An
     return _C.RingEnd(rank, ranks, device, timeout, news)
 
 
+def ring_levels(end: Any, per_host: int) -> tuple[Any, Any]:
+    """Returns the ends of the two transports of a rank: among the `per_host` ranks of its host, and between hosts."""
+    return end.levels(per_host)
+
+
 def nccl_transport(ids: list[bytes], end: Any, options: Any, registered: bool) -> Any:
     """Returns a transport with two NCCL communicators of its own. `options`: a TransportOptions. `registered`: its
     slots are registered with NCCL. Collective over the ranks."""

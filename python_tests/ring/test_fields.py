@@ -40,15 +40,16 @@ def test_hosts_of_ranks(places):
     hosts = Hosts.among(list(places))
     assert (hosts.count, hosts.per_host) == (count, per_host)
     assert hosts.unlevel is unlevel or unlevel in hosts.unlevel
-    assert (levels_refusal(hosts, torch.device("cpu"), None) is None) == (unlevel is None)
+    assert (levels_refusal(hosts, torch.device("cpu"), "tcp", None) is None) == (unlevel is None)
 
 
 def test_what_else_keeps_a_ring_flat():
     hosts = Hosts.even(6, 2, "two-level")
     assert (hosts.of, hosts.unlevel) == ((0, 0, 0, 1, 1, 1), None)
-    assert levels_refusal(hosts, torch.device("cpu"), False) is None
-    assert "gradient_halves" in levels_refusal(hosts, torch.device("cpu"), True)
-    assert "on cuda devices" in levels_refusal(hosts, torch.device("cuda", 0), None)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert levels_refusal(hosts, cpu, "shm+tcp", False) is levels_refusal(hosts, cuda, "ce+nccl", None) is None
+    assert "gradient_halves" in levels_refusal(hosts, cpu, "shm+tcp", True)
+    assert "on transport nccl, which has one stream for both" in levels_refusal(hosts, cuda, "nccl", None)
     with pytest.raises(ValueError, match="hosts of equally many of 6 ranks, got 4 hosts"):
         Hosts.even(6, 4, "ring")
 

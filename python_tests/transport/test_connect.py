@@ -5,6 +5,7 @@ import torch
 
 from rtp_ext import RotationError, _native
 from rtp_ext.ring.links import transports
+from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.options import TransportOptions
 from rtp_ext.ring.links.transports import Candidate
 
@@ -18,6 +19,7 @@ class StandIn:
         self.transport_options = TransportOptions.of(options)
         self.others = iter(others or [])
         self.asked = []
+        self.placed = Hosts.even(2, 1, "ring")
 
     def exchange(self, value):
         self.asked.append(value)
@@ -90,9 +92,10 @@ def names(ring):
 def test_candidates_by_device_and_options():
     both = [("shm+tcp", True), ("shm+c10d", True)]
     assert names(StandIn("cpu")) == [("shm", True), *both, ("tcp", True), ("c10d", True)]
-    assert names(StandIn()) == [("ce", True), ("nccl", True), ("nccl", True), ("c10d", True), ("nccl-put", False)]
-    assert names(StandIn(options={"registered": True}))[1:3] == [("nccl", True), ("c10d", True)]
-    assert names(StandIn(options={"registered": False}))[1:3] == [("nccl", True), ("c10d", True)]
+    levels, single = [("ce+nccl", False), ("nccl+nccl", False)], [("nccl", True), ("c10d", True), ("nccl-put", False)]
+    assert names(StandIn()) == [("ce", True), *levels, ("nccl", True), *single]
+    for registered in (True, False):
+        assert names(StandIn(options={"registered": registered})) == [("ce", True), *levels, *single]
     assert names(StandIn("meta")) == [("c10d", True)]
 
 

@@ -27,6 +27,7 @@ class TwoRanks:
     def __init__(self, other=None, **options):
         self.other = other or {}
         self.transport_options = TransportOptions.of(options)
+        self.placed = Hosts.even(2, 1, "ring")
 
     def exchange(self, value):
         known = isinstance(value, (str, type(None)))

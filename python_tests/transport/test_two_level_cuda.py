@@ -29,8 +29,8 @@ class LevelRank(Rank):
     """One rank of a ring of `hosts` hosts."""
 
     def __init__(
-        self, sim, rank, hosts, per_host, ids, barrier, inner, timeout=TIMEOUT, *, news=None, plant=("", ""), mutant=None,
-        tally=None,
+        self, sim, rank, hosts, per_host, ids, barrier, inner, timeout=TIMEOUT, *, news=None, plant=("", ""),
+        mutant=None, tally=None,
     ):  # fmt: skip
         inner_end, outer_end = sim.levels(rank, hosts * per_host, per_host, timeout, news)
         host = ids["hosts"][rank // per_host]
@@ -127,8 +127,7 @@ def test_a_mistake_inside_a_host_is_caught(mutant):
 
 
 def caught_without(sim, plant, mutant):
-    """Returns whether a rank finds a mistake, and the messages of all. The errors, which hold the executors, are dropped
-    here."""
+    """Returns whether a rank finds a mistake, and the messages of all. The errors hold the executors, and end here."""
     results = run(sim, 2, 2, "ce", plant=plant, mutant=mutant, timeout=timedelta(seconds=1))
     caught = any(isinstance(result, (AssertionError, RotationError)) for result in results)
     return caught, [repr(result) for result in results]
@@ -160,7 +159,7 @@ def test_hops_inside_a_host_do_not_wait_for_those_between_hosts(sim):
                     end.executor, [torch.full((6,), float(rank))], [[[6]] * ranks], route, False
                 )
                 while (step := execution.next()) is not None:
-                    sim.launch(lambda owner=step.owner: seen.append(owner))
+                    sim.launch(functools.partial(seen.append, step.owner))
                 execution.finish()
                 if turn == 1 and rank < per_host:
                     time.sleep(0.3)
@@ -256,13 +255,13 @@ def test_a_failure_of_one_level_ends_the_other(sim, level):
 
 def test_calls_of_hops(sim):
     """Driver calls of a hop, counted: those between hosts cost a group of NCCL, those inside what `ce` costs alone."""
-    counts = {}
+    counts = {"inner": [], "outer": []}
 
     def work(rank, ids, barrier):
         tally = {"inner": sim.Tally(), "outer": sim.Tally()}
         end = LevelRank(sim, rank, 2, 3, ids, barrier, "ce", tally=tally)
         sim.set_compute(True)
-        for turn in range(2):
+        for turn in range(6):  # the first ones create slots and events
             before = {level: (each.hops, each.cuda, each.nccl) for level, each in tally.items()}
             end.sim.synchronize()
             execution = _native.Execution.rotate(end.executor, [torch.ones(6)], [[[6]] * 6], "two-level", False)
@@ -272,14 +271,14 @@ def test_calls_of_hops(sim):
             sim.synchronize()
             barrier.wait(20)
             after = {level: (each.hops, each.cuda, each.nccl) for level, each in tally.items()}
-            if rank == 0 and turn == 1:
+            if rank == 0:
                 for level in tally:
-                    counts[level] = [b - a for a, b in zip(before[level], after[level], strict=True)]
+                    counts[level].append([b - a for a, b in zip(before[level], after[level], strict=True)])
         sim.set_compute(False)
         end.executor.close()
 
     values(run_threads(work, 6, unique_ids(sim, 2), threading.Barrier(6)))
-    (inner_hops, inner_cuda, inner_nccl), (outer_hops, outer_cuda, outer_nccl) = counts["inner"], counts["outer"]
+    (inner_hops, inner_cuda, inner_nccl), (outer_hops, outer_cuda, outer_nccl) = (min(each) for each in counts.values())
     assert (inner_hops, outer_hops) == (4, 1)
     # one more: the first hop inside the host of what came from the other host waits for its arrival
     assert inner_nccl == 0 and inner_cuda <= 12 * inner_hops + 1, counts

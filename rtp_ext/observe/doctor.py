@@ -190,6 +190,7 @@ def automatic(found: dict[str, tuple[bool, str]]) -> dict[str, str]:
 def transports() -> dict[str, tuple[bool, str]]:
     """Returns for each transport whether it works here, and its use or the reason why it does not work."""
     backends, memory, sockets = c10d_backends(), shm_refusal(), tcp_refusal()
+    copies = ring.ce_refusal() or _access_refusal()
     groups = None if backends else "this torch has no torch.distributed backend"
     refusals = {
         "shm": (memory, "CPU ranks of one host"),
@@ -200,7 +201,9 @@ def transports() -> dict[str, tuple[bool, str]]:
             groups,
             f"any backend of torch.distributed; here {', '.join(backends)}",
         ),
-        "ce": (ring.ce_refusal() or _access_refusal(), "GPUs of one host, without SMs"),
+        "ce": (copies, "GPUs of one host, without SMs"),
+        "ce+nccl": (copies, "GPUs of several hosts, equally many neighbours on each"),
+        "nccl+nccl": (ring.nccl_refusal(), "the same, without direct access between GPUs of a host"),
         "nccl": (ring.nccl_refusal(), "one GPU for each rank"),
         "nccl-put": (ring.nccl_put_refusal(), "one GPU for each rank, direct access between all of them"),
         "emulated": (_emulated_refusal(), "one process stands for a whole ring"),

@@ -43,7 +43,7 @@ def late_passes(options: RingOptions, device: torch.device, transport: str) -> i
 
 def make_executor(ring: Communicator, options: RingOptions, connection: Connection, hop_route: str, late: int) -> Any:
     """Returns the native executor of one rank. `late`: see `late_passes`."""
-    if connection.name == "ce":
+    if connection.name in ("ce", "ce+nccl"):
         choose_ce_modes(connection.native, hop_route, options.transport_options.ce_mode)
     native = _native.CheckedTransport(connection.native, ring.size) if options.checksum else connection.native
     executor = _native.Executor(native, ring.rank, ring.size, ring.device, ring.placed.count)

@@ -144,7 +144,7 @@ class Telemetry:
         if not isinstance(self._native, _native.CompositeTransport):
             raise RotationError(
                 f"transport {self._transport} does not count the bytes that leave the host separately: expected "
-                "shm+tcp or shm+c10d"
+                "shm+tcp, shm+c10d, ce+nccl or nccl+nccl"
             )
         return self._native.bytes_between_hosts(channel)
 

@@ -91,12 +91,12 @@ def find_hosts(ring: Ranks) -> Hosts:
     return Hosts.among([place.memory for place in places], describe(places))
 
 
-def levels_refusal(hosts: Hosts, device: torch.device, gradient_halves: bool | None) -> str | None:
+def levels_refusal(hosts: Hosts, device: torch.device, transport: str, gradient_halves: bool | None) -> str | None:
     """Returns why a ring cannot take the route two-level; None if it can. The same on every rank."""
     if hosts.unlevel is not None:
         return hosts.unlevel
-    if device.type != "cpu":
-        return f"hops between hosts would wait for those inside on {device.type} devices"
+    if device.type != "cpu" and "+" not in transport:
+        return f"hops between hosts would wait for those inside on transport {transport}, which has one stream for both"
     if gradient_halves:
         return "gradient_halves was asked for, and gradients of two levels travel whole"
     return None

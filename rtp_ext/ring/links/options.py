@@ -13,7 +13,10 @@ import torch
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
 
-TRANSPORTS = ("auto", "shm", "shm+tcp", "shm+c10d", "tcp", "c10d", "ce", "nccl", "nccl-put")
+TRANSPORTS = (
+    *("auto", "shm", "shm+tcp", "shm+c10d", "tcp", "c10d"),
+    *("ce", "ce+nccl", "nccl+nccl", "nccl", "nccl-put"),
+)
 ROUTES = ("auto", "ring", "direct", "gather", "two-level")
 GRADIENT_ROUTES = ("auto", "chain", "direct")
 GRADIENT_TRAVELS = (None, "int8")

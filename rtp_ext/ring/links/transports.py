@@ -72,6 +72,20 @@ def candidates(ring: Communicator, options: TransportOptions) -> list[Candidate]
     if ring.device.type != "cuda":
         return [c10d]
     ce = Candidate("ce", "copy engines between GPUs of one host", ce_refusal, _make_ce)
+    level = ring.placed.unlevel is None
+    levels = [
+        Candidate(
+            f"{inner}+nccl",
+            f"{virtue} inside hosts, direct NCCL between them",
+            functools.partial(_levels_refusal, ring, refusal),
+            functools.partial(_make_levels, options=options, inner=inner),
+            automatic=level,
+        )
+        for inner, virtue, refusal in (
+            ("ce", "copy engines", ce_refusal),
+            ("nccl", "direct NCCL", registered_nccl_refusal if options.registered else nccl_refusal),
+        )
+    ]
     registered = []
     if options.registered is not False:
         virtue = "direct NCCL from registered slots"
@@ -85,7 +99,7 @@ def candidates(ring: Communicator, options: TransportOptions) -> list[Candidate]
     put = Candidate(
         "nccl-put", "one-sided NCCL", nccl_put_refusal, lambda ring: _make_nccl_put(ring, options), automatic=False
     )
-    return [ce, *registered, c10d, put]
+    return [ce, *levels, *registered, c10d, put]
 
 
 def launch_order_problem() -> str | None:
@@ -200,6 +214,10 @@ def _make_tcp(ring: Communicator) -> Any:
     return native
 
 
+def _levels_refusal(ring: Communicator, refusal: Callable[[], str | None]) -> str | None:
+    return ring.placed.unlevel or refusal()
+
+
 def _make_composite(ring: Communicator, make_outer: Callable[[Communicator], Any]) -> Any:
     inner = _make_shm(ring)  # first, so that a failure leaves no process groups behind
     return _native.CompositeTransport(inner, make_outer(ring), ring.rank, ring.placed.per_host)
@@ -249,10 +267,12 @@ def nccl_put_refusal() -> str | None:
     return nccl_refusal() or _native.nccl_put_refusal()
 
 
-def _unique_ids(ring: Communicator, count: int) -> list[bytes]:
-    """Returns unique ids of `count` communicators, created by rank 0. Collective."""
-    ids = [_native.nccl_unique_id() for _ in range(count)] if ring.rank == 0 else None
-    return ring.exchange(ids)[0]
+def _unique_ids(ring: Communicator, count: int, per_host: int | None = None) -> list[bytes]:
+    """Returns unique ids of `count` communicators of the ring or, with `per_host`, of this rank's host, created by its
+    first rank. Collective over the ring."""
+    first = 0 if per_host is None else ring.rank - ring.rank % per_host
+    ids = [_native.nccl_unique_id() for _ in range(count)] if ring.rank == first else None
+    return ring.exchange(ids)[first]
 
 
 def _ring_end(ring: Communicator) -> Any:
@@ -279,6 +299,11 @@ def _make_ce(ring: Communicator) -> Any:
     hosts = len(set(ring.exchange(_native.host_id())))
     if hosts > 1:
         raise RotationError(f"its ranks are on {hosts} hosts")
+    _warn_of_few_connections()
+    return _native.ce_transport(_unique_ids(ring, 1)[0], _ring_end(ring))
+
+
+def _warn_of_few_connections() -> None:
     connections = os.environ.get(CONNECTIONS, "8")  # CUDA's default
     if connections.isdecimal() and int(connections) < FEW_CONNECTIONS:
         logger.warning(
@@ -287,11 +312,28 @@ def _make_ce(ring: Communicator) -> Any:
             CONNECTIONS,
             connections,
         )
-    return _native.ce_transport(_unique_ids(ring, 1)[0], _ring_end(ring))
 
 
 def _make_nccl(ring: Communicator, options: TransportOptions, registered: bool) -> Any:
     return _native.nccl_transport(_unique_ids(ring, 2), _ring_end(ring), settle(ring, options), registered)
+
+
+def _make_levels(ring: Communicator, options: TransportOptions, inner: str) -> Any:
+    """Returns the transport `ce+nccl` or `nccl+nccl`. Collective over the ring."""
+    settled, per_host = settle(ring, options), ring.placed.per_host
+    inside, between = _native.ring_levels(_ring_end(ring), per_host)
+    ids, native, problem = _unique_ids(ring, 2, per_host), None, None
+    try:
+        if inner == "ce":
+            _warn_of_few_connections()
+            native = _native.ce_transport(ids[0], inside)
+        else:
+            native = _native.nccl_transport(ids, inside, settled, bool(options.registered))
+    except RuntimeError as error:
+        problem = str(error)
+    _refuse_any(ring.exchange(problem))
+    outer = _native.nccl_transport(_unique_ids(ring, 2), between, settled, False)
+    return _native.CompositeTransport(native, outer, ring.rank, per_host)
 
 
 def _make_nccl_put(ring: Communicator, options: TransportOptions) -> Any:

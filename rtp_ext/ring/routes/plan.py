@@ -11,7 +11,7 @@ from rtp_ext import _native
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.options import RingOptions, check_in_place
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes, choose_gradient_route
-from rtp_ext.ring.routes.weight_routes import choose_hops
+from rtp_ext.ring.routes.weight_routes import choose_hops, warn_of_flat_ring
 
 
 @dataclass(frozen=True)
@@ -82,5 +82,7 @@ def plan_routes(ring: Communicator, transport: str, options: RingOptions) -> Rou
     hop_route, missed = choose_hops(
         ring, transport, "auto" if options.route == "gather" else options.route, options.gradient_halves
     )
+    if ring.device.type == "cuda" and hop_route != "two-level" and ring.rank == 0:
+        warn_of_flat_ring(ring, options.route, missed)
     gradients = choose_gradient_route(ring, transport, hop_route, options.gradient_route, options.gradient_travel)
     return RoutePlan.of(options, hop_route, gradients, missed)

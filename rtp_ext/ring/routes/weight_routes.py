@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from rtp_ext import _native
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.hosts import levels_refusal
+
+logger = logging.getLogger("rtp_ext")
 
 
 def choose_route(ring: Communicator, transport: str, requested: str) -> str:
@@ -21,7 +24,7 @@ def choose_route(ring: Communicator, transport: str, requested: str) -> str:
 def choose_hops(ring: Communicator, transport: str, requested: str, gradient_halves: bool | None) -> tuple[str, str]:
     """Selects the route as `choose_route` does, or two-level, which `auto` prefers where possible. Returns the route,
     and the reason where the requested one, or on GPUs `direct` under `auto`, is not taken. The same on every rank."""
-    refusal = levels_refusal(ring.placed, ring.device, gradient_halves)
+    refusal = levels_refusal(ring.placed, ring.device, transport, gradient_halves)
     if requested in ("auto", "two-level") and refusal is None:
         return "two-level", ""
     if requested == "two-level":
@@ -30,6 +33,19 @@ def choose_hops(ring: Communicator, transport: str, requested: str, gradient_hal
     if requested == "auto" and ring.wiring is not None and not ring.wiring.any_to_any:
         return route, f"; route {route}: {ring.wiring.reason}"
     return route, ""
+
+
+def warn_of_flat_ring(ring: Communicator, requested: str, missed: str) -> None:
+    """Warns where a flat ring crosses hosts of several ranks, with its cost against two levels."""
+    hosts = ring.placed
+    if hosts.count == 1 or hosts.per_host == 1:
+        return
+    each = f"{hosts.per_host} ranks" if hosts.per_host is not None else "unequally many ranks"
+    logger.warning(
+        "ring of %d on %d hosts of %s: its route (%s) sends nearly all %d shards of a pass through one port of every "
+        "host; on two levels every rank sends %d shards through a port of its own%s",
+        *(ring.size, hosts.count, each, requested, ring.size - 1, hosts.count - 1, missed),
+    )
 
 
 def choose_ce_modes(native: Any, hop_route: str, requested: str) -> None:
