@@ -119,7 +119,8 @@ def rotation_seconds(
     read. recompute: backward computes the first half of a bundle again. route: `ring` or `direct`. hosts: number of
     hosts of a two-level ring, where gradient route direct is not available; 1: a flat ring.
 
-    Durations are those of the largest shard. The first launch of a pass takes `kernel_s`, the engine's own less. A
+    Durations are those of the largest shard. Products with a shard add to sums, which they read and write: of outputs
+    or of input gradients in float32 (csrc/compute/gemm), of weight gradients in the dtype in which they travel. The first launch of a pass takes `kernel_s`, the engine's own less. A
     linear layer's gradients travel in halves where their hop takes longer than a dgrad
     (rtp_ext/ring/routes/route_planner.py), and its products run on two streams where one leaves multiprocessors idle
     (csrc/ops/linear.cpp). Operations above the slot cap run chunk by chunk. Both kinds of hop share one link: a
@@ -136,7 +137,10 @@ def rotation_seconds(
     width = (product_bytes, experts_per_token)
     whole = _computes(rotation, tokens, 1, 1, cluster, constants, recompute, *width)
     engine = dataclasses.replace(constants, kernel_s=constants.engine_launch_s)
-    one = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width)
+    sums = None
+    if ranks > 1:  # what is computed is added to a sum, but a contribution that is sent to its owner
+        sums = (2.0 * max(4, compute_bytes), float(local_bytes if direct else 2 * reduce_bytes))
+    one = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums)
     values, back_values = (
         _shard_values(weights, ranks) / chunks for weights in (rotation.weights, rotation.backward_weights)
     )
@@ -166,7 +170,7 @@ def rotation_seconds(
     lanes = (False, False)
     if op == "linear" and ranks > 1 and hosts == 1:
         lanes = _two_lanes(rotation, tokens, ranks * chunks, cluster)
-    filled = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, whole_waves=False)
+    filled = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums, whole_waves=False)
     filled = {kind: time + cast_s[kind] for kind, time in filled.items()}
     kinds = (("forward",), ("dgrad", "wgrad") if dgrad or rotation.bundle else ("wgrad",))
     # concurrent products share the multiprocessors: at least the time of the work of their tiles
@@ -243,10 +247,13 @@ def _computes(
     recompute: bool,
     element_bytes: int,
     experts_per_token: int,
+    sums: tuple[float, float] | None = None,
     *,
     whole_waves: bool = True,
 ) -> dict[str, float]:
-    """Returns the seconds of one step with one shard (or chunk of one) of the largest size."""
+    """Returns the seconds of one step with one shard (or chunk of one) of the largest size. sums: bytes read and
+    written for each number of a sum over shards, of activations and of weight gradients; None: a whole weight."""
+    of_inputs, of_weights = sums or (None, None)
     matrices = [weight for weight in rotation.weights if not weight.is_bias]
     if rotation.kind == "embedding":  # rows are copied, or added
         values = sum(tokens * weight.shape[1] for weight in matrices) / (ranks * chunks)
@@ -263,10 +270,13 @@ def _computes(
         outputs, inputs = (shape[0], -(-shape[1] // cut)) if weight.dim == 1 else (-(-shape[0] // cut), shape[1])
         product = Product("shard", rows, outputs, inputs, experts, element_bytes)
         dgrad, wgrad = product.backward()
-        forward = product_s(product, cluster, constants, whole_waves=whole_waves)
+        by_outputs = weight.dim == 0 and len(weight.shape) == 2
+        by_inputs = weight.dim == 1 and len(weight.shape) == 2
+        ways: dict[str, Any] = {"cluster": cluster, "constants": constants, "whole_waves": whole_waves}
+        forward = product_s(product, **ways, result_bytes=of_inputs if by_inputs else None)
         seconds["forward"] += forward
-        seconds["dgrad"] += product_s(dgrad, cluster, constants, whole_waves=whole_waves)
-        seconds["wgrad"] += product_s(wgrad, cluster, constants, whole_waves=whole_waves)
+        seconds["dgrad"] += product_s(dgrad, **ways, result_bytes=of_inputs if by_outputs else None)
+        seconds["wgrad"] += product_s(wgrad, **ways, result_bytes=of_weights)
         again = rotation.kind == "head" or (rotation.kind == "bundle" and recompute and index < len(matrices) - 1)
         if again:  # logits or hidden slices are computed again before their gradients
             seconds["dgrad"] += forward
