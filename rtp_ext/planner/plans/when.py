@@ -68,7 +68,7 @@ class Cell:
 
 
 def cluster_of(link: str, gpus: int, base: str = "h100-80gb") -> Cluster:
-    """Returns GPUs with one kind of link: NVLink or PCIe with direct access inside nodes of 8, or one network port per GPU."""
+    """Returns GPUs with one kind of link: NVLink or PCIe (direct access) inside nodes of 8, or a network port each."""
     if link == "PCIe":
         return dataclasses.replace(Cluster.preset(base, gpus=gpus, link="pcie"), name=f"{base}, PCIe")
     cluster = Cluster.preset(base, gpus=gpus)

@@ -120,11 +120,12 @@ def rotation_seconds(
     hosts of a two-level ring, where gradient route direct is not available; 1: a flat ring.
 
     Durations are those of the largest shard. Products with a shard add to sums, which they read and write: of outputs
-    or of input gradients in float32 (csrc/compute/gemm), of weight gradients in the dtype in which they travel. The first launch of a pass takes `kernel_s`, the engine's own less. A
-    linear layer's gradients travel in halves where their hop takes longer than a dgrad
-    (rtp_ext/ring/routes/route_planner.py), and its products run on two streams where one leaves multiprocessors idle
-    (csrc/ops/linear.cpp). Operations above the slot cap run chunk by chunk. Both kinds of hop share one link: a
-    backward takes at least the time of the bytes of both. Source: rtp_ext.timeline, arXiv 2311.01635.
+    or of input gradients in float32 (csrc/compute/gemm), of weight gradients in the dtype in which they travel. The
+    first launch of a pass takes `kernel_s`, the engine's own less. A linear layer's gradients travel in halves where
+    their hop takes longer than a dgrad (rtp_ext/ring/routes/route_planner.py), and its products run on two streams
+    where one leaves multiprocessors idle (csrc/ops/linear.cpp). Operations above the slot cap run chunk by chunk. Both
+    kinds of hop share one link: a backward takes at least the time of the bytes of both. Source: rtp_ext.timeline,
+    arXiv 2311.01635.
     """
     ranks, op = group.ranks, _OPERATIONS[rotation.kind]
     direct = gradient_route == "direct"

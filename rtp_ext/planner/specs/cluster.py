@@ -126,7 +126,9 @@ def _preset(name: str, link: str | None) -> dict[str, Any]:
     if link is not None and link != kind:
         check_known("link", link, LINKS)
         if link == "nvlink":
-            raise ValueError(f"GPU {name}: expected link pcie or 'host memory', since NVLink does not join a node of it")
+            raise ValueError(
+                f"GPU {name}: expected link pcie or 'host memory', since NVLink does not join a node of it"
+            )
         kind = link
         own["all_reduce"] = ""  # measured over NVLink
     return {

@@ -54,8 +54,8 @@ def product_s(
 
     waves * SMs * 2 * tile * (depth + ramp) / rate, for the better of two tiles. Without `whole_waves`, other kernels
     fill the multiprocessors that the last wave leaves idle. result_bytes: bytes read and written for each number of the
-    result; default: one write of 2 bytes, or of as many as an operand has. Source: NVIDIA, Matrix Multiplication Background User's
-    Guide (tile and wave quantization); roofline: Williams et al., CACM 52(4), 2009.
+    result; default: one write of 2 bytes, or of as many as an operand has. Source: NVIDIA, Matrix Multiplication
+    Background User's Guide (tile and wave quantization); roofline: Williams et al., CACM 52(4), 2009.
     """
     m, n, k, batch = product.rows, product.columns, product.depth, product.batch
     if not (m and n and k):
