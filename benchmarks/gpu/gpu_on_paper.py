@@ -70,8 +70,8 @@ def hosts() -> dict[str, Host]:
     counted = {}
     for row in last_command([json.loads(line) for line in CALLS.read_text().splitlines()]):
         counted[row["transport"], row["mode"]] = row
-    call, group, product = (each * 1e6 for each in (TIME.driver_call_s, TIME.nccl_group_s, TIME.engine_product_s))
-    replay = host_constant("replay_s") * 1e6
+    call, product = (each * 1e6 for each in (TIME.driver_call_s, TIME.engine_product_s))
+    replay, group = (host_constant(name) * 1e6 for name in ("replay_s", "nccl_thread_s"))
 
     def steps(transport: str, modes: tuple[str, ...], thread: float, source: str) -> Host:
         hop, compute = (

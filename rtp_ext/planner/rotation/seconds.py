@@ -64,7 +64,10 @@ class RotationTime:
         two_lanes: whether two products run concurrently, which fills partial waves.
         hosts: number of hosts of a two-level ring; 1: a flat ring.
         hops_s: busy time of the links inside a host.
-        host_s: time in which the host issues the hops, and the computes beyond those of an unsplit weight.
+        nccl_s: busy time of hops over NCCL, which take multiprocessors.
+        host_calls: calls of the CUDA driver by the host for the hops, and for the computes beyond those of an unsplit
+            weight.
+        host_s: time of these calls and computes.
     """
 
     operation: str
@@ -81,6 +84,8 @@ class RotationTime:
     makespan_s: tuple[float, float]
     hosts: int
     hops_s: tuple[float, float]
+    nccl_s: tuple[float, float]
+    host_calls: tuple[float, float]
     host_s: tuple[float, float]
 
 
@@ -117,7 +122,8 @@ def rotation_seconds(
     product, and gradients quantized after it, at the rate of memory.
     compute_bytes, reduce_bytes: of a value of a travelling weight and gradient. product_bytes: of a value that GEMMs
     read. recompute: backward computes the first half of a bundle again. route: `ring` or `direct`. hosts: number of
-    hosts of a two-level ring, where gradient route direct is not available; 1: a flat ring.
+    hosts of a two-level ring, where gradient route direct is not available; 1: a flat ring. Hops inside a host take
+    `ce`, where its GPUs access each other's memory, and all others NCCL on blocking communicators.
 
     Durations are those of the largest shard. Products with a shard add to sums, which they read and write: of outputs
     or of input gradients in float32 (csrc/compute/gemm), of weight gradients in the dtype in which they travel. The
@@ -188,6 +194,17 @@ def rotation_seconds(
     spans = (max(forward, work[0]), max(backward, work[1], both))
     inner = chunks * (ranks - hosts)
     busy = (inner * hops["weight"], inner * (backward_durations["weight"] * bool(back) + hops["gradient"]))
+    outer = chunks * (hosts - 1)
+    over_nccl = (0.0, 0.0) if cluster.peer_access and inside.nodes == 1 else busy
+    if hosts > 1:
+        outward = backward_durations["outer weight"] * bool(back) + hops["outer gradient"]
+        over_nccl = (over_nccl[0] + outer * hops["outer weight"], over_nccl[1] + outer * outward)
+    parts = 1 + halves  # of a gradient
+    passes = (1, bool(back) + parts)  # of the ring
+    hop_calls = inner * _hop_calls(inside) + outer * host_constant("nccl_hop_calls")
+    computes = chunks * ranks - 1
+    calls = [count * hop_calls + n * computes * host_constant("compute_calls") for n, count in enumerate(passes, 1)]
+    products = computes * sum(not weight.is_bias for weight in rotation.weights) * constants.engine_product_s
     first = max(0.0, constants.kernel_s - constants.engine_launch_s)
     return RotationTime(
         op,
@@ -204,23 +221,17 @@ def rotation_seconds(
         (first + chunks * spans[0], first + chunks * spans[1]),
         hosts,
         busy,
-        _host_s(rotation, group, constants, chunks, back > 0, 2 if halves else 1),
+        over_nccl,
+        (calls[0], calls[1]),
+        (calls[0] * constants.driver_call_s + products, calls[1] * constants.driver_call_s + 2 * products),
     )
 
 
-def _host_s(
-    rotation: RotatedOperation, group: Group, constants: TimeConstants, chunks: int, weights_back: bool, parts: int
-) -> tuple[float, float]:
-    """Returns host seconds of forward and backward: calls for hops and computes, as counted by
-    `benchmarks/gpu/driver_calls.py`, over `ce` inside a node and `nccl` between nodes. parts: of a gradient."""
-    if group.nodes == 1:
-        hop = host_constant("ce_hop_calls") * constants.driver_call_s
-    else:
-        hop = host_constant("nccl_hop_calls") * constants.driver_call_s + constants.nccl_group_s
-    products = sum(not weight.is_bias for weight in rotation.weights)
-    compute = host_constant("compute_calls") * constants.driver_call_s + products * constants.engine_product_s
-    hops, computes = chunks * (group.ranks - 1), chunks * group.ranks - 1
-    return hops * hop + computes * compute, (weights_back + parts) * hops * hop + 2 * computes * compute
+def _hop_calls(group: Group) -> float:
+    """Returns the calls of the CUDA driver for a hop, as `benchmarks/gpu/driver_calls.py` counts them: over `ce` inside
+    a node, else over NCCL, whose own calls are not counted."""
+    over_ce = group.nodes == 1 and group.cluster.peer_access
+    return host_constant("ce_hop_calls" if over_ce else "nccl_hop_calls")
 
 
 def _two_lanes(rotation: RotatedOperation, tokens: int, parts: int, cluster: Cluster) -> tuple[bool, bool]:

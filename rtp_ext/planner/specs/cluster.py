@@ -31,6 +31,8 @@ class Cluster:
             memory bandwidth. 0: unknown; offloading is then refused.
         all_reduce: name of a table in constants.json, `all_reduce`, with measured seconds of collectives inside a node
             by ranks and bytes; empty: latency and bandwidth are used.
+        peer_access: whether the GPUs of a node access each other's memory. Transport `ce` needs that; otherwise hops
+            inside a node take NCCL.
         fp8_achievable_flops_per_s: as bf16_achievable_flops_per_s, for eight-bit products; 0: unsupported or unknown.
 
     Raises:
@@ -53,6 +55,7 @@ class Cluster:
     pcie_bytes_per_s: float = 0.0
     host_bytes_per_s: float = 0.0
     all_reduce: str = ""
+    peer_access: bool = True
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -135,5 +138,6 @@ def _preset(name: str, link: str | None) -> dict[str, Any]:
         "bf16_flops_per_s": sheet.flops,
         "hbm_bytes_per_s": sheet.memory_bytes_per_second,
         "nccl_ring_bytes_per_s": link_bytes_per_second(sheet.nvlink_bytes_per_second, kind),
+        "peer_access": kind != "host memory",
         **own,
     }
