@@ -14,7 +14,7 @@ of the host to enqueue them.
 
 The host's time is a number of calls for each hop and each compute, or for a pass that is a graph, as
 `benchmarks/gpu/driver_calls.py` last counted them (results/cpu-2core/driver_calls.jsonl), times the time of a call,
-plus torch's overhead for a product. The time of a call is not measured: all host times are ranges between two estimates.
+plus torch's overhead for a product. The time of a call is not measured: host times are ranges between two estimates.
 Rates and times are those of the planner (rtp_ext/gpu_rates.py, rtp_ext/planner/constants.json, with sources).
 """
 

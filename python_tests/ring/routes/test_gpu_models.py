@@ -118,6 +118,19 @@ def _planner(wiring, route="auto"):
     return RoutePlanner(2, GPU, "direct", route, None, wiring=wiring)
 
 
+def test_layers_rotate_on_two_levels(gpu):
+    """A model of one link would gather them: it takes every hop for one between hosts."""
+    h100, network = gpu("NVIDIA H100 80GB HBM3"), Wiring("network", "2 hosts")
+    two, flat = (RoutePlanner(16, GPU, hops, "auto", None, wiring=network) for hops in ("two-level", "ring"))
+    assert not two.decides and flat.decides
+    assert not two.compare_devices(lambda mine: [mine] * 16)
+    plans = [planner.plan("a", 16, LayerSize(1024, 1024, 2, 4), torch.bfloat16) for planner in (two, flat)]
+    assert [plan.route for plan in plans] == ["two-level", "gather"], plans
+    slow = decide(16, 512, LAYER, hop_route="two-level", link=link_of(h100, network), device=h100)
+    assert not slow.halves, "gradients of two levels travel whole"
+    assert decide(16, 512, LAYER, hop_route="ring", link=link_of(h100, network), device=h100).halves, "control"
+
+
 def test_ranks_compare_their_gpus(gpu, caplog):
     other = gpu("NVIDIA H200")
     gpu("NVIDIA H100 80GB HBM3")
