@@ -58,7 +58,7 @@ def _case(place: Place, args: argparse.Namespace, transport: str, mode: str, rou
     named = {"transport": transport, "ce_mode": mode, "route": route, "ranks": place.ranks}
     options = {"ce_mode": mode} if transport == "ce" else None
     try:
-        ring = rtp_ext.Ring(place.mesh, transport=transport, route=route, transport_options=options)
+        ring = rtp_ext.Ring(place.mesh, transport=transport, route=route, transport_options=options, timeout=60)
     except rtp_ext.RotationError as error:
         if "cannot be used" not in str(error):  # that is the same on every rank
             raise

@@ -95,7 +95,7 @@ def test_the_expectations_of_the_first_day_are_those_of_its_assumptions():
     ]
     text = " ".join(gpu_on_paper.PAGE.read_text().split())
     share, larger = (f"{100 * each:.0f} %" for each in best)
-    assert f"{share} of the best rate of GEMMs at 2048 tokens and {larger} at 8192" in text
+    assert f"the products take {share} of its forward at 2048 tokens and {larger} at 8192" in text
 
 
 def test_the_planner_counts_the_calls_of_the_last_results():

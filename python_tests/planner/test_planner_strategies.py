@@ -101,6 +101,9 @@ def test_hops_take_ce_inside_a_host_and_nccl_between_hosts():
             assert time.host_s[0] == pytest.approx(
                 time.host_calls[0] * CONSTANTS.driver_call_s + (ranks - 1) * CONSTANTS.engine_product_s
             )
+            plan = Strategy(rtp=ranks, route="two-level" if hosts > 1 else "ring")
+            lost = StageClock(LLAMA, cluster, plan, CONSTANTS).per_layer["interference"]
+            assert hosts > 1 or (lost > 0) == (over == "nccl"), "ce takes no multiprocessors"
 
 
 def test_products_with_shards_read_and_write_their_sums():
