@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Builds the extension and proves or measures one part of it on a machine with a GPU. Needs no network.
+# Builds the extension and proves or measures one part of it on a machine with a GPU. Needs no network. The parts are
+# listed in the order in which to run them.
 #
-#   benchmarks/gpu_suite.sh [--dry-run] contracts|tests|overlap|memory|kernels|train [OUT]
+#   benchmarks/gpu_suite.sh [--dry-run] host|contracts|tests|overlap|memory|kernels|train [OUT]
 #
 # OUT (default: $OUT, else build/gpu_suite) gets, for each part, PART.log with everything printed, PART.jsonl with results
 # and PART.card.json with what they were measured on; `tests` adds JUnit files. Besides, only the repository is written
@@ -15,7 +16,7 @@
 set -uo pipefail
 
 usage() {
-  sed -n '2,14p' "$0" | sed 's/^# \{0,1\}//'
+  sed -n '2,15p' "$0" | sed 's/^# \{0,1\}//'
   exit 2
 }
 
@@ -25,7 +26,7 @@ if [[ "${1:-}" == --dry-run ]]; then
   shift
 fi
 PART="${1:-}"
-case "$PART" in contracts | tests | overlap | memory | kernels | train) ;; *) usage ;; esac
+case "$PART" in host | contracts | tests | overlap | memory | kernels | train) ;; *) usage ;; esac
 OUT="${2:-${OUT:-build/gpu_suite}}"
 PYTHON="${PYTHON:-python3}"
 LIMIT=530 # seconds of the whole part
@@ -125,6 +126,16 @@ build() {
 
 # --- the parts --------------------------------------------------------------------------------------------------------
 
+# What nobody has measured and every prediction takes: the host's time of a hop. Then push against pull over ce.
+host() {
+  py 120 -m pytest -q -s -rsfE --junitxml="$OUT/host.xml" python_tests/gpu/transport/test_contracts_gpu.py -k host_time
+  if ((DRY)) || "$PYTHON" -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)'; then
+    py 200 benchmarks/gpu/hops.py --output "$RESULTS"
+  else
+    SUMMARY+=("not run: push against pull needs two GPUs")
+  fi
+}
+
 # What the engine relies on, in the order in which a failure says most; each check says what it expects and what a failure
 # means. Those that need two GPUs are skipped, and named, where there is one.
 contracts() {
@@ -198,6 +209,7 @@ train() {
 
 build
 case "$PART" in
+host) host ;;
 contracts) contracts ;;
 tests) tests ;;
 overlap) overlaps ;;

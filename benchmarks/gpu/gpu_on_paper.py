@@ -1,35 +1,47 @@
-"""Predicts the time of a rotated linear layer on eight H100 from counted calls and published constants.
+"""Predicts rotated linear layers on GPUs from counted calls and published constants.
 
     python benchmarks/gpu/gpu_on_paper.py          # the tables of docs/gpu.md
-    python benchmarks/gpu/gpu_on_paper.py --json   # a JSON line for each shape and number of tokens
-    python benchmarks/gpu/gpu_on_paper.py --check  # check that docs/gpu.md has these tables
+    python benchmarks/gpu/gpu_on_paper.py --json   # a JSON line for each row
+    python benchmarks/gpu/gpu_on_paper.py --write  # rewrites the tables in docs/gpu.md
+    python benchmarks/gpu/gpu_on_paper.py --check  # exit status 1 where docs/gpu.md has other tables
 
 No number here was measured on a GPU. The time of a forward and a backward is the maximum of the GPU's time and the time
-of the host to enqueue them. rtp_ext/ring/routes/route_planner.py models the GPU's time. The host's time is a number of
-calls for each hop and each compute, or for a pass that is a graph, as `benchmarks/gpu/driver_calls.py` last counted
-them (results/cpu-2core/driver_calls.jsonl), times the time of a call, plus torch's overhead for a product. Rates and
-times are those of the planner (rtp_ext/planner/constants.json, with sources).
+of the host to enqueue them.
+
+- `first day`: one layer on several machines; rtp_ext/planner/rotation/seconds.py runs the executor's schedule;
+- `host`: layers on eight H100, for the time of the host over each transport; the GPU's time is that of
+  rtp_ext/ring/routes/route_planner.py.
+
+The host's time is a number of calls for each hop and each compute, or for a pass that is a graph, as
+`benchmarks/gpu/driver_calls.py` last counted them (results/cpu-2core/driver_calls.jsonl), times the time of a call,
+plus torch's overhead for a product. The time of a call is not measured: host times are ranges between two estimates.
+Rates and times are those of the planner (rtp_ext/gpu_rates.py, rtp_ext/planner/constants.json, with sources).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rtp_ext.planner import Cluster
-from rtp_ext.planner.constants import TimeConstants, host_constant
+from rtp_ext.planner import Cluster, RotatedOperation, TimeConstants, Weight
+from rtp_ext.planner.constants import driver_call_range, host_constant
+from rtp_ext.planner.rotation.seconds import rotation_seconds
+from rtp_ext.planner.time.links import Group
 from rtp_ext.ring.routes.route_planner import Device, LayerSize, Link, predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
+from report import deliver
 from shared.card import RESULTS, last_command
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
 CALLS = RESULTS / "cpu-2core" / "driver_calls.jsonl"
-BEGIN, END = "<!-- made by benchmarks/gpu/gpu_on_paper.py -->\n", "<!-- end -->\n"
+BLOCK = re.compile(r"(<!-- gpu_on_paper: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 RANKS = 8
 SHAPES = {  # outputs, inputs
@@ -40,6 +52,7 @@ SHAPES = {  # outputs, inputs
     "GPT-3": (49152, 12288),
 }
 TOKENS = (1024, 2048, 4096, 8192)
+FIRST_TOKENS = (2048, 8192)
 
 H100, TIME = Cluster.preset("h100-80gb"), TimeConstants.default()
 LINK = Link(H100.nccl_ring_bytes_per_s, TIME.nccl_base_s + TIME.nccl_intra_step_s, "NVLink 4")
@@ -53,40 +66,61 @@ GPU = Device(
 
 
 @dataclass(frozen=True)
-class Host:
-    """Microseconds of the host for a hop, for a compute, and for a pass besides these."""
+class Range:
+    """The least and the largest estimate, in microseconds."""
 
-    hop: float
-    compute: float
-    replay: float
+    least: float
+    most: float
+
+    def text(self, digits: int = 0, scale: float = 1.0) -> str:
+        least, most = (f"{scale * each:.{digits}f}" for each in (self.least, self.most))
+        return least if least == most else f"{least} - {most}"
+
+
+@dataclass(frozen=True)
+class Host:
+    """Calls of the driver by the host for a hop, for a compute, and for a pass besides these, and microseconds of each
+    beyond these calls."""
+
+    calls: tuple[float, float, float]
+    beyond: tuple[float, float, float]
     source: str
 
-    def step(self, hops: int, computes: int) -> float:
+    def parts(self) -> list[Range]:
+        least, most = (1e6 * call for call in driver_call_range())
+        return [Range(n * least + more, n * most + more) for n, more in zip(self.calls, self.beyond, strict=True)]
+
+    def step(self, hops: int, computes: int) -> Range:
         """A forward and a backward."""
-        return hops * self.hop + computes * self.compute + 2 * self.replay
+        counts = (hops, computes, 2)
+        least = sum(count * part.least for count, part in zip(counts, self.parts(), strict=True))
+        return Range(least, sum(count * part.most for count, part in zip(counts, self.parts(), strict=True)))
 
 
 def hosts() -> dict[str, Host]:
     counted = {}
     for row in last_command([json.loads(line) for line in CALLS.read_text().splitlines()]):
         counted[row["transport"], row["mode"]] = row
-    call, group, product = (each * 1e6 for each in (TIME.driver_call_s, TIME.nccl_group_s, TIME.engine_product_s))
-    replay = host_constant("replay_s") * 1e6
+    product, replay, thread = (
+        1e6 * each for each in (TIME.engine_product_s, host_constant("replay_s"), host_constant("nccl_thread_s"))
+    )
 
-    def steps(transport: str, modes: tuple[str, ...], thread: float, source: str) -> Host:
+    def steps(transport: str, modes: tuple[str, ...], more: float, source: str) -> Host:
         hop, compute = (
             max(counted[transport, mode][key] for mode in modes) for key in ("calls_per_hop", "calls_per_compute")
         )
-        return Host(hop * call + thread, compute * call + product, 0.0, f"{hop:g} and {compute:g} calls{source}")
+        return Host((hop, compute, 0.0), (more, product, 0.0), f"{hop:g} and {compute:g} calls{source}")
 
     pass_ = counted["ce", "replayed"]["calls_per_pass"]
     return {
-        "before": Host(20.0, 15.0, 0.0, "a reviewer's estimate of an older engine"),
-        "after": steps("ce", ("push", "pull", "mixed"), 0.0, ""),
-        "graphs": Host(0.0, 0.0, pass_ * call + replay, f"{pass_:g} calls a pass, and the lookup of the graph"),
-        "nccl": steps("nccl", ("registered",), group, ", and a thread for each hop"),
+        "ce": steps("ce", ("push", "pull", "mixed"), 0.0, ""),
+        "graphs": Host((0.0, 0.0, pass_), (0.0, 0.0, replay), f"{pass_:g} calls a pass, and the lookup of the graph"),
         "blocking": steps("nccl", ("registered, blocking",), 0.0, ", without the calls of NCCL itself"),
+        "threads": steps("nccl", ("registered",), thread, ", and a thread for each hop"),
     }
+
+
+NAMES = {"ce": "`ce`", "graphs": "`ce`, graphs", "blocking": "`nccl`, blocking", "threads": "`nccl`, non-blocking"}
 
 
 @dataclass(frozen=True)
@@ -97,11 +131,10 @@ class Row:
     tokens: int
     compute: float
     gpu: float
-    before: float
-    after: float
-    graphs: float
-    nccl: float
-    blocking: float
+    ce: Range
+    graphs: Range
+    blocking: Range
+    threads: Range
     prediction: bool = True
 
 
@@ -113,48 +146,129 @@ def rows() -> list[Row]:
             layer = LayerSize(outputs, inputs, 2, 4)
             gpu = predict(RANKS, tokens, layer, LINK, GPU)["rotate"] * 1e6
             alone = predict(RANKS, tokens, layer, Link(1e18, 0.0, "none"), GPU)["rotate"] * 1e6
-            times = {name: max(gpu, each.step(hops, computes)) for name, each in takes.items()}
+            steps = {name: each.step(hops, computes) for name, each in takes.items()}
+            times = {name: Range(max(gpu, step.least), max(gpu, step.most)) for name, step in steps.items()}
             made.append(Row(shape, tokens, alone, gpu, **times))
     return made
 
 
-def tables() -> str:
+def host_tables() -> str:
     lines = [
-        "| layer | tokens | products alone | with hops | `ce`, before | `ce` | `ce`, graphs | `nccl` | blocking |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| layer | tokens | products alone | with hops | {' | '.join(NAMES.values())} |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows():
-        times = (row.compute, row.gpu, row.before, row.after, row.graphs, row.nccl, row.blocking)
-        lines.append(f"| {row.shape} | {row.tokens} | " + " | ".join(f"{time:.0f}" for time in times) + " |")
+        times = " | ".join(getattr(row, name).text() for name in NAMES)
+        lines.append(f"| {row.shape} | {row.tokens} | {row.compute:.0f} | {row.gpu:.0f} | {times} |")
     lines += ["", "| time of the host, us | a hop | a compute | a pass in addition | source |", "|---|---|---|---|---|"]
-    names = {"before": "`ce`, before", "after": "`ce`", "graphs": "`ce`, graphs", "nccl": "`nccl`"}
-    lines += [
-        f"| {names.get(name, '`nccl`, blocking')} | {each.hop:.1f} | {each.compute:.1f} | {each.replay:.1f} | "
-        f"{each.source} |"
-        for name, each in hosts().items()
-    ]
+    for name, each in hosts().items():
+        lines.append(f"| {NAMES[name]} | {' | '.join(part.text(1) for part in each.parts())} | {each.source} |")
     return "\n".join(lines) + "\n"
 
 
-def written() -> str:
-    """The tables that the page has."""
-    text = PAGE.read_text()
-    start = text.index(BEGIN) + len(BEGIN)
-    return text[start : text.index(END, start)]
+# -- what to compare with on the first day -----------------------------------------------------------------------------
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Machine:
+    """One ring on all GPUs. `route`: of the Ring; `hosts`: levels of the ring, 1: flat. transport: what `auto` takes
+    there, where route `ring` is asked for over several hosts."""
+
+    name: str
+    cluster: Cluster
+    route: str
+    hosts: int
+    transport: str
+
+
+MACHINES = (
+    Machine("8 x H100", H100, "direct", 1, "`ce`"),
+    Machine("2 x 8 x H100, two levels", Cluster.preset("h100-80gb", gpus=16), "two-level", 2, "`ce+nccl`"),
+    Machine("2 x 8 x H100, flat", Cluster.preset("h100-80gb", gpus=16), "ring", 1, "`nccl`"),
+    Machine("8 x A100", Cluster.preset("a100-80gb"), "direct", 1, "`ce`"),
+    Machine("4 x RTX 4090, no direct access", Cluster.preset("rtx-4090-24gb", gpus=4), "ring", 1, "`nccl`"),
+)
+
+
+@dataclass(frozen=True)
+class First:
+    """A forward and a backward of one layer, in milliseconds: products with the whole weight, the rotation, and the
+    host's time to enqueue both, whose bounds are in microseconds."""
+
+    machine: str
+    transport: str
+    tokens: int
+    whole: tuple[float, float]
+    rotation: tuple[float, float]
+    host: Range
+    prediction: bool = True
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The time of whole products over that of the rotation."""
+        return self.whole[0] / self.rotation[0], self.whole[1] / self.rotation[1]
+
+
+def first_day() -> list[First]:
+    outputs, inputs = SHAPES["Llama-3-8B"]
+    layer, made = RotatedOperation("linear", (Weight((outputs, inputs)),)), []
+    least, most = driver_call_range()
+    for machine in MACHINES:
+        for tokens in FIRST_TOKENS:
+            group, route = Group(machine.cluster, machine.cluster.gpus), machine.route
+            ways = {"route": "direct"} if route == "direct" else {"hosts": machine.hosts}
+            time = rotation_seconds(layer, tokens, group, TIME, **ways)
+            host, calls = sum(time.host_s), sum(time.host_calls)
+            whole, rotation = ((1e3 * pair[0], 1e3 * pair[1]) for pair in (time.unsplit_s, time.makespan_s))
+            bounds = Range(1e6 * host, 1e6 * (host + calls * (most - least)))
+            made.append(First(machine.name, machine.transport, tokens, whole, rotation, bounds))
+    return made
+
+
+def first_table() -> str:
+    lines = [
+        "| machine | transport | tokens | whole products, forward | forward | share | whole products, backward | "
+        "backward | share | host |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in first_day():
+        passes = " | ".join(
+            f"{whole:.2f} | {rotation:.2f} | {100 * share:.0f} %"
+            for whole, rotation, share in zip(row.whole, row.rotation, row.shares, strict=True)
+        )
+        host = row.host.text(2, 1e-3)
+        lines.append(f"| {row.machine} | {row.transport} | {row.tokens} | {passes} | {host} |")
+    return "\n".join(lines) + "\n"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"first day": first_table, "host": host_tables}
+
+
+def rewrite(text: str) -> str:
+    """Returns the page with its tables generated anew. Raises ValueError for a missing or unknown block."""
+    names = [found[2] for found in BLOCK.finditer(text)]
+    if sorted(names) != sorted(BLOCKS):
+        raise ValueError(f"expected the blocks {', '.join(BLOCKS)}, each once, got {', '.join(names) or 'none'}")
+    return BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[4], text)
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
-    if options.check:
-        sys.exit("docs/gpu.md has other tables: run benchmarks/gpu/gpu_on_paper.py" if written() != tables() else 0)
+    wish = parser.add_mutually_exclusive_group()
+    wish.add_argument("--json", action="store_true")
+    wish.add_argument("--write", action="store_true", help="rewrite the tables in docs/gpu.md")
+    wish.add_argument("--check", action="store_true", help="fail where docs/gpu.md differs")
+    options = parser.parse_args(argv)
     if options.json:
-        for row in rows():
+        for row in (*first_day(), *rows()):
             print(json.dumps(asdict(row)))
-    else:
-        print(tables(), end="")
+        return
+    before = PAGE.read_text()
+    try:
+        after = rewrite(before)
+    except ValueError as problem:
+        sys.exit(f"{PAGE.name}: {problem}")
+    deliver(options, PAGE, before, after, BLOCK, "this script: python benchmarks/gpu/gpu_on_paper.py --write")
 
 
 if __name__ == "__main__":

@@ -68,10 +68,34 @@ def test_each_contract_says_what_is_expected_and_what_a_failure_means():
 
 
 def test_the_predictions_are_those_of_the_script():
-    assert gpu_on_paper.written() == gpu_on_paper.tables()
+    gpu_on_paper.main(["--check"])
+    text = gpu_on_paper.PAGE.read_text()
+    for before, after in (("| 2048 | 0.34 | 2.68 |", "| 2048 | 0.34 | 2.69 |"), ("| 7.6 - 21.5 |", "| 7.6 |")):
+        assert text.count(before) == 1 and gpu_on_paper.rewrite(text.replace(before, after)) == text, "control"
+    with pytest.raises(ValueError, match="expected the blocks first day, host, each once, got first day"):
+        gpu_on_paper.rewrite(text.replace("<!-- gpu_on_paper: host -->", ""))
     for row in gpu_on_paper.rows():
-        assert row.prediction and row.compute <= row.gpu <= row.after <= row.before
-        assert row.graphs <= row.after <= row.nccl and row.blocking <= row.nccl
+        assert row.prediction and row.compute <= row.gpu
+        for name in gpu_on_paper.NAMES:
+            assert row.gpu <= getattr(row, name).least <= getattr(row, name).most <= row.threads.most
+        assert (row.ce.most, row.blocking.most) == (row.gpu, row.gpu), "as the page says: the host does not limit them"
+    step = gpu_on_paper.hosts()["ce"].step(21, 24)
+    assert f"take {step.least:.0f} to {step.most:.0f} us" in " ".join(text.split())
+
+
+def test_the_expectations_of_the_first_day_are_those_of_its_assumptions():
+    rows = {(row.machine, row.tokens): row for row in gpu_on_paper.first_day()}
+    assert len(rows) == 10 and all(row.prediction and max(row.shares) < 1.01 for row in rows.values())
+    two, flat = (rows[f"2 x 8 x H100, {way}", 2048] for way in ("two levels", "flat"))
+    assert two.transport == "`ce+nccl`" and all(a < b / 3 for a, b in zip(two.rotation, flat.rotation, strict=True))
+    best = [
+        1e3 * 2 * tokens * 14336 * 4096 / gpu_on_paper.H100.bf16_achievable_flops_per_s / row.rotation[0]
+        for (machine, tokens), row in rows.items()
+        if machine.endswith("flat")
+    ]
+    text = " ".join(gpu_on_paper.PAGE.read_text().split())
+    share, larger = (f"{100 * each:.0f} %" for each in best)
+    assert f"the products take {share} of its forward at 2048 tokens and {larger} at 8192" in text
 
 
 def test_the_planner_counts_the_calls_of_the_last_results():

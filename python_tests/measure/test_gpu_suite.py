@@ -24,7 +24,7 @@ def suite(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("part", ["contracts", "tests", "overlap", "memory", "kernels", "train"])
+@pytest.mark.parametrize("part", ["host", "contracts", "tests", "overlap", "memory", "kernels", "train"])
 def test_the_suite_says_what_it_would_run(part, tmp_path, monkeypatch):
     done = suite("--dry-run", part, str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
@@ -35,6 +35,9 @@ def test_the_suite_says_what_it_would_run(part, tmp_path, monkeypatch):
     scripts = [word for command in commands for word in command if word.startswith(("benchmarks/", "python_tests/"))]
     here = {name for name in scripts if (ROOT / name).exists()}
     assert set(scripts) - here <= {"benchmarks/gpu/kernels.py"}, scripts
+    if part == "host":
+        timed = [place for place, command in enumerate(commands) if "host_time" in command]
+        assert timed == [len(commands) - 2] and "benchmarks/gpu/hops.py" in commands[-1]
     if part == "overlap":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         wished = [command[4:] for command in commands if "benchmarks/overlap.py" in command]
@@ -45,6 +48,23 @@ def test_the_suite_says_what_it_would_run(part, tmp_path, monkeypatch):
             assert args.links and args.cases
             budgets += args.budget
         assert wished and budgets + 150 <= 540, "leaves time to build and to start"
+
+
+def test_hops_are_timed(tmp_path):
+    """On CPUs, where nothing is predicted: the script, its lines and its columns."""
+    file = tmp_path / "hops.jsonl"
+    command = [sys.executable, "benchmarks/gpu/hops.py", "--device", "cpu", "--mib", "1", "--output", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["transport"], row["route"], row["ranks"]) for row in rows] == [
+        ("shm", "ring", 2),
+        ("shm", "direct", 2),
+    ]
+    for row, line in zip(rows, map(json.loads, file.read_text().splitlines()), strict=True):
+        assert row.items() <= line.items() and line["benchmark"] == "hops" and row["expected_us"] is None
+        assert min(row["host_us_per_hop"], row["host_us_per_pass"], row["pass_ms"]) > 0
+        assert row["gigabytes_per_s"] == pytest.approx(2**20 / row["pass_ms"] / 1e6, rel=0.05, abs=0.006)
 
 
 def test_the_suite_refuses(tmp_path):

@@ -112,6 +112,27 @@ def test_models_by_size_by_configuration_and_clusters_by_file(tmp_path, capsys):
     assert told["plans"][0]["verdict"] == "out of memory"
 
 
+def test_links_of_a_node_and_the_range_of_what_is_not_measured(capsys):
+    from rtp_ext.planner.constants import driver_call_range
+
+    least, most = driver_call_range()
+    ring = ("plan", "--model", "gpt-3-small", "--gpu", "l40s-48gb", "--gpus", "4", "--rtp", "4")
+    hosts = []
+    for link, rate, calls in (("pcie", 20e9, 11.44), ("host memory", 12e9, 4.44)):
+        status, out, _ = _run(capsys, *ring, "--link", link, "--json")
+        assert status == 0 and json.loads(out)["cluster"]["nccl_ring_bytes_per_s"] == rate
+        _, out, _ = _run(capsys, *ring, "--link", link, "--explain")
+        told = re.findall(r"host: (\S+) s, with (\d+) driver calls of \S+ s, which is NOT MEASURED: (\S+) s at", out)
+        hosts.append([tuple(map(float, each)) for each in told])
+        for low, number, high in hosts[-1]:
+            assert high - low == pytest.approx(number * (most - least), rel=0.01)
+            computes = 3 * 3.75 * 3  # three passes over three shards beyond the first
+            hops = (number - computes) / 3 / calls
+            assert hops == pytest.approx(round(hops), abs=0.1) and 2.9 < hops < 4.1, (link, number)
+    assert [a > b for a, b in zip(*hosts, strict=True)] == [True] * len(hosts[0]), "ce takes more calls of its own"
+    assert len(hosts[0]) == 3
+
+
 LAYER = """
 import torch
 
@@ -168,6 +189,8 @@ def test_trace_module(tmp_path, capsys):
         (["plan", "--model", "llama-3-8b", "--layers", "3"], "expected one of"),
         (["plan", "--hf-config", "/no/such/config.json"], "No such file"),
         ([*LLAMA, "--cluster", "/no/such/cluster.json"], "not both"),
+        (["plan", "--model", "llama-3-8b", "--cluster", "c.json", "--link", "pcie"], "in the file of --cluster"),
+        (["plan", "--model", "llama-3-8b", "--gpu", "rtx-4090-24gb", "--link", "nvlink"], "NVLink does not join"),
     ],
 )
 def test_nonsense_gets_one_line_and_status_2(capsys, arguments, message):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from rtp_ext.gpu_rates import LINKS
 from rtp_ext.planner.constants import constants
 from rtp_ext.planner.display import text
 from rtp_ext.planner.measured.calibrate import calibrate, errors_of
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--gpu", default=None, metavar="NAME", help=f"one of {', '.join(constants()['gpus'])}")
+    cluster.add_argument("--link", choices=LINKS, help="between the GPUs of a node; default: that of the GPU")
     cluster.add_argument("--cluster", metavar="FILE", help="a JSON file with the fields of rtp_ext.planner.Cluster")
     cluster.add_argument("--gpus", type=int, metavar="N", help="default: 8, or the file's value")
     cluster.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8, or the file's value")
@@ -324,10 +326,13 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     """Returns the cluster named by the arguments; by default H100 with 80 GB."""
     if options.gpu is not None and options.cluster is not None:
         raise ValueError("expected --gpu or --cluster, not both")
+    if options.link is not None and options.cluster is not None:
+        raise ValueError("expected the link in the file of --cluster, or --gpu with --link")
     if options.cluster is not None:
         cluster = Cluster.from_json(options.cluster, gpus=options.gpus)
     else:
-        cluster = Cluster.preset(options.gpu or "h100-80gb", gpus=8 if options.gpus is None else options.gpus)
+        gpus = 8 if options.gpus is None else options.gpus
+        cluster = Cluster.preset(options.gpu or "h100-80gb", gpus=gpus, link=options.link)
     if options.gpus_per_node is not None:
         cluster = dataclasses.replace(cluster, gpus_per_node=options.gpus_per_node)
     return cluster

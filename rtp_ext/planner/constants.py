@@ -27,6 +27,13 @@ def host_constant(name: str) -> float:
     return constants()["host"][name]["value"]
 
 
+def driver_call_range() -> tuple[float, float]:
+    """Returns the least and the largest estimate of the host seconds for a call of the CUDA driver. No such call has
+    been measured by this package."""
+    entry = constants()["time"]["driver_call_s"]
+    return entry["value"], entry["high"]
+
+
 def check_known(what: str, name: str, known: Any) -> None:
     """Raises ValueError if `name` is not in `known`."""
     if name not in known:
@@ -59,8 +66,9 @@ class TimeConstants:
             nodes.
         eager_traffic: bytes moved by unfused elementwise kernels relative to fused ones.
         nvlink_sm_share, network_sm_share: share of the multiprocessors that NCCL takes from concurrent kernels.
-        driver_call_s, nccl_group_s, engine_product_s: host seconds for a call of the CUDA driver, for an NCCL group,
-            and for a product of the engine (besides the calls of its step). 0: a machine without GPUs.
+        driver_call_s, engine_product_s: host seconds for a call of the CUDA driver (not measured: see
+            `driver_call_range`), and for a product of the engine besides the calls of its step. 0: a machine without
+            GPUs.
     """
 
     gemm_fraction: float
@@ -78,7 +86,6 @@ class TimeConstants:
     nvlink_sm_share: float
     network_sm_share: float
     driver_call_s: float
-    nccl_group_s: float
     engine_product_s: float
 
     @classmethod

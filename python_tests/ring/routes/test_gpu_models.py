@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rtp_ext.gpu_rates import WIRES, data_sheet
 from rtp_ext.planner import Cluster
+from rtp_ext.planner.constants import constants
 from rtp_ext.ring.links.wiring import Wiring
 from rtp_ext.ring.routes import gpus
 from rtp_ext.ring.routes.gpus import device_of, link_of
@@ -65,25 +67,29 @@ def test_a_known_gpu_has_its_data_sheet(gpu, name):
     assert device_of(GPU, torch.float32).flops == known.flops / 4
 
 
-@pytest.mark.parametrize(
-    ("name", "preset"),
-    [
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
-        ("NVIDIA H200", "h200-141gb"),
-        ("NVIDIA B200", "b200-180gb"),
-        ("NVIDIA GB200", "gb200-186gb"),
-        ("NVIDIA GB300", "gb300-279gb"),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090-24gb"),
-    ],
-)
-def test_the_planner_has_the_same_data_sheets(gpu, name, preset):
-    known, cluster = gpu(name), Cluster.preset(preset)
-    assert known.flops == pytest.approx(0.65 * cluster.bf16_flops_per_s)
-    assert known.memory_bytes_per_second == pytest.approx(0.85 * cluster.hbm_bytes_per_s)
-    wiring = NVLINK if known.nvlink_bytes_per_second else Wiring("host memory", "no direct access")
-    assert link_of(known, wiring).bytes_per_second == cluster.nccl_ring_bytes_per_s
+def test_the_planner_takes_its_rates_from_the_same_table(gpu):
+    """And no preset has a rate of its own where the table has one."""
+    presets = constants()["gpus"]
+    assert {"a100-80gb", "h100-80gb", "b200-180gb", "l40s-48gb", "rtx-4090-24gb", "rtx-pro-6000-96gb"} <= set(presets)
+    for preset, entry in presets.items():
+        assert not {"bf16_flops_per_s", "hbm_bytes_per_s", "nccl_ring_bytes_per_s"} & set(entry), preset
+        known, cluster = gpu("NVIDIA " + entry["data_sheet"]), Cluster.preset(preset)
+        assert known.flops == pytest.approx(0.65 * cluster.bf16_flops_per_s)
+        assert known.memory_bytes_per_second == pytest.approx(0.85 * cluster.hbm_bytes_per_s)
+        wiring = Wiring(entry.get("link", "nvlink"), "")
+        assert link_of(known, wiring).bytes_per_second == cluster.nccl_ring_bytes_per_s
+    assert data_sheet("H100") is None, "control: no part of a name"
+
+
+def test_gpus_without_direct_access_send_through_memory_of_the_host():
+    rates = [Cluster.preset("l40s-48gb", link=link).nccl_ring_bytes_per_s for link in (None, "pcie", "host memory")]
+    assert rates == [20e9, 20e9, 12e9] and Cluster.preset("rtx-4090-24gb").nccl_ring_bytes_per_s == 12e9
+    mine = Cluster.from_json({"base": "a100-80gb", "link": "host memory", "gpus": 4})
+    assert (mine.nccl_ring_bytes_per_s, mine.all_reduce) == (12e9, ""), "what was measured over NVLink is not taken"
+    with pytest.raises(ValueError, match="NVLink does not join"):
+        Cluster.preset("rtx-4090-24gb", link="nvlink")
+    with pytest.raises(ValueError, match="unknown link 'network'"):
+        Cluster.preset("h100-80gb", link="network")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +108,7 @@ def test_an_unknown_gpu_is_assumed_to_be_slow(gpu, name):
 
 def test_links(gpu):
     h100, ada = gpu("NVIDIA H100 80GB HBM3"), gpu("NVIDIA GeForce RTX 4090", 128)
-    rates = {kind: link_of(h100, Wiring(kind, "")).bytes_per_second for kind in gpus._WIRES}
+    rates = {kind: link_of(h100, Wiring(kind, "")).bytes_per_second for kind in WIRES}
     assert link_of(h100, NVLINK).bytes_per_second == 370.8e9 > rates["pcie"] > rates["host memory"] == 12e9
     assert link_of(ada, NVLINK) == link_of(ada, PCIE), "it has no NVLink"
     assert link_of(h100, Wiring("one GPU", "")).bytes_per_second == h100.memory_bytes_per_second / 2
@@ -110,6 +116,19 @@ def test_links(gpu):
 
 def _planner(wiring, route="auto"):
     return RoutePlanner(2, GPU, "direct", route, None, wiring=wiring)
+
+
+def test_layers_rotate_on_two_levels(gpu):
+    """A model of one link would gather them: it takes every hop for one between hosts."""
+    h100, network = gpu("NVIDIA H100 80GB HBM3"), Wiring("network", "2 hosts")
+    two, flat = (RoutePlanner(16, GPU, hops, "auto", None, wiring=network) for hops in ("two-level", "ring"))
+    assert not two.decides and flat.decides
+    assert not two.compare_devices(lambda mine: [mine] * 16)
+    plans = [planner.plan("a", 16, LayerSize(1024, 1024, 2, 4), torch.bfloat16) for planner in (two, flat)]
+    assert [plan.route for plan in plans] == ["two-level", "gather"], plans
+    slow = decide(16, 512, LAYER, hop_route="two-level", link=link_of(h100, network), device=h100)
+    assert not slow.halves, "gradients of two levels travel whole"
+    assert decide(16, 512, LAYER, hop_route="ring", link=link_of(h100, network), device=h100).halves, "control"
 
 
 def test_ranks_compare_their_gpus(gpu, caplog):

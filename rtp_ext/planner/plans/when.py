@@ -18,7 +18,6 @@ MODELS = (("gpt-3-xl", 8), ("llama-3-8b", 8), ("llama-3-70b", 64), ("llama-3-405
 TOKENS = (1024, 2048, 4096, 8192, 16384)  # per GPU
 LINKS = ("NVLink", "PCIe", "400 Gb/s")
 FAMILIES = ("rtp", "fsdp", "tp", "rtp hybrid", "other hybrid")
-_PCIE_BYTES_PER_S = 25e9  # 4.0 x16, as in rtp_ext.ring.routes.route_planner; all GPUs of a node at once
 _RINGS = (4, 8, 16, 32, 64)
 
 
@@ -69,10 +68,10 @@ class Cell:
 
 
 def cluster_of(link: str, gpus: int, base: str = "h100-80gb") -> Cluster:
-    """Returns GPUs with one kind of link: NVLink or PCIe inside nodes of 8, or one network port per GPU."""
-    cluster = Cluster.preset(base, gpus=gpus)
+    """Returns GPUs with one kind of link: NVLink or PCIe (direct access) inside nodes of 8, or a network port each."""
     if link == "PCIe":
-        return dataclasses.replace(cluster, name=f"{base}, PCIe", nccl_ring_bytes_per_s=_PCIE_BYTES_PER_S)
+        return dataclasses.replace(Cluster.preset(base, gpus=gpus, link="pcie"), name=f"{base}, PCIe")
+    cluster = Cluster.preset(base, gpus=gpus)
     if link == "400 Gb/s":
         return dataclasses.replace(cluster, name=f"{base}, 400 Gb/s", gpus_per_node=1)
     return cluster

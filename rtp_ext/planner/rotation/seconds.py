@@ -64,7 +64,10 @@ class RotationTime:
         two_lanes: whether two products run concurrently, which fills partial waves.
         hosts: number of hosts of a two-level ring; 1: a flat ring.
         hops_s: busy time of the links inside a host.
-        host_s: time in which the host issues the hops, and the computes beyond those of an unsplit weight.
+        nccl_s: busy time of hops over NCCL, which take multiprocessors.
+        host_calls: calls of the CUDA driver by the host for the hops, and for the computes beyond those of an unsplit
+            weight.
+        host_s: time of these calls and computes.
     """
 
     operation: str
@@ -81,6 +84,8 @@ class RotationTime:
     makespan_s: tuple[float, float]
     hosts: int
     hops_s: tuple[float, float]
+    nccl_s: tuple[float, float]
+    host_calls: tuple[float, float]
     host_s: tuple[float, float]
 
 
@@ -117,13 +122,16 @@ def rotation_seconds(
     product, and gradients quantized after it, at the rate of memory.
     compute_bytes, reduce_bytes: of a value of a travelling weight and gradient. product_bytes: of a value that GEMMs
     read. recompute: backward computes the first half of a bundle again. route: `ring` or `direct`. hosts: number of
-    hosts of a two-level ring, where gradient route direct is not available; 1: a flat ring.
+    hosts of a two-level ring, where gradient route direct is not available; 1: a flat ring. Hops inside a host take
+    `ce`, where its GPUs access each other's memory, and all others NCCL on blocking communicators.
 
-    Durations are those of the largest shard. The first launch of a pass takes `kernel_s`, the engine's own less. A
-    linear layer's gradients travel in halves where their hop takes longer than a dgrad
-    (rtp_ext/ring/routes/route_planner.py), and its products run on two streams where one leaves multiprocessors idle
-    (csrc/ops/linear.cpp). Operations above the slot cap run chunk by chunk. Both kinds of hop share one link: a
-    backward takes at least the time of the bytes of both. Source: rtp_ext.timeline, arXiv 2311.01635.
+    Durations are those of the largest shard. Products with a shard add to sums, which they read and write: of outputs
+    or of input gradients in float32 (csrc/compute/gemm), of weight gradients in the dtype in which they travel. The
+    first launch of a pass takes `kernel_s`, the engine's own less. A linear layer's gradients travel in halves where
+    their hop takes longer than a dgrad (rtp_ext/ring/routes/route_planner.py), and its products run on two streams
+    where one leaves multiprocessors idle (csrc/ops/linear.cpp). Operations above the slot cap run chunk by chunk. Both
+    kinds of hop share one link: a backward takes at least the time of the bytes of both. Source: rtp_ext.timeline,
+    arXiv 2311.01635.
     """
     ranks, op = group.ranks, _OPERATIONS[rotation.kind]
     direct = gradient_route == "direct"
@@ -136,7 +144,10 @@ def rotation_seconds(
     width = (product_bytes, experts_per_token)
     whole = _computes(rotation, tokens, 1, 1, cluster, constants, recompute, *width)
     engine = dataclasses.replace(constants, kernel_s=constants.engine_launch_s)
-    one = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width)
+    sums = None
+    if ranks > 1:  # what is computed is added to a sum, but a contribution that is sent to its owner
+        sums = (2.0 * max(4, compute_bytes), float(local_bytes if direct else 2 * reduce_bytes))
+    one = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums)
     values, back_values = (
         _shard_values(weights, ranks) / chunks for weights in (rotation.weights, rotation.backward_weights)
     )
@@ -166,7 +177,7 @@ def rotation_seconds(
     lanes = (False, False)
     if op == "linear" and ranks > 1 and hosts == 1:
         lanes = _two_lanes(rotation, tokens, ranks * chunks, cluster)
-    filled = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, whole_waves=False)
+    filled = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums, whole_waves=False)
     filled = {kind: time + cast_s[kind] for kind, time in filled.items()}
     kinds = (("forward",), ("dgrad", "wgrad") if dgrad or rotation.bundle else ("wgrad",))
     # concurrent products share the multiprocessors: at least the time of the work of their tiles
@@ -183,6 +194,17 @@ def rotation_seconds(
     spans = (max(forward, work[0]), max(backward, work[1], both))
     inner = chunks * (ranks - hosts)
     busy = (inner * hops["weight"], inner * (backward_durations["weight"] * bool(back) + hops["gradient"]))
+    outer = chunks * (hosts - 1)
+    over_nccl = (0.0, 0.0) if cluster.peer_access and inside.nodes == 1 else busy
+    if hosts > 1:
+        outward = backward_durations["outer weight"] * bool(back) + hops["outer gradient"]
+        over_nccl = (over_nccl[0] + outer * hops["outer weight"], over_nccl[1] + outer * outward)
+    parts = 1 + halves  # of a gradient
+    passes = (1, bool(back) + parts)  # of the ring
+    hop_calls = inner * _hop_calls(inside) + outer * host_constant("nccl_hop_calls")
+    computes = chunks * ranks - 1
+    calls = [count * hop_calls + n * computes * host_constant("compute_calls") for n, count in enumerate(passes, 1)]
+    products = computes * sum(not weight.is_bias for weight in rotation.weights) * constants.engine_product_s
     first = max(0.0, constants.kernel_s - constants.engine_launch_s)
     return RotationTime(
         op,
@@ -199,23 +221,17 @@ def rotation_seconds(
         (first + chunks * spans[0], first + chunks * spans[1]),
         hosts,
         busy,
-        _host_s(rotation, group, constants, chunks, back > 0, 2 if halves else 1),
+        over_nccl,
+        (calls[0], calls[1]),
+        (calls[0] * constants.driver_call_s + products, calls[1] * constants.driver_call_s + 2 * products),
     )
 
 
-def _host_s(
-    rotation: RotatedOperation, group: Group, constants: TimeConstants, chunks: int, weights_back: bool, parts: int
-) -> tuple[float, float]:
-    """Returns host seconds of forward and backward: calls for hops and computes, as counted by
-    `benchmarks/gpu/driver_calls.py`, over `ce` inside a node and `nccl` between nodes. parts: of a gradient."""
-    if group.nodes == 1:
-        hop = host_constant("ce_hop_calls") * constants.driver_call_s
-    else:
-        hop = host_constant("nccl_hop_calls") * constants.driver_call_s + constants.nccl_group_s
-    products = sum(not weight.is_bias for weight in rotation.weights)
-    compute = host_constant("compute_calls") * constants.driver_call_s + products * constants.engine_product_s
-    hops, computes = chunks * (group.ranks - 1), chunks * group.ranks - 1
-    return hops * hop + computes * compute, (weights_back + parts) * hops * hop + 2 * computes * compute
+def _hop_calls(group: Group) -> float:
+    """Returns the calls of the CUDA driver for a hop, as `benchmarks/gpu/driver_calls.py` counts them: over `ce` inside
+    a node, else over NCCL, whose own calls are not counted."""
+    over_ce = group.nodes == 1 and group.cluster.peer_access
+    return host_constant("ce_hop_calls" if over_ce else "nccl_hop_calls")
 
 
 def _two_lanes(rotation: RotatedOperation, tokens: int, parts: int, cluster: Cluster) -> tuple[bool, bool]:
@@ -243,10 +259,13 @@ def _computes(
     recompute: bool,
     element_bytes: int,
     experts_per_token: int,
+    sums: tuple[float, float] | None = None,
     *,
     whole_waves: bool = True,
 ) -> dict[str, float]:
-    """Returns the seconds of one step with one shard (or chunk of one) of the largest size."""
+    """Returns the seconds of one step with one shard (or chunk of one) of the largest size. sums: bytes read and
+    written for each number of a sum over shards, of activations and of weight gradients; None: a whole weight."""
+    of_inputs, of_weights = sums or (None, None)
     matrices = [weight for weight in rotation.weights if not weight.is_bias]
     if rotation.kind == "embedding":  # rows are copied, or added
         values = sum(tokens * weight.shape[1] for weight in matrices) / (ranks * chunks)
@@ -263,10 +282,13 @@ def _computes(
         outputs, inputs = (shape[0], -(-shape[1] // cut)) if weight.dim == 1 else (-(-shape[0] // cut), shape[1])
         product = Product("shard", rows, outputs, inputs, experts, element_bytes)
         dgrad, wgrad = product.backward()
-        forward = product_s(product, cluster, constants, whole_waves=whole_waves)
+        by_outputs = weight.dim == 0 and len(weight.shape) == 2
+        by_inputs = weight.dim == 1 and len(weight.shape) == 2
+        ways: dict[str, Any] = {"cluster": cluster, "constants": constants, "whole_waves": whole_waves}
+        forward = product_s(product, **ways, result_bytes=of_inputs if by_inputs else None)
         seconds["forward"] += forward
-        seconds["dgrad"] += product_s(dgrad, cluster, constants, whole_waves=whole_waves)
-        seconds["wgrad"] += product_s(wgrad, cluster, constants, whole_waves=whole_waves)
+        seconds["dgrad"] += product_s(dgrad, **ways, result_bytes=of_inputs if by_outputs else None)
+        seconds["wgrad"] += product_s(wgrad, **ways, result_bytes=of_weights)
         again = rotation.kind == "head" or (rotation.kind == "bundle" and recompute and index < len(matrices) - 1)
         if again:  # logits or hidden slices are computed again before their gradients
             seconds["dgrad"] += forward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rtp_ext.planner.constants import TimeConstants
+from rtp_ext.planner.constants import TimeConstants, driver_call_range
 from rtp_ext.planner.memory.report import number_text
 from rtp_ext.planner.memory.states import stage_layers
 from rtp_ext.planner.native import engine
@@ -139,4 +139,10 @@ def _rotation(time: RotationTime) -> list[str]:
             f"    {name}: whole {seconds_text(time.unsplit_s[index])} s, in {time.ranks} shards "
             f"{seconds_text(time.computes_s[index])} s, timeline {seconds_text(time.makespan_s[index])} s"
         )
+    least, most = driver_call_range()
+    calls, seconds = sum(time.host_calls), sum(time.host_s)
+    lines.append(
+        f"    host: {seconds_text(seconds)} s, with {calls:.0f} driver calls of {least} s, which is NOT MEASURED: "
+        f"{seconds_text(seconds + calls * (most - least))} s at {most} s"
+    )
     return lines

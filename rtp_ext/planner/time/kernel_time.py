@@ -42,12 +42,20 @@ def flops_per_s(cluster: Cluster, element_bytes: int) -> float:
     return cluster.bf16_achievable_flops_per_s if element_bytes == 2 else cluster.bf16_achievable_flops_per_s / 2
 
 
-def product_s(product: Product, cluster: Cluster, constants: TimeConstants, *, whole_waves: bool = True) -> float:
+def product_s(
+    product: Product,
+    cluster: Cluster,
+    constants: TimeConstants,
+    *,
+    whole_waves: bool = True,
+    result_bytes: float | None = None,
+) -> float:
     """Returns the time of the waves of output tiles over the multiprocessors, or of the bytes if that is longer.
 
     waves * SMs * 2 * tile * (depth + ramp) / rate, for the better of two tiles. Without `whole_waves`, other kernels
-    fill the multiprocessors that the last wave leaves idle. Source: NVIDIA, Matrix Multiplication Background User's
-    Guide (tile and wave quantization); roofline: Williams et al., CACM 52(4), 2009.
+    fill the multiprocessors that the last wave leaves idle. result_bytes: bytes read and written for each number of the
+    result; default: one write of 2 bytes, or of as many as an operand has. Source: NVIDIA, Matrix Multiplication
+    Background User's Guide (tile and wave quantization); roofline: Williams et al., CACM 52(4), 2009.
     """
     m, n, k, batch = product.rows, product.columns, product.depth, product.batch
     if not (m and n and k):
@@ -60,7 +68,9 @@ def product_s(product: Product, cluster: Cluster, constants: TimeConstants, *, w
         waves = engine().waves(m, n, sms, tile, batch)
         least = min(least, (math.ceil(waves) if whole_waves else waves) * rows * columns)
     busy = least * sms * 2.0 * depth
-    moved = batch * (product.element_bytes * (m * k + k * n) + max(2, product.element_bytes) * m * n)
+    if result_bytes is None:
+        result_bytes = max(2, product.element_bytes)
+    moved = batch * (product.element_bytes * (m * k + k * n) + result_bytes * m * n)
     return max(busy / rate, traffic_s(moved, cluster, constants)) + constants.kernel_s
 
 

@@ -265,12 +265,12 @@ class StageClock:
     def _summed(self, times: list[RotationTime], forwards: int) -> tuple[float, float, float]:
         split = shown = lost = 0.0
         for time in times:
-            inside = self.groups.rtp.nodes == 1 or time.hosts > 1
+            inside = self.groups.rtp.nodes == 1
             share = self.constants.nvlink_sm_share if inside else self.constants.network_sm_share
             for index, count in ((0, forwards), (1, 1)):
                 split += count * (time.computes_s[index] - time.unsplit_s[index])
                 shown += count * (time.makespan_s[index] - time.computes_s[index])
-                hidden = max(0.0, time.hops_s[index] - (time.makespan_s[index] - time.computes_s[index]))
+                hidden = max(0.0, time.nccl_s[index] - (time.makespan_s[index] - time.computes_s[index]))
                 lost += count * share / (1 - share) * min(hidden, time.computes_s[index])
         return split, shown, lost
 

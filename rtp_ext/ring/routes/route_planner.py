@@ -122,6 +122,8 @@ def decide(
 ) -> LayerPlan:
     """Returns the plan for a layer with `tokens` local tokens. `hop_route`: the route of the hops of a rotation.
     `gathers`: whether its weights can be gathered."""
+    if hop_route == "two-level":
+        return LayerPlan(hop_route, False, "not modelled: two levels have two kinds of links", {})
     if ranks == 1 or link is None or device is None:
         why = "a single rank" if ranks == 1 else "rotation costs nothing more than gathering on a CPU or one device"
         return LayerPlan(hop_route, False, why, {})
@@ -151,7 +153,7 @@ class RoutePlanner:
     Attributes:
         model: the model of this rank's GPU, with the origin of its numbers in `model.source`; None on a CPU.
         link: the modelled or measured cost of a hop; None where there is no choice (a CPU, one process, one rank, a
-            requested route).
+            requested route, two levels).
         may_gather: whether weights can be gathered whole; not where they travel in fewer bits.
         alike: whether the GPUs of all ranks have the same model. If not, layers rotate.
         plans: the LayerPlan of every linear layer that has been called, by name.
@@ -176,7 +178,7 @@ class RoutePlanner:
         self.model = device_of(device, torch.bfloat16)
         self.link: Link | None = None
         self.wiring = wiring
-        if self.model is not None and wiring is not None and route == "auto":
+        if self.model is not None and wiring is not None and route == "auto" and hop_route != "two-level":
             self.link = link_of(self.model, wiring)
         self.plans: dict[str, LayerPlan] = {}
 
