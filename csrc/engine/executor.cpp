@@ -94,6 +94,8 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
   Streams& streams = executor_.streams();
   guarded([&] {
     streams_pass_.emplace(streams);
+    const int channels = (schedule_.hops(Channel::weight) > 0) + (schedule_.hops(Channel::gradient) > 0);
+    carveout_.emplace(executor_.transport().multiprocessors() * channels);
     streams.order_compute_after(executor_.last_);
     Trace& trace = executor_.trace_;
     traced_ = trace.begin_pass(operation_, schedule_, recorded_);
@@ -396,6 +398,7 @@ void Execution::end() {
   return_slots();
   executor_.deferred_.end_pass();
   range_.end();
+  carveout_.reset();
   streams_pass_.reset();
 }
 

@@ -16,6 +16,7 @@
 
 #include "base/checks.h"
 #include "base/ranges.h"
+#include "device/sm_carveout.h"
 #include "engine/hops/deferred_reductions.h"
 #include "engine/hops/dequantized_weights.h"
 #include "engine/hops/gradient_quantizer.h"
@@ -191,6 +192,7 @@ class Execution {
   std::array<std::optional<ShardBundle>, 3> gradient_;  // all rows, and its two halves if it travels in halves
   std::string operation_;
   std::optional<StreamsPass> streams_pass_;
+  std::optional<SmCarveout> carveout_;
   std::array<std::vector<std::shared_ptr<Slot>>, 2> slots_;
   std::array<std::shared_ptr<Slot>, 2> whole_;  // by channel: the slot that holds all shards
   std::shared_ptr<Slot> staged_;                // copy of the local tensors, if a copy travels

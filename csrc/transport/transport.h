@@ -120,6 +120,9 @@ class Transport {
   Streams& streams() const { return *streams_; }
   const std::shared_ptr<Streams>& shared_streams() const { return streams_; }
 
+  // The number of SMs that a hop of one channel takes while it runs; 0: none, or not known.
+  virtual int multiprocessors() const { return 0; }
+
   // Returns whether every neighbour is this rank itself, so that no other rank waits for it.
   virtual bool loopback() const { return false; }
 

@@ -227,9 +227,7 @@ def test_a_failure_reaches_every_rank(sim, inner, fault):
     for _, kind, waited in survivors[:-1]:
         assert kind is RingTimeout and waited < (10 if fault == "fails" else seconds + 3)
     assert fault == "is silent" or any("rank 3 of the ring has failed: an error" in text for text in said), said
-    if (
-        fault == "is silent"
-    ):  # at place 1 of the host; or the next hop between hosts, which waits for the same, is named
+    if fault == "is silent":  # rank 3, or rank 0 of the next hop between hosts, which waits for the same
         assert re.search(r"rank [03] of the ring did not answer \(waited 2", said[2]), said
 
 

@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cublasLt.h>
+#include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <array>
@@ -85,9 +86,9 @@ uint32_t alignment(const void* address) {
 }
 
 // The cuBLASLt heuristic takes longer than a launch, so its result is cached per kind of product.
-using ProductKey = std::array<int64_t, 19>;
+using ProductKey = std::array<int64_t, 20>;
 
-ProductKey key_of(const Product& product, int device, size_t workspace) {
+ProductKey key_of(const Product& product, int device, size_t workspace, int32_t multiprocessors) {
   const GemmLayout& layout = product.layout;
   return {layout.m,
           layout.n,
@@ -107,7 +108,17 @@ ProductKey key_of(const Product& product, int device, size_t workspace) {
           alignment(product.left) * 512 + alignment(product.right),
           alignment(product.c) * 512 + alignment(product.d),
           device,
-          static_cast<int64_t>(workspace)};
+          static_cast<int64_t>(workspace),
+          multiprocessors};
+}
+
+// Returns the number of SMs for which products are to launch; 0: all.
+int32_t target_multiprocessors(int device) {
+  const std::optional<int32_t> others = at::globalContext()._SMCarveout_EXPERIMENTAL();
+  if (!others) return 0;
+  int all = 0;
+  RTP_CUDA_CHECK(cudaDeviceGetAttribute(&all, cudaDevAttrMultiProcessorCount, device));
+  return all - *others;
 }
 
 // Returns false, without side effects, if cuBLASLt has no kernel for the product.
@@ -123,6 +134,8 @@ bool multiply_and_add(const Product& product, int device) {
   set(CUBLASLT_MATMUL_DESC_TRANSB, layout.transpose_right ? CUBLAS_OP_T : CUBLAS_OP_N);
   if (product.epilogue != CUBLASLT_EPILOGUE_DEFAULT) set(CUBLASLT_MATMUL_DESC_EPILOGUE, product.epilogue);
   if (product.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, product.bias);
+  const int32_t multiprocessors = target_multiprocessors(device);
+  if (multiprocessors > 0) set(CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, multiprocessors);
   if (product.before != nullptr) {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, product.before);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, product.before_stride);
@@ -140,7 +153,7 @@ bool multiply_and_add(const Product& product, int device) {
   std::optional<cublasLtMatmulAlgo_t> algorithm;
   {
     const std::lock_guard lock(mutex);
-    const ProductKey key = key_of(product, device, workspace);
+    const ProductKey key = key_of(product, device, workspace, multiprocessors);
     auto found = known.find(key);
     if (found == known.end()) {
       cublasLtMatmulPreference_t made_preference = nullptr;

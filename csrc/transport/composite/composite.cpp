@@ -59,6 +59,8 @@ class Composite : public CompositeTransport {
   Moment moment(const Hop& hop) override { return level(hop.from).moment(hop); }
   void delay(const Hop& hop, std::chrono::microseconds time) override { level(hop.from).delay(hop, time); }
 
+  int multiprocessors() const override { return inner_->multiprocessors() + outer_->multiprocessors(); }
+
   at::Tensor allocate(Channel channel, int64_t bytes) override { return inner_->allocate(channel, bytes); }
   void release(Channel channel, const at::Tensor& memory) override { inner_->release(channel, memory); }
   bool sends_anywhere() const override { return inner_->sends_anywhere() && outer_->sends_anywhere(); }

@@ -62,6 +62,7 @@ class EmulatedDevice : public CudaTransport {
   const char* name() const override { return "emulated"; }
   bool loopback() const override { return true; }
   bool takes_graphs() const override { return true; }  // no other rank takes part
+  int multiprocessors() const override { return link_->multiprocessors(); }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     const DeviceScope scope(device_);

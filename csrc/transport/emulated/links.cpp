@@ -78,8 +78,10 @@ class NcclSelf : public EmulatedLink {
  public:
   NcclSelf(int ctas, at::Device device)
       : communicators_({nccl_unique_id(), nccl_unique_id()}, 0, 1, device, CommunicatorOptions{std::min(ctas, 1), ctas},
-                       kStart) {}
+                       kStart),
+        ctas_(ctas) {}
 
+  int multiprocessors() const override { return ctas_; }
   void copy(Channel channel, const std::vector<Copy>& copies, cudaStream_t stream) override {
     communicators_.call(static_cast<size_t>(channel), "link nccl-self: enqueueing a hop", [&](ncclComm_t comm) {
       NcclGroup group;
@@ -93,6 +95,7 @@ class NcclSelf : public EmulatedLink {
 
  private:
   NcclCommunicators communicators_;
+  int ctas_;  // 0: NCCL chooses
 };
 
 // Two pinned buffers per channel: one is copied to the GPU while the other is filled.

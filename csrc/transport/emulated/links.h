@@ -15,6 +15,7 @@ namespace rtp {
 class EmulatedLink {
  public:
   virtual ~EmulatedLink() = default;
+  virtual int multiprocessors() const { return 0; }  // as in Transport
   // Enqueues the copies of one hop, so that later work on `stream`, the stream of `channel`, is ordered after them.
   virtual void copy(Channel channel, const std::vector<Copy>& copies, cudaStream_t stream) = 0;
 };

@@ -10,7 +10,9 @@ namespace {
 class NcclTransport : public SupervisedTransport {
  public:
   NcclTransport(const RingEnd& end, const std::vector<std::string>& ids, const NcclOptions& options)
-      : SupervisedTransport(end, ids, options.communicators), registered_(options.registered) {
+      : SupervisedTransport(end, ids, options.communicators),
+        registered_(options.registered),
+        max_ctas_(options.communicators.max_ctas) {
     run_trial_hops();
     start();
   }
@@ -18,6 +20,7 @@ class NcclTransport : public SupervisedTransport {
   ~NcclTransport() override { leak_slots_in_use(); }
 
   const char* name() const override { return "nccl"; }
+  int multiprocessors() const override { return max_ctas_; }
   bool sends_anywhere() const override { return !registered_; }
   bool receives_anywhere() const override { return !registered_; }
 
@@ -67,6 +70,7 @@ class NcclTransport : public SupervisedTransport {
 
  private:
   bool registered_;
+  int max_ctas_;                    // 0: NCCL chooses
   std::map<void*, void*> handles_;  // handles of registered slots
 };
 

@@ -242,15 +242,16 @@ void bind_transports(py::module_& m) {
   m.def(
       "nccl",
       [](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout, const News& news,
-         bool registered, bool blocking) {
+         bool registered, bool blocking, int max_ctas) {
         const NoGil release;
         NcclOptions options;
+        options.communicators.max_ctas = max_ctas;
         options.registered = registered;
         options.communicators.blocking = blocking;
         return make_nccl_transport(ring_end(rank, ranks, timeout, news), ids, options);
       },
       py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"),
-      py::arg("registered") = false, py::arg("blocking") = false);
+      py::arg("registered") = false, py::arg("blocking") = false, py::arg("max_ctas") = 0);
   // The ends and the transports of a rank in a ring of two levels.
   m.def(
       "levels",
@@ -258,13 +259,19 @@ void bind_transports(py::module_& m) {
         return levels_of(ring_end(rank, ranks, timeout, news), per_host);
       },
       py::arg("rank"), py::arg("ranks"), py::arg("per_host"), py::arg("timeout"), py::arg("news"));
+  m.def("multiprocessors", [](const Transport& transport) { return transport.multiprocessors(); });
   m.def(
       "abort", [](Transport& transport, const std::string& reason) { transport.abort(reason); },
       py::call_guard<NoGil>());
-  m.def("nccl_level", [](const RingEnd& end, const std::vector<std::string>& ids) {
-    const NoGil release;
-    return make_nccl_transport(end, ids, NcclOptions{});
-  });
+  m.def(
+      "nccl_level",
+      [](const RingEnd& end, const std::vector<std::string>& ids, int max_ctas) {
+        const NoGil release;
+        NcclOptions options;
+        options.communicators.max_ctas = max_ctas;
+        return make_nccl_transport(end, ids, options);
+      },
+      py::arg("end"), py::arg("ids"), py::arg("max_ctas") = 0);
   m.def("nccl_put_refusal", &nccl_put_refusal);
   m.def(
       "nccl_put",

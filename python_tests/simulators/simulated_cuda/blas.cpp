@@ -78,6 +78,7 @@ struct Operation {
   const void* bias = nullptr;
   void* aux = nullptr;
   int64_t aux_stride = 0;
+  int32_t multiprocessors = 0;  // 0: all
 };
 struct Preference {
   uint64_t workspace = 0;
@@ -85,7 +86,11 @@ struct Preference {
 };
 struct Algorithm {
   std::array<uint32_t, 4> alignments;
+  int32_t multiprocessors;
 };
+
+// The SMs for which the last product launched; 0: all.
+int32_t last_multiprocessors = 0;
 
 template <typename Held, typename Opaque>
 Held& held(Opaque* opaque) {
@@ -170,6 +175,8 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t operation, cu
       return take(mine.bias);
     case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER:
       return take(mine.aux);
+    case CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET:
+      return take(mine.multiprocessors);
     case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD:
       return take(mine.aux_stride);
     default:
@@ -204,7 +211,8 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
   if (world().controls.lacks_epilogues && held<Operation>(operation).epilogue != CUBLASLT_EPILOGUE_DEFAULT) {
     return CUBLAS_STATUS_NOT_SUPPORTED;
   }
-  held<Algorithm>(&results[0].algo) = {held<Preference>(preference).alignments};
+  held<Algorithm>(&results[0].algo) = {held<Preference>(preference).alignments,
+                                       held<Operation>(operation).multiprocessors};
   *count = 1;
   return CUBLAS_STATUS_SUCCESS;
 }
@@ -223,6 +231,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t operation, 
     return CUBLAS_STATUS_INVALID_VALUE;
   }
   const void* addresses[] = {a, b, c, d};
+  last_multiprocessors = mine.multiprocessors;
+  if (held<const Algorithm>(const_cast<cublasLtMatmulAlgo_t*>(algorithm)).multiprocessors != mine.multiprocessors) {
+    note("an algorithm for another number of SMs");
+  }
   for (size_t i = 0; i < 4; ++i) {
     const auto& promised = held<const Algorithm>(const_cast<cublasLtMatmulAlgo_t*>(algorithm)).alignments[i];
     if (reinterpret_cast<uintptr_t>(addresses[i]) % promised != 0) note("cublasLtMatmul of less aligned memory");
@@ -258,5 +270,6 @@ void bind_blas(pybind11::module_& m) {
            const at::Tensor& a, const at::Tensor& b, bool gelu_tanh) {
           return rtp::gemm_epilogue(out, before.value_or(at::Tensor()), bias.value_or(at::Tensor()), a, b, gelu_tanh);
         });
+  m.def("last_multiprocessors", [] { return simulated::last_multiprocessors; });
   m.def("aligned_stride", &rtp::aligned_stride);
 }
