@@ -5,7 +5,7 @@
 namespace rtp {
 
 // Scope in which products of torch and of this package launch for all but `multiprocessors` SMs: torch's SM carveout,
-// which is a setting of the process. No effect for 0, nor where the user has set it. torch before 2.13 applies it to
+// which is a setting of the process. No effect for 0, nor where the user has set it. Before 2.14, torch may apply it to
 // cuBLASLt alone.
 class SmCarveout {
  public:

@@ -72,9 +72,9 @@ class Ring:
         transport: `shm` (CPU ranks of one host), `shm+tcp` and `shm+c10d` (the same inside hosts, the other between
             them), `tcp` (CPU ranks of any hosts), `c10d` (any torch.distributed backend), `ce` (copy engines, without
             SMs: GPUs of one host that all have direct access to each other, NCCL 2.29.2 or newer), `nccl` (direct
-            NCCL), `nccl-put` (NCCL's puts and signals; a wait for a dead rank there blocks until the process ends),
-            or `auto`: `ce`, else `nccl` on GPUs, `shm`, `shm+tcp` or `tcp` on CPUs, else `c10d`. The ring logs its
-            choice and the refused candidates, and keeps them in `transport` and `transport_reason`.
+            NCCL), `ce+nccl` and `nccl+nccl` (on two levels), `nccl-put` (NCCL's puts and signals; a wait for a dead
+            rank blocks until the process ends), or `auto`: the first of `ce`, `ce+nccl`, `nccl+nccl`, `nccl`, or on
+            CPUs of `shm`, `shm+tcp`, `tcp`, else `c10d`. `transport_reason` has the refused candidates.
         route: `ring` (every hop goes to the neighbour), `direct` (a shard comes directly from its owner), `gather`
             (linear layers gather the whole weight first; other operations take the route that `auto` chooses),
             `two-level` (shards rotate inside each host while every rank passes one on to the next host; where the
