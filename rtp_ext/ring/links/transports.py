@@ -320,7 +320,7 @@ def _make_nccl(ring: Communicator, options: TransportOptions, registered: bool) 
 
 def _make_levels(ring: Communicator, options: TransportOptions, inner: str) -> Any:
     """Returns the transport `ce+nccl` or `nccl+nccl`. Collective over the ring."""
-    settled, per_host = settle(ring, options), ring.placed.per_host
+    settled, per_host = settle(ring, options), ring.placed.of.count(0)
     inside, between = _native.ring_levels(_ring_end(ring), per_host)
     ids, native, problem = _unique_ids(ring, 2, per_host), None, None
     try:
