@@ -1,0 +1,6 @@
+"""Optimizers of sharded matrices."""
+
+from rtp_ext.optim.muon import Muon
+from rtp_ext.optim.table import PlanRow, PlanTable
+
+__all__ = ["Muon", "PlanRow", "PlanTable"]
