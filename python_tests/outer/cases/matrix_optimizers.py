@@ -13,11 +13,11 @@ from torch.optim import _muon
 _source = inspect.getsource(_muon._zeropower_via_newtonschulz)
 assert _source.count("grad.bfloat16()") == 1
 _exact: dict = dict(vars(_muon))
-exec(_source.replace("grad.bfloat16()", "grad.clone()"), _exact)
+exec(_source.replace("grad.bfloat16()", "grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)"), _exact)
 
 
 class Muon(torch.optim.Muon):
-    """torch's, whose iteration runs in the dtype of the gradient."""
+    """torch's, whose iteration runs in float32, or in float64 for gradients in float64."""
 
     def step(self, closure=None):
         stock = _muon._zeropower_via_newtonschulz
