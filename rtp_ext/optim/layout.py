@@ -102,16 +102,21 @@ class Layout:
         return cls(mesh, cut) if math.prod(mesh.size(i) for i in cut) > 1 else cls()
 
     def coordinates(self) -> list[list[int]]:
-        """The coordinates in the mesh of all ranks that share the parameter with this one, in the order of the mesh."""
+        """The coordinates in the mesh of all ranks that share the parameter with this one, ordered by their ranks in the
+        default process group, as torch orders process groups."""
         assert self.mesh is not None, "a parameter that ranks share"
         own: Any = self.mesh.get_coordinate()
         ranges = [range(self.mesh.size(i)) if i in self.cut else [own[i]] for i in range(self.mesh.ndim)]
-        return [list(coordinate) for coordinate in itertools.product(*ranges)]
+        return [list(each) for each in sorted(itertools.product(*ranges), key=self._rank_at)]
 
     def members(self) -> list[int]:
         """Their ranks in the default process group."""
         assert self.mesh is not None, "a parameter that ranks share"
-        return [int(self.mesh.mesh[tuple(coordinate)]) for coordinate in self.coordinates()]
+        return [self._rank_at(coordinate) for coordinate in self.coordinates()]
+
+    def _rank_at(self, coordinate: Sequence[int]) -> int:
+        assert self.mesh is not None, "a parameter that ranks share"
+        return int(self.mesh.mesh[tuple(coordinate)])
 
     def bounds(self, parameter: Tensor) -> list[list[tuple[int, int]]]:
         """Start and size of every rank's shard along each dimension of the parameter."""

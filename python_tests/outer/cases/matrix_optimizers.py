@@ -1,4 +1,4 @@
-"""Optimizers that multiply across shards, for plain tensors and DTensors."""
+"""Optimizers that multiply across shards, for plain tensors and DTensors; and policies for replicas that train apart."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import _muon
+from workers import Workers
+
+from rtp_ext.outer import DiLoCo, Gossip, LocalSGD, mixing_matrix
+from rtp_ext.outer.local_training.diloco import nesterov
 
 # torch's iteration runs in bfloat16, where one process and shards round differently
 _source = inspect.getsource(_muon._zeropower_via_newtonschulz)
@@ -120,3 +124,35 @@ def shampoo(model):
 
 def soap(model):
     return Soap(matrices(model), lr=0.02)
+
+
+# -- policies, and the same rules between workers in one process
+
+CLOSE = 1e-9  # products of many factors
+
+
+def mean(workers):
+    if workers.step % 2 == 0:
+        workers.mix(mixing_matrix("complete", 2))
+
+
+def one_peer(workers):
+    workers.mix(mixing_matrix("one-peer", 2, workers.step - 1))
+
+
+def diloco(workers):
+    if "anchor" not in workers.kept:
+        workers.kept["anchor"] = torch.nn.Parameter(Workers.flat(type(workers.models[0])()))
+        workers.kept["outer"] = nesterov([workers.kept["anchor"]])
+    if workers.step % 2 == 0:
+        anchor = workers.kept["anchor"]
+        anchor.grad = anchor.detach() - workers.weights.mean(0)
+        workers.kept["outer"].step()
+        workers.put(anchor.detach().repeat(2, 1))
+
+
+POLICIES = {
+    "local SGD": (lambda: LocalSGD(2), mean),
+    "DiLoCo": (lambda: DiLoCo(2), diloco),
+    "gossip": (Gossip, one_peer),
+}
