@@ -23,8 +23,7 @@ SQUARE_GRAM = 3e-5
 
 @dataclass(frozen=True)
 class Shape:
-    """A parameter [m, n] or [E, m, n] that the ring cuts along `dim`; None: every rank has it whole, as a plain tensor.
-    """
+    """A parameter [m, n] or [E, m, n] that the ring cuts along `dim`; None: it is a plain tensor."""
 
     shape: tuple[int, ...]
     dim: int | None = 0
@@ -110,9 +109,7 @@ class Pair:
         """The norm of the difference of each update so far, all steps together, relative to that of the update. The
         same on all ranks."""
         own = []
-        for shape, whole, parameter, some in zip(
-            self.shapes, self.wholes, self.parameters, self.expected, strict=True
-        ):
+        for shape, whole, parameter, some in zip(self.shapes, self.wholes, self.parameters, self.expected, strict=True):
             update = torch.cat([matrix.detach() for matrix in some]).view(shape.shape).double() - whole.double()
             before = whole
             if shape.dim is not None:

@@ -95,7 +95,13 @@ def sent_cases(ranks, cases, ring):
         assert [row.exchange for row in plan.rows] == ["whole", "gram"]
         assert re.search(r"^params\[0\] of group 1 +1/1 +96x24 +gram +\d+ +\d+$", str(plan), re.MULTILINE)
     with cases.case("auto"):
-        shapes = [Shape((48, 48)), Shape((48 * 8, 48)), Shape((48, 64), 1), Shape((2 * ranks, 8, 4)), Shape((9, 8), None)]
+        shapes = [
+            Shape((48, 48)),
+            Shape((48 * 8, 48)),
+            Shape((48, 64), 1),
+            Shape((2 * ranks, 8, 4)),
+            Shape((9, 8), None),
+        ]
         found = [row.exchange for row in Pair(ring, shapes).optimizer.plan().rows]
         assert found[:2] == ["whole", "gram"]
         assert found[2] == ("gram" if ranks == 2 else "whole"), "fewer bytes for R > 2 a, a = 4 / 3"

@@ -20,6 +20,7 @@ from workers import Replica, Workers, assert_trained_alike
 import rtp_ext
 from rtp_ext.outer import DiLoCo, Gossip, LocalSGD
 
+
 def training_cases(rank, cases):
     every = list(itertools.product((muon, shampoo, soap), POLICIES))
     enough = [(muon, name) for name in POLICIES] + [(shampoo, "gossip"), (soap, "local SGD")]

@@ -113,9 +113,7 @@ def _gram(task: Task, part: Tensor) -> Tensor:
     return wide.T @ wide if task.matrix.long_cut == 0 else wide @ wide.T
 
 
-def _iterate(
-    task: Task, rank: int, part: Tensor, arrived: dict[int, Tensor], places: dict[int, Tensor]
-) -> Tensor:
+def _iterate(task: Task, rank: int, part: Tensor, arrived: dict[int, Tensor], places: dict[int, Tensor]) -> Tensor:
     """Runs the iteration of a matrix at its owner: writes the results of other ranks to `places`, and returns the
     update of the owner's part."""
     matrix, wide = task.matrix, iteration_dtype(part.dtype)

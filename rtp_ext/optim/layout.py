@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -102,15 +101,14 @@ class Layout:
         return cls(mesh, cut) if math.prod(mesh.size(i) for i in cut) > 1 else cls()
 
     def coordinates(self) -> list[list[int]]:
-        """The coordinates in the mesh of all ranks that share the parameter with this one, ordered by their ranks in the
-        default process group, as torch orders process groups."""
+        """The coordinates in the mesh of all ranks that share the parameter with this one, in the order of `members`."""
         assert self.mesh is not None, "a parameter that ranks share"
         own: Any = self.mesh.get_coordinate()
         ranges = [range(self.mesh.size(i)) if i in self.cut else [own[i]] for i in range(self.mesh.ndim)]
         return [list(each) for each in sorted(itertools.product(*ranges), key=self._rank_at)]
 
     def members(self) -> list[int]:
-        """Their ranks in the default process group."""
+        """The ranks in the default process group, ascending, as torch orders the members of a group."""
         assert self.mesh is not None, "a parameter that ranks share"
         return [self._rank_at(coordinate) for coordinate in self.coordinates()]
 
@@ -186,4 +184,3 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 def _within(bounds: Sequence[tuple[int, int]], around: Sequence[tuple[int, int]]) -> Bounds:
     return tuple((start - outer, size) for (start, size), (outer, _) in zip(bounds, around, strict=True))
-

@@ -24,6 +24,8 @@ from rtp_ext.ring.autograd import as_gradient
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")  # of torch.optim.Muon
 
+_Entry = tuple[int, Tensor, dict[str, Any]]  # a parameter's index in the optimizer, itself, and its group
+
 
 class Muon(Optimizer):
     """torch.optim.Muon for the parameters of a model after `fully_rotate`, whose matrices are whole on no rank.
@@ -32,8 +34,8 @@ class Muon(Optimizer):
     parameters) instead of bfloat16, from gradients averaged over ring and replicas. Momentum is cut like the
     parameters. Replicas that train apart (LocalSGD, DiLoCo, Gossip) each step on matrices of their own.
 
-    Each matrix has an owner, one of the ranks that hold a part of it, which runs the Newton-Schulz iteration; owners are
-    spread by work. Two ways to it, for a matrix with sides m >= n over R ranks:
+    Each matrix has an owner, one of the ranks that hold a part of it, which runs the Newton-Schulz iteration. Owners
+    are spread by work. A matrix with sides m >= n over R ranks reaches its owner in one of two ways:
 
     - `gram`: each rank sends the triangle of X_r^T X_r, n (n + 1) / 2 numbers, for its part X_r of the momentum. The
       owner iterates their sum, and returns the triangle of Q. Each rank computes X_r Q. Sent on average: n (n + 1)
@@ -138,7 +140,7 @@ class Muon(Optimizer):
             parameters = [entry for entry in self._parameters() if entry[1].requires_grad]
         return PlanTable.of(self._planned(parameters), self._names())
 
-    def _parameters(self) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
+    def _parameters(self) -> Iterator[_Entry]:
         index = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -153,7 +155,7 @@ class Muon(Optimizer):
             found += group.get("param_names") or places
         return found
 
-    def _planned(self, parameters: list[tuple[int, Tensor, dict[str, Any]]]) -> list[Plan]:
+    def _planned(self, parameters: list[_Entry]) -> list[Plan]:
         """Returns a plan for the parameters of each layout, in the order in which layouts first appear."""
         described = [
             (i, Layout.of(p), p.shape, self._dtype(p), group.get("blocks", 1), Iteration.of(group))
@@ -187,27 +189,36 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parameters = [entry for entry in self._parameters() if entry[1].grad is not None]
+        for _, parameter, _ in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise RuntimeError("Muon does not support sparse gradients")
+        sends = any(float(group["lr"]) != 0.0 for group in self.param_groups)
+        plans = self._agreed(parameters) if sends else []  # before anything changes
         for _, parameter, group in parameters:
             self._learn(parameter, group)
-        if all(float(group["lr"]) == 0.0 for group in self.param_groups):
-            return loss
-        by_index = {index: (parameter, group) for index, parameter, group in parameters}
-        facts = self._facts(by_index)
-        for plan in self._planned(parameters):
-            first, _ = by_index[plan.tasks[0].matrix.parameter]
-            sharers = self._sharers_of(plan.layout, first)
-            if sharers is not None:
-                sharers.agree(facts)
+        entries = {index: (parameter, group) for index, parameter, group in parameters}
+        for plan, sharers in plans:
+            first, _ = entries[plan.tasks[0].matrix.parameter]
             device = held(first).device if sharers is None else sharers.device
-            step = _Step(self, by_index, 0 if sharers is None else sharers.rank, device)
+            step = _Step(self, entries, 0 if sharers is None else sharers.rank, device)
             with torch.autocast(device.type, enabled=False):
                 for tasks in plan.rounds:
                     self._sent += run_round(tasks, sharers, step.source, step.sink, device)
         return loss
 
+    def _agreed(self, parameters: list[_Entry]) -> list[tuple[Plan, Sharers | None]]:
+        """Returns the plans, each with the ranks that share its parameters, which have agreed on the step."""
+        facts = self._facts(parameters)
+        by_index = {index: parameter for index, parameter, _ in parameters}
+        found = []
+        for plan in self._planned(parameters):
+            sharers = self._sharers_of(plan.layout, by_index[plan.tasks[0].matrix.parameter])
+            if sharers is not None:
+                sharers.agree(facts)
+            found.append((plan, sharers))
+        return found
+
     def _learn(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise RuntimeError("Muon does not support sparse gradients")
         gradient, state = shard_of(parameter.grad, parameter), self.state[parameter]
         if "momentum_buffer" not in state:
             zeros = torch.zeros_like(gradient)
@@ -215,21 +226,21 @@ class Muon(Optimizer):
         buffer = held(state["momentum_buffer"])
         buffer.lerp_(gradient.to(buffer.dtype), 1 - group["momentum"])
 
-    def _facts(self, by_index: dict[int, tuple[Tensor, dict[str, Any]]]) -> list[str]:
+    def _facts(self, parameters: list[_Entry]) -> list[str]:
         facts = [f"exchange={self._exchange!r}, rounds of {self._round_bytes} bytes"]
         for number, group in enumerate(self.param_groups):
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             options["lr"] = float(group["lr"])
             facts.append(f"options {options} of group {number}")
         names = self._names()
-        for index, (parameter, _) in by_index.items():
+        for index, parameter, _ in parameters:
             facts.append(f"a gradient of {names[index]}, {tuple(parameter.shape)} in {self._dtype(parameter)}")
         return facts
 
     def _dtype(self, parameter: Tensor) -> torch.dtype:
         """Returns the dtype of the momentum."""
-        state = self.state.get(parameter, {})
-        return state["momentum_buffer"].dtype if "momentum_buffer" in state else parameter.dtype
+        like = self.state.get(parameter, {}).get("momentum_buffer", parameter.grad)
+        return parameter.dtype if like is None else like.dtype
 
 
 class _Step:

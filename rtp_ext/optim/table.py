@@ -64,4 +64,6 @@ class PlanTable:
         head = [field.name for field in fields(PlanRow)]
         lines = [head] + [[str(getattr(row, name)) for name in head] for row in self.rows]
         widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip() for line in lines)
+        return "\n".join(
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        )

@@ -1,4 +1,4 @@
-"""Optimizers that multiply across shards, for plain tensors and DTensors; and policies for replicas that train apart."""
+"""Optimizers that multiply across shards, for plain tensors and DTensors; and policies for them."""
 
 from __future__ import annotations
 
