@@ -101,7 +101,7 @@ class Layout:
         return cls(mesh, cut) if math.prod(mesh.size(i) for i in cut) > 1 else cls()
 
     def coordinates(self) -> list[list[int]]:
-        """The coordinates in the mesh of all ranks that share the parameter with this one, in the order of `members`."""
+        """The coordinates in the mesh of all ranks that share the parameter, in the order of `members`."""
         assert self.mesh is not None, "a parameter that ranks share"
         own: Any = self.mesh.get_coordinate()
         ranges = [range(self.mesh.size(i)) if i in self.cut else [own[i]] for i in range(self.mesh.ndim)]
