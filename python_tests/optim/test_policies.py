@@ -7,6 +7,7 @@ from grids import few
 from harness import Cases, run_ranks
 from matrix_optimizers import CLOSE, POLICIES
 from matrix_optimizers import Muon as Stock
+from pretended_hosts import pretend_hosts
 from reference import assert_same, differs, random, wholes
 from replica_models import DIMS, Tiny, all_losses, batch_loss, mesh_of
 from torch import nn
@@ -147,11 +148,28 @@ def parallel_cases(rank, cases):
             assert plan.size == 4
 
 
+def two_level_cases(rank, ranks, cases):
+    pretend_hosts(rank, 2)
+    with cases.case("a ring of four over two hosts"):
+        plain = Parallel()
+        model = rtp_ext.fully_rotate(Parallel(), route="two-level", timeout=30.0)
+        assert rtp_ext.ring_of(model).hop_route == "two-level"
+        for each, cls, batches in ((plain, Stock, range(ranks)), (model, Muon, (rank,))):
+            optimizer = cls([each.up.weight, each.down.weight], lr=0.1)
+            for step in range(3):
+                optimizer.zero_grad()
+                inputs = [random(4, 5, dtype=torch.float64, seed=10 * batch + step) for batch in batches]
+                (sum(each(x).square().mean() for x in inputs) / len(inputs)).backward()
+                optimizer.step()
+        assert_alike(model, plain)
+
+
 def _two_by_two(rank, ranks):
     cases = Cases()
     reduced_cases(rank, ranks, cases)
     apart_cases(rank, cases)
     parallel_cases(rank, cases)
+    two_level_cases(rank, ranks, cases)
     cases.finish()
 
 

@@ -1,7 +1,11 @@
 """State dicts, checkpoints and refusals of rtp_ext.optim.Muon, and whole models of the transformers package."""
 
 import copy
+import gc
+import os
 import pickle
+import signal
+import time
 
 import pytest
 import torch
@@ -19,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import rtp_ext
-from rtp_ext._native import RotationError
+from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext.optim import Muon, matrices
 from rtp_ext.ring import Ring
 
@@ -148,6 +152,27 @@ def _small(rank, ranks):
             pair.optimizer.load_state_dict(state)
             pair.take_steps(1)
             pair.assert_alike()
+        with cases.case("torch's Muon takes the state"):
+            pair = Pair(ring, LONG[:2], lr=0.1)
+            pair.take_steps(1)
+            state = pair.optimizer.state_dict()
+            other = Stock([{"params": [p]} for p in pair.parameters])
+            other.load_state_dict(state)
+            for one, two in zip(pair.optimizer.state.values(), other.state.values(), strict=True):
+                assert torch.equal(one["momentum_buffer"].to_local(), two["momentum_buffer"].to_local())
+        with cases.case("optimizers of parts, one of which goes"):
+            gc.collect()  # the optimizers of other cases
+            pair, groups = Pair(ring, LONG[:4], lr=0.1), len(ring.companions)
+            pair.gradients()
+            for some in (pair.parameters[:2], pair.parameters[2:]):
+                optimizer = Muon(some, lr=0.1)
+                optimizer.step()
+                assert len(ring.companions) > groups
+            del optimizer
+            pair.stock.step()
+            pair.assert_alike()
+            gc.collect()
+            assert len(ring.companions) == groups, "its process groups are gone"
         with cases.case("a rate of 0 sends nothing"):
             pair = Pair(ring, LONG, lr=0.0)
             pair.take_steps(1)
@@ -211,3 +236,20 @@ def refusals(rank, cases, ring, mesh):
 
 def test_copies_and_refusals():
     run_ranks(_small, 2)
+
+
+def _dies(rank, ranks):
+    with Ring(timeout=30.0) as ring:
+        pair = Pair(ring, LONG, lr=0.1)
+        pair.take_steps(1)
+        pair.gradients()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(RingTimeout, match=r"exchange on rank \d of 3.*who failed: global rank 1"):
+            pair.optimizer.step()
+        assert time.monotonic() - start < 10 and not ring.alive
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others():
+    run_ranks(_dies, 3, lost={1})
