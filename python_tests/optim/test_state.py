@@ -161,6 +161,7 @@ def _small(rank, ranks):
             for one, two in zip(pair.optimizer.state.values(), other.state.values(), strict=True):
                 assert torch.equal(one["momentum_buffer"].to_local(), two["momentum_buffer"].to_local())
         with cases.case("optimizers of parts, one of which goes"):
+            del pair, twin
             gc.collect()  # the optimizers of other cases
             pair, groups = Pair(ring, LONG[:4], lr=0.1), len(ring.companions)
             pair.gradients()
