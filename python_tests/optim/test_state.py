@@ -226,12 +226,13 @@ def refusals(rank, cases, ring, mesh):
         ):
             pair.optimizer.step()
         assert torch.equal(pair.parameters[0].to_local(), before) and not pair.optimizer.state, "nothing has changed"
-    with cases.case("a gradient on one rank only"):
+    for missing in (1, 2):
         pair = Pair(ring, LONG[:2], lr=0.1)
         pair.gradients()
-        if rank == 1:
-            pair.parameters[1].grad = None
-        with pytest.raises(ValueError, match=r"a gradient of params\[0\] of group 1.* on rank 0 and nothing on rank 1"):
+        for parameter in pair.parameters[2 - missing :] if rank == 1 else ():
+            parameter.grad = None
+        words = rf"a gradient of params\[0\] of group {2 - missing}, .* on rank 0 and nothing on rank 1"
+        with cases.case(f"{missing} gradients on one rank only"), pytest.raises(ValueError, match=words):
             pair.optimizer.step()
 
 

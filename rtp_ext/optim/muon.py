@@ -207,16 +207,17 @@ class Muon(Optimizer):
         return loss
 
     def _agreed(self, parameters: list[_Entry]) -> list[tuple[Plan, Sharers | None]]:
-        """Returns the plans, each with the ranks that share its parameters, which have agreed on the step."""
+        """Returns the plans, each with the ranks that share its parameters, which have agreed on the step. All ranks
+        of all parameters take part: one of them may have no gradients, by mistake."""
         facts = self._facts(parameters)
-        by_index = {index: parameter for index, parameter, _ in parameters}
-        found = []
-        for plan in self._planned(parameters):
-            sharers = self._sharers_of(plan.layout, by_index[plan.tasks[0].matrix.parameter])
+        first: dict[Layout, Tensor] = {}
+        for _, parameter, _ in self._parameters():
+            first.setdefault(Layout.of(parameter), parameter)
+        found = {layout: self._sharers_of(layout, parameter) for layout, parameter in first.items()}
+        for sharers in found.values():
             if sharers is not None:
                 sharers.agree(facts)
-            found.append((plan, sharers))
-        return found
+        return [(plan, found[plan.layout]) for plan in self._planned(parameters)]
 
     def _learn(self, parameter: Tensor, group: dict[str, Any]) -> None:
         gradient, state = shard_of(parameter.grad, parameter), self.state[parameter]
@@ -229,8 +230,7 @@ class Muon(Optimizer):
     def _facts(self, parameters: list[_Entry]) -> list[str]:
         facts = [f"exchange={self._exchange!r}, rounds of {self._round_bytes} bytes"]
         for number, group in enumerate(self.param_groups):
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            options["lr"] = float(group["lr"])
+            options = {key: group.get(key, 1) for key in (*self.defaults, "blocks")} | {"lr": float(group["lr"])}
             facts.append(f"options {options} of group {number}")
         names = self._names()
         for index, parameter, _ in parameters:
