@@ -7,11 +7,14 @@ from grids import few
 from harness import Cases, run_ranks
 from matrix_optimizers import CLOSE, POLICIES
 from matrix_optimizers import Muon as Stock
+from pipeline_models import LARGEST_NORM, Pipeline, batch, make_parts
+from pipeline_models import loss_of as whole_loss
 from pretended_hosts import pretend_hosts
 from reference import assert_same, differs, random, wholes
 from replica_models import DIMS, Tiny, all_losses, batch_loss, mesh_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from workers import Replica, Workers, assert_trained_alike
@@ -148,6 +151,50 @@ def parallel_cases(rank, cases):
             assert plan.size == 4
 
 
+class Several:
+    """Optimizers as one."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+
+    def zero_grad(self):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def pipeline_cases(cases):
+    """Two stages on each ring, whose matrices one optimizer has."""
+
+    def split(cls, parameters):
+        parameters = list(parameters)
+        hidden = [p for p in parameters if p.dim() == 2]
+        return Several(cls(hidden, lr=0.02), torch.optim.SGD([p for p in parameters if p.dim() != 2], lr=0.05))
+
+    with cases.case("stages of a pipeline"):
+        mesh, steps = init_device_mesh("cpu", SHAPE, mesh_dim_names=("pp", "ring")), 2
+        pipeline = Pipeline(ScheduleInterleaved1F1B, mesh)
+        pipeline.optimizer = split(Muon, pipeline.parameters)
+        parts = make_parts()
+        plain = nn.Sequential(*parts)
+        optimizer = split(Stock, plain.parameters())
+        for step in range(steps):
+            pipeline.step(step)
+            optimizer.zero_grad()
+            every = [batch(place, step) for place in range(2)]
+            (sum(whole_loss(plain(ids), targets) for ids, targets in every) / 2).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), LARGEST_NORM)
+            optimizer.step()
+        for index, stage in pipeline.stages.items():
+            assert_alike(stage, nn.Sequential(*parts[pipeline.slices[index]]))
+        (plan,) = pipeline.optimizer.optimizers[0].plan().plans
+        assert plan.size == 2 and len(pipeline.stages) == 2
+        pipeline.close()
+
+
 def two_level_cases(rank, ranks, cases):
     pretend_hosts(rank, 2)
     with cases.case("a ring of four over two hosts"):
@@ -169,6 +216,7 @@ def _two_by_two(rank, ranks):
     reduced_cases(rank, ranks, cases)
     apart_cases(rank, cases)
     parallel_cases(rank, cases)
+    pipeline_cases(cases)
     two_level_cases(rank, ranks, cases)
     cases.finish()
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from grids import few
 from harness import Cases, run_ranks
 from local_training_cases import SHAPE, gather_all, other_values
-from matrix_optimizers import CLOSE, POLICIES, muon, shampoo, soap
+from matrix_optimizers import CLOSE, POLICIES, muon, ours, shampoo, soap
 from reference import assert_same, differs, full
 from replica_models import DIMS, Tiny, mesh_of
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -57,7 +57,8 @@ def penalty_cases(rank, cases):
 
 
 def checkpoint_cases(rank, cases, folder):
-    every = [(muon, lambda: DiLoCo(3)), (shampoo, lambda: Gossip("ring", 3)), (soap, lambda: LocalSGD(3))]
+    every = [(ours, lambda: DiLoCo(3)), (shampoo, lambda: Gossip("ring", 3))]
+    every += [(muon, lambda: DiLoCo(3)), (soap, lambda: LocalSGD(3))]
     for make, policy in few(every[:2], every):
         name = make.__name__
         with cases.case(f"restart of {name}"):

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import _muon
 from workers import Workers
 
+import rtp_ext.optim
 from rtp_ext.outer import DiLoCo, Gossip, LocalSGD, mixing_matrix
 from rtp_ext.outer.local_training.diloco import nesterov
 
@@ -116,6 +117,12 @@ def matrices(model):
 
 def muon(model):
     return Muon(matrices(model), lr=0.02)
+
+
+def ours(model):
+    """rtp_ext.optim.Muon, where the parameters are sharded."""
+    cls = rtp_ext.optim.Muon if sharded(model.mix.weight) else Muon
+    return cls(matrices(model), lr=0.02)
 
 
 def shampoo(model):
