@@ -41,7 +41,7 @@ class Deep(Tiny):
 
 def optimizers_of(model, exchange=None):
     hidden, rest = matrices(model)
-    hidden = [*hidden, *([model.stray] if hasattr(model, "stray") else [])]
+    hidden = [*hidden, model.stray, model.embed.weight]  # the last one is tied to the head
     rest = [p for p in rest if all(p is not each for each in hidden)]
     settings = {"lr": 0.02, "weight_decay": 0.1}
     first = Stock(hidden, **settings) if exchange is None else Muon(hidden, exchange=exchange, **settings)

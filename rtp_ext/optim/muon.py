@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import as_gradient
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")  # of torch.optim.Muon
+
+# Options of a group that all ranks must share, beside those that are numbers.
+_OPTIONS = ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "blocks")
 
 _Entry = tuple[int, Tensor, dict[str, Any]]  # a parameter's index in the optimizer, itself, and its group
 
@@ -194,13 +198,11 @@ class Muon(Optimizer):
                 raise RuntimeError("Muon does not support sparse gradients")
         sends = any(float(group["lr"]) != 0.0 for group in self.param_groups)
         plans = self._agreed(parameters) if sends else []  # before anything changes
-        for _, parameter, group in parameters:
-            self._learn(parameter, group)
-        entries = {index: (parameter, group) for index, parameter, group in parameters}
+        entries = {index: self._learn(parameter, group) for index, parameter, group in parameters}
         for plan, sharers in plans:
-            first, _ = entries[plan.tasks[0].matrix.parameter]
-            device = held(first).device if sharers is None else sharers.device
-            step = _Step(self, entries, 0 if sharers is None else sharers.rank, device)
+            first = entries[plan.tasks[0].matrix.parameter]
+            device = first.shard.device if sharers is None else sharers.device
+            step = _Step(entries, 0 if sharers is None else sharers.rank, device)
             with torch.autocast(device.type, enabled=False):
                 for tasks in plan.rounds:
                     self._sent += run_round(tasks, sharers, step.source, step.sink, device)
@@ -219,18 +221,21 @@ class Muon(Optimizer):
                 sharers.agree(facts)
         return [(plan, found[plan.layout]) for plan in self._planned(parameters)]
 
-    def _learn(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _learn(self, parameter: Tensor, group: dict[str, Any]) -> _Shard:
+        """Updates the momentum of a parameter, and returns this rank's shards."""
         gradient, state = shard_of(parameter.grad, parameter), self.state[parameter]
         if "momentum_buffer" not in state:
             zeros = torch.zeros_like(gradient)
             state["momentum_buffer"] = as_gradient(zeros, parameter._spec) if isinstance(parameter, DTensor) else zeros
         buffer = held(state["momentum_buffer"])
         buffer.lerp_(gradient.to(buffer.dtype), 1 - group["momentum"])
+        return _Shard(held(parameter), gradient, buffer, group)
 
     def _facts(self, parameters: list[_Entry]) -> list[str]:
         facts = [f"exchange={self._exchange!r}, rounds of {self._round_bytes} bytes"]
         for number, group in enumerate(self.param_groups):
-            options = {key: group.get(key, 1) for key in (*self.defaults, "blocks")} | {"lr": float(group["lr"])}
+            options = {key: group.get(key, 1) for key in _OPTIONS}
+            options |= {key: float(group[key]) for key in ("lr", "weight_decay", "momentum")}
             facts.append(f"options {options} of group {number}")
         names = self._names()
         for index, parameter, _ in parameters:
@@ -243,22 +248,33 @@ class Muon(Optimizer):
         return parameter.dtype if like is None else like.dtype
 
 
+@dataclass(frozen=True)
+class _Shard:
+    """This rank's shards of a parameter, its gradient and its momentum; and the options of its group."""
+
+    shard: Tensor
+    gradient: Tensor
+    momentum: Tensor
+    group: dict[str, Any]
+
+
 class _Step:
     """The momentum and the updates of this rank's shards in one step."""
 
-    def __init__(self, optimizer: Optimizer, entries: dict[int, Any], rank: int, device: torch.device) -> None:
-        self.state, self._entries, self._rank, self._device = optimizer.state, entries, rank, device
+    def __init__(self, shards: dict[int, _Shard], rank: int, device: torch.device) -> None:
+        self._shards, self._rank, self._device = shards, rank, device
 
     def source(self, task: Task) -> Tensor:
-        parameter, group = self._entries[task.matrix.parameter]
-        gradient = task.matrix.of_shard(shard_of(parameter.grad, parameter), self._rank)
-        buffer = task.matrix.of_shard(held(self.state[parameter]["momentum_buffer"]), self._rank)
-        momentum = gradient.to(buffer.dtype).lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-        return on(self._device, momentum)
+        own = self._shards[task.matrix.parameter]
+        part = task.matrix.of_shard(own.momentum, self._rank)
+        if own.group["nesterov"]:
+            gradient = task.matrix.of_shard(own.gradient, self._rank)
+            part = gradient.to(part.dtype).lerp(part, own.group["momentum"])
+        return on(self._device, part)
 
     def sink(self, task: Task, update: Tensor) -> None:
-        parameter, group = self._entries[task.matrix.parameter]
-        shard = task.matrix.of_shard(held(parameter), self._rank)
+        own = self._shards[task.matrix.parameter]
+        group, shard = own.group, task.matrix.of_shard(own.shard, self._rank)
         rate = float(group["lr"])
         shard.mul_(1 - rate * group["weight_decay"])
         adjusted = _adjust_lr(rate, group["adjust_lr_fn"], torch.Size(task.matrix.shape))
