@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rtp_ext.host import allow_connections
 
 if TYPE_CHECKING:
-    from rtp_ext import functional, nn, outer
+    from rtp_ext import functional, nn, optim, outer
     from rtp_ext._native import CudaError, NcclError, RingTimeout, RotationError
     from rtp_ext.convert import fully_rotate, outer_of, ring_of
     from rtp_ext.convert.controls import (
@@ -43,6 +43,7 @@ __all__ = [
     "load_safetensors",
     "nn",
     "no_sync",
+    "optim",
     "outer",
     "outer_of",
     "register_forward_method",

@@ -79,6 +79,16 @@ def test_several(tmp_path):
     run_ranks(_several, 2, str(tmp_path), timeout=240.0)
 
 
+def _muon(rank, ranks):
+    return _call(rank, ranks, "muon", [["--text", str(FOLDER.parent / "README.md"), "--steps", "40"]])[1]
+
+
+def test_muon_beats_adamw_at_equal_steps():
+    for muon, adamw, sent in run_ranks(_muon, 2):
+        assert muon < adamw - 0.05, f"loss {muon} with Muon, {adamw} with AdamW alone"
+        assert sent > 0
+
+
 def test_they_are_short_and_named_where_a_reader_looks():
     which = (FOLDER.parent / "docs" / "which.md").read_text()
     examples = sorted(FOLDER.glob("*.py"))

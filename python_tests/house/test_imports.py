@@ -31,7 +31,7 @@ PYTHON_FLOORS = [
     {"nn"},
     {"convert/modules"},
     {"convert"},
-    {"integrations", "measure", "planner"},
+    {"integrations", "measure", "optim", "planner"},
     {"__init__", "schedule", "timeline", "trace", "bench"},  # public names
     {"__main__"},
 ]

@@ -11,44 +11,14 @@ import torch.distributed.checkpoint as dcp
 from grids import few
 from harness import Cases, run_ranks
 from local_training_cases import SHAPE, gather_all, other_values
-from matrix_optimizers import muon, shampoo, soap
+from matrix_optimizers import CLOSE, POLICIES, muon, ours, shampoo, soap
 from reference import assert_same, differs, full
 from replica_models import DIMS, Tiny, mesh_of
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from workers import Replica, Workers, assert_trained_alike
 
 import rtp_ext
-from rtp_ext.outer import DiLoCo, Gossip, LocalSGD, mixing_matrix
-from rtp_ext.outer.local_training.diloco import nesterov
-
-CLOSE = 1e-9  # products of many factors
-
-
-def mean(workers):
-    if workers.step % 2 == 0:
-        workers.mix(mixing_matrix("complete", 2))
-
-
-def one_peer(workers):
-    workers.mix(mixing_matrix("one-peer", 2, workers.step - 1))
-
-
-def diloco(workers):
-    if "anchor" not in workers.kept:
-        workers.kept["anchor"] = torch.nn.Parameter(Workers.flat(type(workers.models[0])()))
-        workers.kept["outer"] = nesterov([workers.kept["anchor"]])
-    if workers.step % 2 == 0:
-        anchor = workers.kept["anchor"]
-        anchor.grad = anchor.detach() - workers.weights.mean(0)
-        workers.kept["outer"].step()
-        workers.put(anchor.detach().repeat(2, 1))
-
-
-POLICIES = {
-    "local SGD": (lambda: LocalSGD(2), mean),
-    "DiLoCo": (lambda: DiLoCo(2), diloco),
-    "gossip": (Gossip, one_peer),
-}
+from rtp_ext.outer import DiLoCo, Gossip, LocalSGD
 
 
 def training_cases(rank, cases):
@@ -87,7 +57,8 @@ def penalty_cases(rank, cases):
 
 
 def checkpoint_cases(rank, cases, folder):
-    every = [(muon, lambda: DiLoCo(3)), (shampoo, lambda: Gossip("ring", 3)), (soap, lambda: LocalSGD(3))]
+    every = [(ours, lambda: DiLoCo(3)), (shampoo, lambda: Gossip("ring", 3))]
+    every += [(muon, lambda: DiLoCo(3)), (soap, lambda: LocalSGD(3))]
     for make, policy in few(every[:2], every):
         name = make.__name__
         with cases.case(f"restart of {name}"):

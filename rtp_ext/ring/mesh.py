@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,13 +117,28 @@ def local_placements(spec: DTensorSpec) -> tuple[Placement, ...]:
     return spec.placements if piece_dim(spec) is None else (Replicate(), *spec.placements[1:])
 
 
-def own_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Iterable[Placement]) -> torch.Tensor:
-    """Returns this rank's part, a view, of a whole tensor under `placements` on `mesh`. Splits once for each dimension,
-    in order; strided splits come last, since they split the parts that the others leave."""
+def part_bounds(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Iterable[Placement], coordinate: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Returns start and size, along each dimension of a whole tensor, of the part of the rank at `coordinate`.
+
+    Splits once for each dimension of the mesh, in order; strided splits come last, since they split the parts that the
+    others leave."""
+    bounds = [(0, extent) for extent in shape]
     for index, placement in sorted(enumerate(placements), key=lambda cut: isinstance(cut[1], _StridedShard)):
         if isinstance(placement, (Shard, _StridedShard)):
-            sizes = shard_sizes(whole.shape[placement.dim], mesh.size(index))
-            whole = whole.split(sizes, placement.dim)[mesh.get_local_rank(index)]
+            start, size = bounds[placement.dim]
+            sizes = shard_sizes(size, mesh_shape[index])
+            place = coordinate[index]
+            bounds[placement.dim] = start + sum(sizes[:place]), sizes[place]
+    return bounds
+
+
+def own_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Iterable[Placement]) -> torch.Tensor:
+    """Returns this rank's part, a view, of a whole tensor under `placements` on `mesh`."""
+    coordinate = [mesh.get_local_rank(index) for index in range(mesh.ndim)]
+    for dim, (start, size) in enumerate(part_bounds(whole.shape, mesh.shape, placements, coordinate)):
+        whole = whole.narrow(dim, start, size)
     return whole
 
 

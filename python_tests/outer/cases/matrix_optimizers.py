@@ -1,4 +1,4 @@
-"""Optimizers that multiply across shards, for plain tensors and DTensors."""
+"""Optimizers that multiply across shards, for plain tensors and DTensors; and policies for them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import _muon
+from workers import Workers
+
+import rtp_ext.optim
+from rtp_ext.outer import DiLoCo, Gossip, LocalSGD, mixing_matrix
+from rtp_ext.outer.local_training.diloco import nesterov
 
 # torch's iteration runs in bfloat16, where one process and shards round differently
 _source = inspect.getsource(_muon._zeropower_via_newtonschulz)
 assert _source.count("grad.bfloat16()") == 1
 _exact: dict = dict(vars(_muon))
-exec(_source.replace("grad.bfloat16()", "grad.clone()"), _exact)
+exec(_source.replace("grad.bfloat16()", "grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)"), _exact)
 
 
 class Muon(torch.optim.Muon):
-    """torch's, whose iteration runs in the dtype of the gradient."""
+    """torch's, whose iteration runs in float32, or in float64 for gradients in float64."""
 
     def step(self, closure=None):
         stock = _muon._zeropower_via_newtonschulz
@@ -114,9 +119,47 @@ def muon(model):
     return Muon(matrices(model), lr=0.02)
 
 
+def ours(model):
+    """rtp_ext.optim.Muon, where the parameters are sharded."""
+    cls = rtp_ext.optim.Muon if sharded(model.mix.weight) else Muon
+    return cls(matrices(model), lr=0.02)
+
+
 def shampoo(model):
     return Shampoo(matrices(model), lr=0.02)
 
 
 def soap(model):
     return Soap(matrices(model), lr=0.02)
+
+
+# -- policies, and the same rules between workers in one process
+
+CLOSE = 1e-9  # products of many factors
+
+
+def mean(workers):
+    if workers.step % 2 == 0:
+        workers.mix(mixing_matrix("complete", 2))
+
+
+def one_peer(workers):
+    workers.mix(mixing_matrix("one-peer", 2, workers.step - 1))
+
+
+def diloco(workers):
+    if "anchor" not in workers.kept:
+        workers.kept["anchor"] = torch.nn.Parameter(Workers.flat(type(workers.models[0])()))
+        workers.kept["outer"] = nesterov([workers.kept["anchor"]])
+    if workers.step % 2 == 0:
+        anchor = workers.kept["anchor"]
+        anchor.grad = anchor.detach() - workers.weights.mean(0)
+        workers.kept["outer"].step()
+        workers.put(anchor.detach().repeat(2, 1))
+
+
+POLICIES = {
+    "local SGD": (lambda: LocalSGD(2), mean),
+    "DiLoCo": (lambda: DiLoCo(2), diloco),
+    "gossip": (Gossip, one_peer),
+}

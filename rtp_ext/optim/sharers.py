@@ -1,0 +1,103 @@
+"""The process groups of the ranks that share matrices, for the hops of an optimizer alone."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rtp_ext._native import RotationError
+from rtp_ext.optim.layout import Layout
+from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import gradient_handler_of
+from rtp_ext.ring.links.communicator import Communicator
+from rtp_ext.ring.mesh import live_ring
+
+
+class Sharers(Communicator):
+    """The ranks that hold parts of the same matrices: a ring, or with ZeroOuter the rings of all replicas.
+
+    Collective: every rank makes it in its first step. A failure ends the ring, and the reverse.
+    """
+
+    _member, _others = "rank", "a rank that shares matrices"
+
+    def __init__(self, layout: Layout, parameter: Any) -> None:
+        ring = _ring_of(layout, parameter)
+        members, me = layout.members(), dist.get_rank()
+        self._ring = weakref.ref(ring)
+        super().__init__(members.index(me), len(members), ring.device, ring.timeout, members)
+        ring.communicator.companions += (self,)
+
+    def leave(self) -> None:
+        """Drops the groups of an optimizer that is gone, perhaps on this rank alone."""
+        ring = self._ring()
+        if ring is not None:
+            ring.communicator.companions = tuple(each for each in ring.companions if each is not self)
+
+    def check_alive(self, operation: str) -> None:
+        ring = self._ring()
+        if ring is not None:
+            ring.check_alive(operation)
+        if self._control is None:
+            raise RotationError(f"{operation}: the ring was closed")
+
+    def end(
+        self,
+        error: Exception,
+        suspects: Sequence[int] | None = None,
+        near: Sequence[int] | None = None,
+        ended: float | None = None,
+    ) -> None:
+        """Ends the ring, so that its ranks stop too."""
+        ring = self._ring()
+        if ring is not None:
+            ring.end(error, suspects, self.members if near is None else near, ended)
+
+    def last_hop(self) -> str:
+        ring = self._ring()
+        return "" if ring is None else ring.communicator.last_hop()
+
+    def agree(self, facts: Sequence[str]) -> None:
+        """Raises ValueError on every rank if ranks are about to take different steps. `facts`: lines that describe the
+        step. Collective."""
+        digest = hashlib.sha256("\n".join(facts).encode()).digest()
+        if len(set(self.exchange(digest))) == 1:
+            return
+        answers = self.exchange(list(facts))
+        rank = next(rank for rank, theirs in enumerate(answers) if theirs != answers[0])
+        first, other = answers[0], answers[rank]
+        here, there = next(
+            (one, two) for one, two in zip([*first, "nothing"], [*other, "nothing"], strict=False) if one != two
+        )
+        raise ValueError(
+            f"Muon: expected the same step on all ranks that share matrices, got {here} on rank {self.members[0]} and "
+            f"{there} on rank {self.members[rank]}"
+        )
+
+    def all_to_all(self, received: Tensor, sent: Tensor, arriving: list[int], leaving: list[int]) -> None:
+        """Sends `leaving[k]` bytes of `sent` to rank k, and receives `arriving[k]` bytes from it. Collective."""
+        self.check_alive("Muon")
+        self.collectively("Muon", dist.all_to_all_single, received, sent, arriving, leaving, group=self._collective)
+
+
+def _ring_of(layout: Layout, parameter: Any) -> Ring:
+    """Returns a ring that fails with the ranks that share a parameter."""
+    handler = gradient_handler_of(parameter)
+    ring = None if handler is None else handler.ring
+    if ring is None or not ring.alive:
+        assert layout.mesh is not None, "a parameter that ranks share"
+        ring = live_ring(layout.mesh)
+    if ring is None:
+        raise RotationError(f"Muon: the ring of a parameter of shape {tuple(parameter.shape)} was closed")
+    return ring
+
+
+def on(device: torch.device, tensor: Tensor) -> Tensor:
+    """Returns a tensor on a device: shards of an offloaded model lie on the host."""
+    return tensor if tensor.device == device else tensor.to(device)
