@@ -255,3 +255,17 @@ def test_folders_are_short():
 
 def test_files_that_compilers_may_trace_exist():
     assert [file for file in (*_TRACED, "nn/nothing.py") if not (ROOT / "rtp_ext" / file).exists()] == ["nn/nothing.py"]
+
+
+def shared_names(files: list[Path]) -> list[str]:
+    counts = Counter(file.name for file in files)
+    return [name for name, count in counts.items() if count > 1]
+
+
+def test_test_modules_have_names_of_their_own():
+    """Tests import each other by name, from any folder."""
+    names = {"__init__.py", "__main__.py", "conftest.py", "support.py"}
+    files = [file for file in (ROOT / "python_tests").rglob("*.py") if file.name not in names]
+    assert len(files) > 200
+    assert shared_names(files) == []
+    assert shared_names([Path("a/test_state.py"), Path("b/test_state.py"), Path("b/test_more.py")]) == ["test_state.py"]
