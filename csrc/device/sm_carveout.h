@@ -5,8 +5,9 @@
 namespace rtp {
 
 // Scope in which products of torch and of this package launch for all but `multiprocessors` SMs: torch's SM carveout,
-// which is a setting of the process. No effect for 0, nor where the user has set it. Before 2.14, torch may apply it to
-// cuBLASLt alone.
+// which is a setting of the process. No effect for 0, nor where the user has set it, then or later. Of scopes that
+// overlap, in any order and on any threads, the first decides, and the last ends it. Before 2.14, torch may apply the
+// setting to cuBLASLt alone.
 class SmCarveout {
  public:
   explicit SmCarveout(int multiprocessors);
@@ -15,7 +16,7 @@ class SmCarveout {
   ~SmCarveout();
 
  private:
-  bool set_ = false;
+  bool holds_ = false;
 };
 
 }  // namespace rtp

@@ -95,7 +95,8 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
   guarded([&] {
     streams_pass_.emplace(streams);
     const int channels = (schedule_.hops(Channel::weight) > 0) + (schedule_.hops(Channel::gradient) > 0);
-    carveout_.emplace(executor_.transport().multiprocessors() * channels);
+    const int taken = executor_.transport().multiprocessors() * channels;
+    carveout_.emplace(std::min(taken, streams.multiprocessors() / 2));
     streams.order_compute_after(executor_.last_);
     Trace& trace = executor_.trace_;
     traced_ = trace.begin_pass(operation_, schedule_, recorded_);
@@ -336,6 +337,7 @@ void Execution::hop(const Step& step) {
   const auto receive = views(step.receive, step.receive_owner, step.half);
   Hop hop{step.channel,
           step.receive.is_whole(),
+          schedule_.options.route == Route::two_level,
           step.to,
           step.from,
           spans_of(send),

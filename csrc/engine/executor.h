@@ -223,9 +223,11 @@ auto Execution::guarded(Action&& action) {
     executor_.streams().select_compute_stream(0);
     error.add(executor_.fail(error.what()));
     ended_ = true;
+    carveout_.reset();
     throw;
   } catch (c10::Error& error) {  // for example out of memory, perhaps only on this rank
     executor_.streams().select_compute_stream(0);
+    carveout_.reset();
     if (!executor_.transport().loopback()) {  // the hops that neighbours have posted would wait for this rank
       error.add_context(executor_.fail(concat(operation_, ": ", error.what_without_backtrace())));
       ended_ = true;

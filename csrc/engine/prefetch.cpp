@@ -122,9 +122,22 @@ void Prefetcher::prefetch() {
   prefetched.local = bundle.local;
   transport.order_hops_after(Channel::weight, transport.streams().record_compute());
   const Step& step = record.first_hop;
-  Hop hop{Channel::weight, false,   step.to,    step.from, spans_of(bundle.local), {},
-          nullptr,         nullptr, {},         {},        step.send_owner,        step.receive_owner,
-          record.name,     0,       record.hops};
+  Hop hop{Channel::weight,
+          false,
+          record.options.route == Route::two_level,
+          step.to,
+          step.from,
+          spans_of(bundle.local),
+          {},
+          nullptr,
+          nullptr,
+          {},
+          {},
+          step.send_owner,
+          step.receive_owner,
+          record.name,
+          0,
+          record.hops};
   std::vector<at::Tensor> landing;
   for (size_t index = 0; index < bundle.layouts.size(); ++index) {
     landing.push_back(bundle.in_slot(prefetched.landing->memory, step.receive_owner, index));

@@ -31,6 +31,7 @@ enum class HopMemory : uint8_t { source, target };
 struct Hop {
   Channel channel = Channel::weight;
   bool in_whole_slot = false;  // it uses the slot of all shards, where shards of other owners lie between its parts
+  bool two_level = false;      // of a schedule of two levels: both neighbours are on this host, or neither is
   int to = 0;
   int from = 0;
   std::vector<Span> send;
@@ -122,6 +123,10 @@ class Transport {
 
   // The number of SMs that a hop of one channel takes while it runs; 0: none, or not known.
   virtual int multiprocessors() const { return 0; }
+
+  // Returns whether the send and the receive of a hop must be posted together, because neither returns, or ends,
+  // without calls of the peer that the other one may have to come before.
+  virtual bool joint() const { return false; }
 
   // Returns whether every neighbour is this rank itself, so that no other rank waits for it.
   virtual bool loopback() const { return false; }

@@ -8,7 +8,7 @@ from simulated_cuda import run_threads, skip_without_headers, values
 from test_cuda_transports import CPU, TIMEOUT
 from test_two_level_cuda import unique_ids
 
-from rtp_ext import _native
+from rtp_ext import RotationError, _native
 
 skip_without_headers()
 
@@ -51,14 +51,16 @@ def product(sim):
     return sim.last_multiprocessors()
 
 
-@pytest.mark.parametrize(("link", "each"), [(f"nccl-self:{CTAS}", CTAS), ("nccl-self", None), ("ce-local", None)])
+@pytest.mark.parametrize(
+    ("link", "each"), [(f"nccl-self:{CTAS}", CTAS), ("nccl-self:100", 100), ("nccl-self", None), ("ce-local", None)]
+)
 def test_a_pass_leaves_sms_to_its_hops(sim, link, each):
     sim.controls.multiprocessors = SMS
     executor = _native.Executor(sim.emulated(link), 0, 2, CPU)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch's about the setting
         for backward in (False, True):
-            expected = each and each * (1 + backward)
+            expected = each and min(each * (1 + backward), SMS // 2)  # half of the SMs at most
             execution = begin(executor, backward)
             computes = 0
             while execution.next() is not None:
@@ -70,7 +72,32 @@ def test_a_pass_leaves_sms_to_its_hops(sim, link, each):
     executor.close()
 
 
+def test_passes_give_the_sms_back_in_any_order(sim):
+    sim.controls.multiprocessors = SMS
+    executor, other = (_native.Executor(sim.emulated(f"nccl-self:{ctas}"), 0, 2, CPU) for ctas in (CTAS, 7))
+    first, second = begin(executor, False), begin(other, False)
+    assert first.next() is not None and second.next() is not None and carveout() == CTAS
+    first.finish()
+    assert carveout() == CTAS, "the other one still runs"
+    second.finish()
+    assert carveout() is None
+    executor.close(), other.close()
+
+
+def test_a_pass_that_fails_gives_the_sms_back(sim):
+    sim.controls.multiprocessors = SMS
+    executor = _native.Executor(sim.emulated(f"nccl-self:{CTAS}"), 0, 2, CPU)
+    execution = begin(executor, False)
+    assert execution.next() is not None and carveout() == CTAS
+    executor.fail("an error")
+    with pytest.raises(RotationError, match="an error"):
+        execution.next()
+    assert carveout() is None, "although the pass still exists"
+    assert execution is not None
+
+
 def test_a_pass_that_is_left_and_one_inside_another_give_the_sms_back(sim):
+    sim.controls.multiprocessors = SMS
     executor, other = (_native.Executor(sim.emulated(f"nccl-self:{ctas}"), 0, 2, CPU) for ctas in (CTAS, 7))
     outer = begin(executor, False)
     assert outer.next() is not None and carveout() == CTAS
@@ -84,12 +111,19 @@ def test_a_pass_that_is_left_and_one_inside_another_give_the_sms_back(sim):
 
 
 def test_a_carveout_of_the_user_stays(sim):
+    sim.controls.multiprocessors = SMS
     torch._C._set_sm_carveout_experimental(20)
     executor = _native.Executor(sim.emulated(f"nccl-self:{CTAS}"), 0, 2, CPU)
     execution = begin(executor, True)
     while execution.next() is not None:
         assert carveout() == 20
     assert carveout() == 20
+    torch._C._set_sm_carveout_experimental(None)
+    execution = begin(executor, False)
+    assert execution.next() is not None and carveout() == CTAS
+    torch._C._set_sm_carveout_experimental(30)
+    execution.finish()
+    assert carveout() == 30, "one that is set within a pass, too"
     executor.close()
 
 

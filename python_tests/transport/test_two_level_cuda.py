@@ -101,6 +101,37 @@ def test_passes_give_what_one_process_gives(sim, hosts, per_host, inner):
         values(run(sim, hosts, per_host, inner))
 
 
+def rotations(rank, sim, hosts, per_host, ids, barrier, inner, route, plant=("", ""), timeout=TIMEOUT):
+    """The first passes of a ring, in both directions."""
+    ranks = hosts * per_host
+    end = LevelRank(sim, rank, hosts, per_host, ids, barrier, inner, timeout, plant=plant)
+    for reverse in (False, True):
+        execution = _native.Execution.rotate(end.executor, [torch.ones(6)], [[[6]] * ranks], route, reverse)
+        while execution.next() is not None:
+            pass
+        execution.finish()
+    end.executor.close()
+
+
+@pytest.mark.parametrize("control", ["first_contact", "serial_launches"])
+@pytest.mark.parametrize("inner", ["ce", "nccl"])
+def test_nccl_may_hold_up_calls_and_launches(sim, inner, control):
+    """NCCL connects two ranks in their first calls for each other, each of which waits for the other one; and where
+    kernels of several communicators do not fit side by side, it runs them in the order of the host's calls."""
+    setattr(sim.controls, control, True)
+    for route in ("ring", "direct", "two-level"):
+        arguments = (2, 3, unique_ids(sim, 2), threading.Barrier(6), inner, route)
+        values(run_threads(rotations, 6, sim, *arguments))
+
+
+def test_flat_hops_that_are_split_between_communicators_hang(sim):
+    """Control: each rank would wait in one call for a peer that waits in another."""
+    sim.controls.first_contact = True
+    arguments = (2, 3, unique_ids(sim, 2), threading.Barrier(6), "nccl", "ring", ("inner", "joint"))
+    results = run_threads(rotations, 6, sim, *arguments, timedelta(seconds=1))
+    assert any(isinstance(result, RingTimeout) for result in results), results
+
+
 # The waits of one level that are left out
 PLANTS = [(level, wait) for level in ("inner", "outer") for wait in ("received", "channel")]
 
@@ -191,12 +222,12 @@ def test_hops_inside_a_host_do_not_wait_for_those_between_hosts(sim):
         assert early["ring", rank] == list(range(rank + 1))
 
 
-def until_failure(rank, sim, hosts, per_host, ids, barrier, inner, fault, news, timeout):
+def until_failure(rank, sim, hosts, per_host, ids, barrier, inner, fault, news, timeout, route="two-level"):
     """Returns the error of a survivor, and the seconds after the fault at which it came."""
     ranks = hosts * per_host
     longest = timeout if rank == ranks - 2 else 3 * timeout  # the neighbour of the silent rank is the first to miss it
     end = LevelRank(sim, rank, hosts, per_host, ids, barrier, inner, longest, news=news[rank])
-    linear(end.executor, 1, "two-level", rank, ranks)
+    linear(end.executor, 1, route, rank, ranks)
     barrier.wait(20)
     if rank == ranks - 1:
         if fault == "fails":
@@ -206,7 +237,7 @@ def until_failure(rank, sim, hosts, per_host, ids, barrier, inner, fault, news, 
     sim.set_compute(True)
     with pytest.raises(RotationError) as raised:
         while True:
-            execution = _native.Execution.rotate(end.executor, [torch.ones(4)], [[[4]] * ranks], "two-level", False)
+            execution = _native.Execution.rotate(end.executor, [torch.ones(4)], [[[4]] * ranks], route, False)
             while execution.next() is not None:
                 time.sleep(0.002)
     waited = time.monotonic() - start
@@ -229,6 +260,30 @@ def test_a_failure_reaches_every_rank(sim, inner, fault):
     assert fault == "is silent" or any("rank 3 of the ring has failed: an error" in text for text in said), said
     if fault == "is silent":  # rank 3, or rank 0 of the next hop between hosts, which waits for the same
         assert re.search(r"rank [03] of the ring did not answer \(waited 2", said[2]), said
+
+
+def test_a_failure_on_a_flat_route_names_the_rank_that_a_half_of_a_hop_waits_for(sim):
+    """Rank 2 is silent. Rank 3, the first of its host, receives from it over NCCL, and sends to rank 4 over `ce`."""
+    news, seconds = connected_news(6), timedelta(seconds=2)
+
+    def work(rank, ids, barrier):
+        longest = seconds if rank == 3 else 3 * seconds
+        end = LevelRank(sim, rank, 2, 3, ids, barrier, "ce", longest, news=news[rank])
+        linear(end.executor, 1, "ring", rank, 6)
+        barrier.wait(20)
+        if rank == 2:
+            return end
+        sim.set_compute(True)
+        with pytest.raises(RingTimeout) as raised:
+            while True:
+                execution = _native.Execution.rotate(end.executor, [torch.ones(4)], [[[4]] * 6], "ring", False)
+                while execution.next() is not None:
+                    time.sleep(0.002)
+        sim.set_compute(False)
+        return str(raised.value)
+
+    first = values(run_threads(work, 6, unique_ids(sim, 2), threading.Barrier(6)))[3]
+    assert re.search(r"hop [12] of 5: rank [24] of the ring did not answer \(waited 2", first), first
 
 
 @pytest.mark.parametrize("level", ["inner", "outer"])

@@ -38,15 +38,17 @@ class Composite : public CompositeTransport {
   const char* name() const override { return name_.c_str(); }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
-    if (here(hop.to) == here(hop.from)) return post(hop, here(hop.to));
-    // One neighbour is on this host and the other is not: splits the hop into a receive-only and a send-only hop.
+    const bool from_inside = inside(hop, hop.from), to_inside = inside(hop, hop.to);
+    if (from_inside == to_inside) return post(hop, to_inside);
     Hop receiving = hop, sending = hop;
     receiving.send.clear();
     receiving.remote_receive_offsets.clear();
+    receiving.to = hop.from;  // each waits for one peer
     sending.receive.clear();
     sending.remote_send_offsets.clear();
-    auto arriving = post(std::move(receiving), here(hop.from));
-    return std::make_unique<SplitTransfer>(std::move(arriving), post(std::move(sending), here(hop.to)));
+    sending.from = hop.to;
+    auto arriving = post(std::move(receiving), from_inside);
+    return std::make_unique<SplitTransfer>(std::move(arriving), post(std::move(sending), to_inside));
   }
 
   void order_hops_after(Channel channel, const StreamEvent& event) override {
@@ -54,10 +56,10 @@ class Composite : public CompositeTransport {
     outer_->order_hops_after(channel, event);
   }
   void order_memory_after(const Hop& hop, HopMemory memory, const StreamEvent& event) override {
-    level(memory == HopMemory::source ? hop.to : hop.from).order_memory_after(hop, memory, event);
+    level(hop, memory == HopMemory::source ? hop.to : hop.from).order_memory_after(hop, memory, event);
   }
-  Moment moment(const Hop& hop) override { return level(hop.from).moment(hop); }
-  void delay(const Hop& hop, std::chrono::microseconds time) override { level(hop.from).delay(hop, time); }
+  Moment moment(const Hop& hop) override { return level(hop, hop.from).moment(hop); }
+  void delay(const Hop& hop, std::chrono::microseconds time) override { level(hop, hop.from).delay(hop, time); }
 
   int multiprocessors() const override { return inner_->multiprocessors() + outer_->multiprocessors(); }
 
@@ -86,8 +88,9 @@ class Composite : public CompositeTransport {
  private:
   bool here(int rank) const { return rank >= first_ && rank < first_ + per_host_; }
 
-  // The transport that connects this rank to `rank`.
-  Transport& level(int rank) const { return here(rank) ? *inner_ : *outer_; }
+  // Returns whether the transport inside the host connects this rank to `rank` for a hop.
+  bool inside(const Hop& hop, int rank) const { return here(rank) && (hop.two_level || !inner_->joint()); }
+  Transport& level(const Hop& hop, int rank) const { return inside(hop, rank) ? *inner_ : *outer_; }
 
   std::unique_ptr<Transfer> post(Hop hop, bool inside) {
     if (inside) {
@@ -95,7 +98,9 @@ class Composite : public CompositeTransport {
       hop.from -= first_;
       return inner_->post(hop);
     }
-    for (const Span& span : hop.send) sent_[static_cast<size_t>(hop.channel)] += static_cast<int64_t>(span.bytes);
+    for (const Span& span : hop.send) {
+      if (!here(hop.to)) sent_[static_cast<size_t>(hop.channel)] += static_cast<int64_t>(span.bytes);
+    }
     return outer_->post(hop);
   }
 

@@ -21,6 +21,7 @@ class NcclTransport : public SupervisedTransport {
 
   const char* name() const override { return "nccl"; }
   int multiprocessors() const override { return max_ctas_; }
+  bool joint() const override { return true; }
   bool sends_anywhere() const override { return !registered_; }
   bool receives_anywhere() const override { return !registered_; }
 

@@ -216,11 +216,13 @@ StreamEvent SupervisedTransport::supervise(const Hop& hop, int peer, cudaStream_
 
 bool SupervisedTransport::all_hops_ended() noexcept {
   if (!watchdog_) return false;  // a trial hop failed
+  if (end_.failure && end_.failure->hops_run_on) return false;
   return !watchdog_->failed() || (!captured_ && watchdog_->drain(kGivingUp));
 }
 
 void SupervisedTransport::leak_slots_in_use() noexcept {
   const bool over = all_hops_ended();
+  if (!over && end_.failure) end_.failure->hops_run_on = true;
   watchdog_->stop();
   if (!over) static_cast<void>(new decltype(slots_)(std::move(slots_)));
 }

@@ -3,6 +3,7 @@
 
 #ifdef RTP_WITH_CUDA
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,6 +22,9 @@ namespace rtp {
 // The first failure among the transports of one rank. The others end their waits, too.
 class SharedFailure {
  public:
+  // Whether hops of a transport that was destroyed may still run. They may use slots of another one.
+  std::atomic<bool> hops_run_on = false;
+
   void set(const Failure& failure) noexcept {
     const std::lock_guard lock(mutex_);
     if (!failure_) failure_ = failure;

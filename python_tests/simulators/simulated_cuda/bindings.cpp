@@ -46,6 +46,8 @@ void bind_controls(py::module_& m) {
       .def_readwrite("multiprocessors", &Controls::multiprocessors)
       .def_readwrite("first_device", &Controls::first_device)
       .def_readwrite("lacks_graph_memory", &Controls::lacks_graph_memory)
+      .def_readwrite("first_contact", &Controls::first_contact)
+      .def_readwrite("serial_launches", &Controls::serial_launches)
       .def_readwrite("full_queue", &Controls::full_queue)
       .def_readwrite("forgotten", &Controls::forgotten);
   m.attr("controls") = py::cast(&simulated::world().controls, py::return_value_policy::reference);

@@ -68,6 +68,8 @@ struct Controls {
   int multiprocessors = 0;          // SMs of the device; 0: a single compute stream
   int first_device = 0;             // default current device of a thread
   bool lacks_graph_memory = false;  // torch fails to allocate memory for graphs
+  bool first_contact = false;       // a call with a new peer of NCCL returns, or settles, once the peer has called, too
+  bool serial_launches = false;     // the work of all communicators of a rank runs in the order of the host's calls
   bool full_queue = false;          // the launch of a graph does not return
   Forgotten forgotten = Forgotten::nothing;
 };

@@ -12,7 +12,7 @@ namespace simulated {
 
 using namespace rtp;
 
-// A transport that omits one kind of wait, to verify that tests detect it.
+// A transport that omits one kind of wait, or hides that its hops are joint, to verify that tests detect it.
 class WithoutWait : public Transport {
  public:
   WithoutWait(std::shared_ptr<Transport> inner, std::string missing)
@@ -32,6 +32,7 @@ class WithoutWait : public Transport {
   void release(Channel channel, const at::Tensor& slot) override { inner_->release(channel, slot); }
   bool sends_anywhere() const override { return inner_->sends_anywhere(); }
   bool receives_anywhere() const override { return inner_->receives_anywhere(); }
+  bool joint() const override { return missing_ != "joint" && inner_->joint(); }
   void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
   void close() override { inner_->close(); }
 
@@ -137,6 +138,7 @@ class CountedTransport : public Transport {
   bool receives_anywhere() const override { return inner_->receives_anywhere(); }
   bool takes_graphs() const override { return inner_->takes_graphs(); }
   bool loopback() const override { return inner_->loopback(); }
+  bool joint() const override { return inner_->joint(); }
   void before_graph() override { inner_->before_graph(); }
   void after_graph(const std::string& operation, const StreamEvent& end) override {
     inner_->after_graph(operation, end);

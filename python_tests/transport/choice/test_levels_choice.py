@@ -60,9 +60,13 @@ def native(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(_native, "host_id", lambda: f"host {threading.current_thread().host}")
     monkeypatch.setattr(_native, "nccl_versions", lambda: (23007, 23007))
-    monkeypatch.setattr(_native, "nccl_unique_id", lambda: f"id {next(ids)}".encode())
+    unique_id = function("nccl_unique_id", "id")
+    monkeypatch.setattr(_native, "nccl_unique_id", lambda: f"{unique_id()} {next(ids)}".encode())
     monkeypatch.setattr(_native, "ring_end", lambda rank, *_: f"end {rank}")
-    monkeypatch.setattr(_native, "ring_levels", lambda end, per_host: (f"inside {end}", f"between {end}"))
+    levels = function("ring_levels", "inside")
+    monkeypatch.setattr(
+        _native, "ring_levels", lambda end, per_host: (f"{levels(end, per_host)} {end}", f"between {end}")
+    )
     monkeypatch.setattr(
         _native, "ce_refusal", lambda: problems.get(("ce_refusal", threading.current_thread().rank))
     )  # fmt: skip
@@ -102,6 +106,8 @@ def test_copy_engines_inside_hosts_and_nccl_between_them(native):
 OTHERS = {
     "copy engines missing on one rank": ("aabb", {("ce_refusal", 3): "no flags"}, "nccl+nccl"),
     "no window on one host": ("aabb", {("ce_transport", 2): "NCCL gave no window"}, "nccl+nccl"),
+    "no streams on one rank": ("aabb", {("ring_levels", 1): "no memory"}, "nccl"),
+    "no id on a host": ("aabb", {("nccl_unique_id", 2): "no interface"}, "nccl"),
     "unequal hosts": ("aaab", {}, "nccl"),
     "hosts of one rank": ("abc", {}, "nccl"),
     "one host": ("aaaa", {}, "ce"),
@@ -137,7 +143,8 @@ def test_two_levels_on_one_host_are_refused_where_they_are_requested(native, req
     [
         ("aabb", "ce+nccl", "auto", "two-level", None),
         ("aabb", "nccl+nccl", "two-level", "two-level", None),
-        ("aabb", "ce+nccl", "ring", "ring", "its route .ring. sends nearly all 3 shards .* sends 1 shards"),
+        ("aaabbb", "ce+nccl", "ring", "ring", "route ring a pass sends 5 shards .* one rank; .* sends 1 shards"),
+        ("aaabbb", "ce+nccl", "direct", "direct", "route direct a pass sends 9 shards .* of all its ranks"),
         ("aabb", "nccl", "auto", "ring", "4 on 2 hosts of 2 ranks"),
         ("aabb", "nccl", "two-level", "ring", "route two-level cannot be taken: .* on transport nccl"),
         ("aaab", "nccl", "auto", "ring", "on 2 hosts of unequally many ranks"),

@@ -271,8 +271,15 @@ def _unique_ids(ring: Communicator, count: int, per_host: int | None = None) -> 
     """Returns unique ids of `count` communicators of the ring or, with `per_host`, of this rank's host, created by its
     first rank. Collective over the ring."""
     first = 0 if per_host is None else ring.rank - ring.rank % per_host
-    ids = [_native.nccl_unique_id() for _ in range(count)] if ring.rank == first else None
-    return ring.exchange(ids)[first]
+    ids, problem = None, None
+    try:
+        if ring.rank == first:
+            ids = [_native.nccl_unique_id() for _ in range(count)]
+    except RotationError as error:
+        problem = str(error)
+    every, problems = zip(*ring.exchange((ids, problem)), strict=True)
+    _refuse_any(problems)
+    return every[first]
 
 
 def _ring_end(ring: Communicator) -> Any:
@@ -321,9 +328,9 @@ def _make_nccl(ring: Communicator, options: TransportOptions, registered: bool) 
 def _make_levels(ring: Communicator, options: TransportOptions, inner: str) -> Any:
     """Returns the transport `ce+nccl` or `nccl+nccl`. Collective over the ring."""
     settled, per_host = settle(ring, options), ring.placed.of.count(0)
-    inside, between = _native.ring_levels(_ring_end(ring), per_host)
-    ids, native, problem = _unique_ids(ring, 2, per_host), None, None
+    end, ids, native, between, problem = _ring_end(ring), _unique_ids(ring, 2, per_host), None, None, None
     try:
+        inside, between = _native.ring_levels(end, per_host)
         if inner == "ce":
             _warn_of_few_connections()
             native = _native.ce_transport(ids[0], inside)

@@ -83,6 +83,6 @@ def plan_routes(ring: Communicator, transport: str, options: RingOptions) -> Rou
         ring, transport, "auto" if options.route == "gather" else options.route, options.gradient_halves
     )
     if ring.device.type == "cuda" and hop_route != "two-level" and ring.rank == 0:
-        warn_of_flat_ring(ring, options.route, missed)
+        warn_of_flat_ring(ring, hop_route, missed)
     gradients = choose_gradient_route(ring, transport, hop_route, options.gradient_route, options.gradient_travel)
     return RoutePlan.of(options, hop_route, gradients, missed)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rtp_ext import _native
 from rtp_ext.ring.links.communicator import Communicator
-from rtp_ext.ring.links.hosts import levels_refusal
+from rtp_ext.ring.links.hosts import Hosts, levels_refusal
 
 logger = logging.getLogger("rtp_ext")
 
@@ -30,22 +30,39 @@ def choose_hops(ring: Communicator, transport: str, requested: str, gradient_hal
     if requested == "two-level":
         return choose_route(ring, transport, "auto"), f"; route two-level cannot be taken: {refusal}"
     route = choose_route(ring, transport, requested)
+    if requested == "auto" and crosses_hosts(ring.placed):
+        return route, f"; route {route}: two levels cannot be taken: {refusal}"
     if requested == "auto" and ring.wiring is not None and not ring.wiring.any_to_any:
         return route, f"; route {route}: {ring.wiring.reason}"
     return route, ""
 
 
-def warn_of_flat_ring(ring: Communicator, requested: str, missed: str) -> None:
+def crosses_hosts(hosts: Hosts) -> bool:
+    """Returns whether ranks that share a host communicate with other hosts, too."""
+    return hosts.count > 1 and hosts.per_host != 1
+
+
+def warn_of_flat_ring(ring: Communicator, route: str, missed: str) -> None:
     """Warns where a flat ring crosses hosts of several ranks, with its cost against two levels."""
     hosts = ring.placed
-    if hosts.count == 1 or hosts.per_host == 1:
+    if not crosses_hosts(hosts):
         return
     each = f"{hosts.per_host} ranks" if hosts.per_host is not None else "unequally many ranks"
     logger.warning(
-        "ring of %d on %d hosts of %s: its route (%s) sends nearly all %d shards of a pass through one port of every "
-        "host; on two levels every rank sends %d shards through a port of its own%s",
-        *(ring.size, hosts.count, each, requested, ring.size - 1, hosts.count - 1, missed),
+        "ring of %d on %d hosts of %s: on route %s a pass sends %d shards from every host to others, %s; on two levels "
+        "every rank sends %d shards, through a port of its own%s",
+        *(ring.size, hosts.count, each, route, _crossing(hosts, route), _ports(route), hosts.count - 1, missed),
     )
+
+
+def _crossing(hosts: Hosts, route: str) -> int:
+    """Returns the shards that the first host sends to others in a pass on a flat route."""
+    ranks, own = len(hosts.of), hosts.of.count(0)
+    return own * (ranks - own) if route == "direct" else ranks - 1
+
+
+def _ports(route: str) -> str:
+    return "of all its ranks" if route == "direct" else "through the port of one rank"
 
 
 def choose_ce_modes(native: Any, hop_route: str, requested: str) -> None:

@@ -1,4 +1,5 @@
 // Communicators, sends and receives of the simulation.
+#include <algorithm>
 #include <cstring>
 #include <set>
 
@@ -76,9 +77,45 @@ void exchange(const Group& group) {
   }
 }
 
+// Returns whether all peers of the last call have called, too, and each has seen the calls of all its peers.
+bool connected(ncclComm_t comm) {
+  auto& contacts = comm->clique->contacts;
+  const auto all = [&](size_t first) {
+    return std::all_of(comm->connecting.begin(), comm->connecting.end(),
+                       [&](const auto& pair) { return contacts[pair][first] && contacts[pair][first + 1]; });
+  };
+  if (!all(0)) return false;
+  for (const auto& pair : comm->connecting) {
+    bool& seen = contacts[pair][pair.first == comm->rank ? 2 : 3];
+    if (!std::exchange(seen, true)) world().changed.notify_all();
+  }
+  return all(2);
+}
+
+// The first send or receive with a peer connects both, which takes a call of each: ncclTransportP2pSetup of NCCL, which
+// ends with a message between them.
+void connect(const Group& group) {
+  std::unique_lock lock(world().mutex);
+  ncclComm_t comm = group.comm;
+  comm->connecting.clear();
+  if (!world().controls.first_contact) return;
+  const auto call = [&](std::pair<int, int> pair, size_t side) {
+    comm->clique->contacts[pair][side] = true;
+    comm->connecting.push_back(pair);
+  };
+  for (const auto& [to, message] : group.sends) call({comm->rank, to}, 0);
+  for (const auto& [from, target] : group.receives) call({from, comm->rank}, 1);
+  world().changed.notify_all();
+  if (!comm->blocking) return;
+  comm->inside = true;
+  wait_until(lock, [&] { return connected(comm) || over(comm); });
+  comm->inside = false;
+}
+
 ncclResult_t launch(Group group) {
   const ncclResult_t usable = check_usable(group.comm);
   if (usable != ncclSuccess) return usable;
+  connect(group);
   const ncclResult_t status = under_way(group.comm);
   enqueue_on(group.comm, group.stream, [group = std::move(group)] { exchange(group); });
   return status;
@@ -111,10 +148,12 @@ ncclResult_t check_usable(ncclComm_t comm) {
 ncclResult_t under_way(ncclComm_t comm) { return comm->blocking ? ncclSuccess : ncclInProgress; }
 
 void enqueue_on(ncclComm_t comm, cudaStream_t stream, Work work) {
-  std::shared_ptr<Point> before;
+  thread_local std::shared_ptr<Point> latest;  // of all communicators of this rank
+  std::shared_ptr<Point> before, others;
   auto done = std::make_shared<Point>();
   {
     std::unique_lock lock(world().mutex);
+    if (world().controls.serial_launches) others = std::exchange(latest, done);
     if (comm->blocking && world().controls.launch_queue > 0) {  // the call returns once the queue has room for its work
       comm->inside = true;
       wait_until(lock, [&] { return comm->pending < world().controls.launch_queue || ended(comm); });
@@ -128,6 +167,7 @@ void enqueue_on(ncclComm_t comm, cudaStream_t stream, Work work) {
     {
       std::unique_lock lock(world().mutex);
       if (before != nullptr) wait_until(lock, [&] { return before->reached; });
+      if (others != nullptr) wait_until(lock, [&] { return others->reached || over(comm); });
     }
     work();
     const std::lock_guard lock(world().mutex);
@@ -224,6 +264,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
   if (comm->finalizing) waiting = clique.finalized < clique.ranks || (comm->last != nullptr && !comm->last->reached);
   if (const auto found = clique.wanted.find(comm->rank); found != clique.wanted.end())
     waiting |= !found->second.empty();
+  waiting |= !connected(comm) && !over(comm);
   if (!waiting && comm->unsettled > 0) {
     --comm->unsettled;
     waiting = true;

@@ -3,6 +3,8 @@
 
 #include <nccl.h>
 
+#include <array>
+
 #include "simulator.h"
 
 namespace simulated {
@@ -23,7 +25,9 @@ struct Clique {
   std::map<std::pair<int, int>, int64_t> signals;                            // from, to: total sent
   std::map<int, std::vector<std::pair<void*, size_t>>> registrations;        // by rank, in order
   std::map<int, std::vector<ncclWindow_t*>> wanted;                          // by rank: destination of its window
-  int multicasts = 0;                                                        // number of windows with multicast
+  // By from and to: which of the two has called, and has seen the calls of all peers of that call.
+  std::map<std::pair<int, int>, std::array<bool, 4>> contacts;
+  int multicasts = 0;  // number of windows with multicast
 };
 
 // All communicators ever created, in the order of creation per rank.
@@ -47,8 +51,9 @@ struct ncclComm {
   bool gone = false;  // destroyed or aborted
   bool blocking = false;
   bool revoked = false;
-  int pending = 0;      // work items that have not ended
-  bool inside = false;  // a thread is inside a blocking call
+  std::vector<std::pair<int, int>> connecting;  // contacts that the last call waits for
+  int pending = 0;                              // work items that have not ended
+  bool inside = false;                          // a thread is inside a blocking call
   ncclResult_t error = ncclSuccess;
   std::shared_ptr<simulated::Point> last;  // one communicator runs one work item at a time, on any stream
   std::map<int, int64_t> awaited;          // by peer: signals consumed by waits
