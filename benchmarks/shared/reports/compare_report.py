@@ -107,7 +107,8 @@ def report(rows: list[Result], args: argparse.Namespace) -> None:
         "tokens_per_s",
         "scaling_efficiency",
     )
-    keys += ("peak_bytes", "buffer_bytes", "kept_efficiency", "peak_efficiency", "ring_bytes", "loss", *allowed)
+    keys += ("peak_bytes", "buffer_bytes", "kept_efficiency", "peak_efficiency", "ring_bytes", "loss")
+    keys += tuple(allowed)
     keys += ("roof_ms", "hidden_share", "sent_bytes", "closed_form_bytes") if "hosts" in rows[0] else ()
     keys += ("matrix_bytes", "exchange_bytes", "optimizer_sent_bytes") if args.optimizer == "muon" else ()
     cases = {_name(row): {key: _number(row.get(key)) for key in keys} for row in rows}
