@@ -60,9 +60,8 @@ def print_table(rows: list[Result], args: argparse.Namespace) -> None:
         delay = f", {first['delay']} delay" if first["delay"] else ""
         print(f"{first['hosts']} made hosts, {first['rate']}{delay}; sent: MiB that leave a host in a step")
     if args.optimizer == "muon":
-        print(
-            f"{first['matrix_bytes'] / 2**20:.1f} MiB of matrices; upd: MiB that updates send, counted by the kernel, by Muon"
-        )
+        matrices = f"{first['matrix_bytes'] / 2**20:.1f} MiB of matrices"
+        print(f"{matrices}; upd: MiB that updates send in a step, by the kernel's count and by Muon's")
     print(f"\n{'strategy':<16}" + "".join(f"{name:>10}" for name in columns))
     for row in rows:
         cells = (
@@ -97,20 +96,11 @@ def report(rows: list[Result], args: argparse.Namespace) -> None:
     if agreed:
         for row in rows:
             append_line(args.output, row)
-    keys = (
-        "step_ms",
-        "p20_ms",
-        "p80_ms",
-        "rtp_ratio",
-        "exposed_ms",
-        "optimizer_ms",
-        "tokens_per_s",
-        "scaling_efficiency",
-    )
-    keys += ("peak_bytes", "buffer_bytes", "kept_efficiency", "peak_efficiency", "ring_bytes", "loss")
-    keys += tuple(allowed)
+    keys = ("step_ms", "p20_ms", "p80_ms", "rtp_ratio", "exposed_ms", "tokens_per_s", "scaling_efficiency")
+    keys += ("optimizer_ms", "peak_bytes", "buffer_bytes", "kept_efficiency", "peak_efficiency", "ring_bytes", "loss")
     keys += ("roof_ms", "hidden_share", "sent_bytes", "closed_form_bytes") if "hosts" in rows[0] else ()
     keys += ("matrix_bytes", "exchange_bytes", "optimizer_sent_bytes") if args.optimizer == "muon" else ()
+    keys += tuple(allowed)
     cases = {_name(row): {key: _number(row.get(key)) for key in keys} for row in rows}
     print(json.dumps({"loss_agrees": agreed, "cases": cases}, allow_nan=False), flush=True)
     if not agreed:
