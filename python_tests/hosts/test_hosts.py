@@ -253,6 +253,15 @@ def test_strategies_between_hosts(tmp_path, capsys):
     assert rows["rtp"]["transport"] == "tcp" and rows["none"]["exposed_ms"] == 0.0 == rows["none"]["closed_form_bytes"]
     assert rows["rtp"]["closed_form_bytes"] == 1.5 * 4 * 49920 == 1.5 * rows["ddp"]["closed_form_bytes"]
     assert 0 < rows["rtp"]["loss_spread"] < 1e-5, "ranks that train alone are not among those that agree"
+    muon = ["--strategies", "rtp,fsdp2-gathered", "--rate", "80mbit", "--optimizer", "muon"]
+    rows = {
+        row["strategy"]: row
+        for row in launch(compare.measure_time, compare_options.parse_arguments([*options, *muon]), 2)
+    }
+    payloads = rows["rtp"]["exchange_bytes"], rows["fsdp2-gathered"]["matrix_bytes"] / 2
+    for row, payload in zip(rows.values(), payloads, strict=True):
+        assert payload <= row["optimizer_sent_bytes"] <= 1.1 * payload + 8192, "agreement and barriers beside them"
+        assert row["closed_form_bytes"] <= row["sent_bytes"] <= 1.1 * row["closed_form_bytes"] + 4096, "without updates"
     for more, message in (
         (["--ranks", "3"], "--hosts and --ranks-per-host make 2 ranks, got --ranks [3]"),
         (["--strategies", "none"], "expected one in which ranks train together"),
