@@ -269,59 +269,6 @@ def test_loss_by_what_travels(tmp_path):
     assert [len(told) for told in found] == [0, 1, 1, 2]
 
 
-def rows_with_muon():
-    """Returns lines of muon.jsonl: an old run and a new one on one host, with 2 and 4 ranks, and one between hosts."""
-    base = {**json.loads(COMPARE.read_text().splitlines()[0]), "dtype": "float32", "cores_shared": False}
-    base |= {"loss_spread": 2e-6, "matrix_bytes": 24 * 2**20, "optimizer_bytes": 2**20, "peak_bytes": 7 * 2**20}
-    base |= {
-        "p20_ms": 90.0,
-        "p80_ms": 130.0,
-        "optimizer_p20_ms": 40.0,
-        "optimizer_p80_ms": 60.0,
-        "command": "compare.py",
-    }
-    runs = [("2026-01-01", 2, None, 2.0), ("2026-01-02", 2, None, 1.0), ("2026-01-02", 4, None, 1.0)]
-    rows = []
-    for date, ranks, rate, scale in [*runs, ("2026-01-02", 2, "1gbit", 1.0), ("2026-01-02", 2, "2gbit", 1.0)]:
-        for strategy, muon, update, own in (
-            ("rtp-gram", "gram", 50.0, 2**20),
-            ("fsdp2", "stock", 200.0, None),
-            ("rtp", "auto", 40.0, 2**19),
-        ):
-            row = {"strategy": strategy, "muon": muon, "step_ms": 100.0 * scale, "optimizer_ms": update * scale}
-            row |= {
-                "exchange_bytes": own,
-                "optimizer_sent_bytes": 3 * 2**20 if rate else None,
-                "date": date,
-                "ranks": ranks,
-            }
-            rows.append({**base, **row, **({"hosts": 2, "rate": rate} if rate else {})})
-    return rows
-
-
-def test_muon(tmp_path):
-    assert report.block("m muon", tmp_path) == report.block("m muon hosts", tmp_path) == "\n", "no results yet"
-    (tmp_path / "m").mkdir()
-    file = tmp_path / "m" / "muon.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows_with_muon())))
-    text = report.block("m muon", tmp_path)
-    assert text.count("| 100 (90-130) |") == 6 and "200 (" not in text.replace("200 (40-60)", ""), "the old run"
-    gram = '| rtp | `rtp_ext.optim`, `exchange="gram"` | 100 (90-130) | 50 (40-60) | 0.80 | 1.00 | 1.00 | 7.00 |'
-    assert f"| 2 {gram}" in text and f"| 4 {gram}" in text and "rate" not in text and "kernel" not in text
-    assert "| `fully_shard` per block | `torch.optim` | 100 (90-130) | 200 (40-60) | 0.20 | | 1.00 | 7.00 |" in text
-    about = " ".join(text.split())
-    assert "24.0 MiB of matrices. Largest relative difference of losses: 2e-06." in about and "hosts" not in about
-    between = report.block("m muon hosts", tmp_path)
-    assert between.count("| 1gbit |") == between.count("| 2gbit |") == 3 and "| 4 |" not in between
-    assert "| 0.80 | 1.00 | 3.00 | 1.00 | 7.00 |" in between and "2 hosts made on this machine." in " ".join(
-        between.split()
-    )
-    other = {**rows_with_muon()[3], "ranks": 8, "shape": "another"}
-    file.write_text("\n".join(map(json.dumps, [*rows_with_muon(), other])))
-    with pytest.raises(ValueError, match="expected rows of one shape in a table"):
-        report.block("m muon", tmp_path)
-
-
 def test_results_in_fewer_bits_are_cases_of_their_own():
     line = {**json.loads(COMPARE.read_text().splitlines()[-1]), "strategy": "rtp", "rtp_ratio": 1.0}
     narrow = {**line, "travel": "int8", "reduce_dtype": "bfloat16", "step_ms": 1.0}
