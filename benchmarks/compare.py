@@ -44,7 +44,7 @@ With `--optimizer muon` all is float32. Muon steps the hidden matrices, the same
 as with `ddp`, whose matrices are whole. torch's iteration runs in float32 (shared/optimizers.py). A barrier precedes
 the optimizer, so that its time and the bytes that leave a host meanwhile (`optimizer_sent_bytes`) are its own;
 `sent_bytes` and the roof are those of forward and backward. `exchange_bytes` is the count of rtp_ext.optim.Muon, of the
-rank that sends most. Losses have to agree to 1e-3. The lines are appended to muon.jsonl.
+rank that sends most. Losses have to agree to 1e-4. The lines are appended to muon.jsonl.
 
 With several numbers of ranks each is a run of its own; `scaling_efficiency` is tokens per second / (R times those of
 the same strategy at R = 1). Where ranks have more threads than there are cores they share them, and the output says

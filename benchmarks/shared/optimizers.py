@@ -37,7 +37,7 @@ class StockMuon(torch.optim.Muon):
     """torch.optim.Muon with the iteration in float32 instead of bfloat16.
 
     In bfloat16 its updates differ by 1 % to 30 % from those in float32 (docs/optimizers.md): strategies would train
-    differently, and their times would differ by the rates of two dtypes, of which either is the faster one on some CPUs.
+    differently, and their times would differ by the rates of two dtypes; either is the faster one on some CPUs.
     """
 
     iterate = staticmethod(_iterate)

@@ -77,7 +77,7 @@ def _compares(rank, ranks):
         found = rows("fsdp2", "ddp")
         optimizers.StockMuon.iterate = staticmethod(right)
         if rank == 0:
-            with pytest.raises(SystemExit, match=r"the strategies differ: losses by \S+ \(relative; at most 1e-03"):
+            with pytest.raises(SystemExit, match=r"the strategies differ: losses by \S+ \(relative; at most 1e-04"):
                 compare_report.report(list(found.values()), args_of(["fsdp2", "ddp"]))
     with cases.case("another division of the parameters"):
 
