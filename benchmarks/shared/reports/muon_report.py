@@ -34,7 +34,7 @@ MUON: dict[str, Callable[[Row], str | None]] = {
     "optimizer, ms": _time("optimizer_", "optimizer_ms"),
     "optimizer, rtp / this": lambda row: None if row["optimizer_ratio"] is None else f"{row['optimizer_ratio']:.2f}",
     "MiB that updates send, own count": _mebibytes("exchange_bytes"),
-    "by the kernel": _mebibytes("optimizer_sent_bytes"),
+    "counted by the kernel": _mebibytes("optimizer_sent_bytes"),
     "state of the optimizer, MiB": _mebibytes("optimizer_bytes"),
     "peak, MiB": _mebibytes("peak_bytes"),
 }
