@@ -3,11 +3,12 @@
     python benchmarks/compare.py --model mlp --strategies rtp,fsdp2,ddp,tp,single --ranks 2 --tokens 256,1024
     python benchmarks/compare.py --model mlp --strategies rtp,fsdp2 --ranks 1,2,4,8 --tokens 256     # scaling
     python benchmarks/compare.py --model mlp --hosts 2 --rate 1gbit,2gbit,none --tokens 256,1024     # between hosts
+    python benchmarks/compare.py --model llama-small --optimizer muon --tokens 256     # matrices that no rank has whole
 
-All strategies live in the same processes and take turns, one training step (forward, backward, AdamW) each. The order
-changes from round to round: after a number of rounds, which the table gives, each strategy has followed every other one
-equally often, so other load on the machine affects all of them equally. A barrier precedes every timed step; the time
-of a step is that of its slowest rank.
+All strategies live in the same processes and take turns, one training step (forward, backward, optimizer) each. The
+order changes from round to round: after a number of rounds, which the table gives, each strategy has followed every
+other one equally often, so other load on the machine affects all of them equally. A barrier precedes every timed step;
+the time of a step is that of its slowest rank.
 
 Every rank has its own batch of `--tokens` tokens. `single` is one process: rank 0 alone, with the same number of
 threads, computes with the batches of all ranks. With tensor parallelism (`tp`) every rank computes with the batches of
@@ -37,6 +38,14 @@ receive buffers.
 `kept_efficiency` is (parameters, gradients and optimizer of one process / R) / those of a rank; `peak_efficiency` is
 (peak of one process with the batches of all ranks / R) / peak of a rank. 1 is a perfect division.
 
+With `--optimizer muon` all is float32. Muon steps the hidden matrices, the same ones for every strategy
+(`matrix_bytes`), and AdamW the rest. `rtp`, `rtp-gram` and `rtp-whole` differ in the `exchange` of rtp_ext.optim.Muon.
+`fsdp2` has torch.optim.Muon on DTensors. With `fsdp2-gathered` every rank gathers each matrix and iterates all of it,
+as with `ddp`, whose matrices are whole. torch's iteration runs in float32 (shared/optimizers.py). A barrier precedes
+the optimizer, so that its time and the bytes that leave a host meanwhile (`optimizer_sent_bytes`) are its own;
+`sent_bytes` and the roof are those of forward and backward. `exchange_bytes` is the count of rtp_ext.optim.Muon, of the
+rank that sends most. Losses have to agree to 1e-4. The lines are appended to muon.jsonl.
+
 With several numbers of ranks each is a run of its own; `scaling_efficiency` is tokens per second / (R times those of
 the same strategy at R = 1). Where ranks have more threads than there are cores they share them, and the output says
 so: such a result does not describe scaling over processors.
@@ -64,6 +73,7 @@ from shared.card import environment_card, result_line
 from shared.launch import Place, gather, is_first, launch
 from shared.memory import PROBED_STEPS, Memory, MemoryProbe
 from shared.models import WORKLOADS
+from shared.optimizers import muon_fields
 from shared.options.compare_options import describe, parse_arguments
 from shared.reports.compare_report import report
 from shared.strategies import STRATEGIES, Trainer
@@ -106,6 +116,9 @@ class Contestant:
         self.forward_backward: list[float] = []
         self.optimizer: list[float] = []
         self.sent: list[int] = []  # bytes, of this host
+        self.optimizer_sent: list[int] = []  # the same of the optimizer, if that is counted apart
+        self._muon = args.optimizer == "muon"
+        self._apart, self._counted = self._muon and not STRATEGIES[strategy].one_process, list[int]()
         self._device = place.device
         self._watch = Stopwatch(place.device)
         self._trainer: Trainer | None = None
@@ -137,16 +150,28 @@ class Contestant:
             self.gradients = self.gradients or list(map(signature, trainer.model.parameters()))
         sent = counter.stop()
         if timed:
+            self.optimizer_sent += self._counted
+            self.sent += [each - sum(self._counted) for each in sent]
             self.seconds.append(taken)
             self.forward_backward.append(parts["forward_backward"] / 1e6)
             self.optimizer.append(parts["optimizer"] / 1e6)
-            self.sent += sent
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
+        apart, counter = self._apart and name == "optimizer", Counter()
+        if apart:
+            dist.barrier()
+            counter.start()
         self._watch.start(name)
         yield
         self._watch.stop()
+        self._counted = counter.stop() if apart else []
+
+    def muon(self, place: Place) -> Result:
+        """Returns the fields of a row about Muon; none with another optimizer. Collective."""
+        optimizer = None if self._trainer is None else self._trainer.optimizer
+        kind = STRATEGIES[self.strategy].muon
+        return muon_fields(kind, optimizer, len(self.losses), self.optimizer_sent, place) if self._muon else {}
 
     def close(self) -> None:
         if self._trainer is not None:
@@ -177,6 +202,7 @@ def make_trainer(strategy: str, place: Place, args: argparse.Namespace) -> Train
         dtype=args.dtype,
         lr=args.lr,
         seed=args.seed,
+        optimizer=args.optimizer,
         reduce_dtype=reduce_dtype,
         rotation={name: value for name, value in ways.items() if value is not None},
     )
@@ -280,7 +306,7 @@ def _result(
     one_process = kind.one_process
     idle = [0.0] * (args.warmup + args.steps)
     losses = gather([float(loss) for loss in contestant.losses] or idle, place)
-    times = _slowest(contestant.seconds, place)
+    times, updates = _slowest(contestant.seconds, place), _slowest(contestant.optimizer, place)
     forward_backward_ms = _slowest(contestant.forward_backward, place).median / 1e3
     return result_line(
         card,
@@ -302,7 +328,11 @@ def _result(
         p80_ms=times.p80 / 1e3,
         forward_backward_ms=forward_backward_ms,
         reference_forward_backward_ms=local_ms,
-        optimizer_ms=_slowest(contestant.optimizer, place).median / 1e3,
+        optimizer=args.optimizer,
+        optimizer_ms=updates.median / 1e3,
+        optimizer_p20_ms=updates.p20 / 1e3,
+        optimizer_p80_ms=updates.p80 / 1e3,
+        **contestant.muon(place),
         exposed_ms=None if one_process else forward_backward_ms - local_ms,
         closed_form_bytes=_closed_form(contestant.strategy, place, args),
         tokens_per_s=tokens * place.ranks / times.median * 1e6,
@@ -341,6 +371,8 @@ def _add_comparisons(rows: list[Result], first_loss: float) -> None:
     The differences cover the losses of all steps, the first also against `first_loss`, and the signatures of every
     parameter's gradient on every rank. Ranks that train alone on their own batches are not compared.
     """
+    if len(matrices := {row.get("matrix_bytes") for row in rows}) > 1:
+        raise RuntimeError(f"the strategies gave Muon different matrices, of {sorted(matrices, key=str)} bytes")
     rtp = next((row["step_ms"] for row in rows if row["strategy"] == "rtp"), None)
     losses, gradients = ([row.pop(name) for row in rows] for name in ("losses", "gradients"))
     same = [index for index, row in enumerate(rows) if not STRATEGIES[row["strategy"]].alone]

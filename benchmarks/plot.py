@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from planner.planner_figures import capacity, planned
 from report import Row, last_runs, read_lines
-from shared.figure import GREYS, HOLLOW, CannotPlot, canvas, style, token_axis
 from shared.hosts import bits_per_second
+from shared.reports.figure import GREYS, HOLLOW, CannotPlot, canvas, style, token_axis
 from shared.reports.names import NAMES
 from shared.reports.outer_report import last_outer_run
 from shared.reports.travel_report import last_travel_run, ways_of

@@ -21,10 +21,12 @@ results/ and TABLE one of:
     outer           policies between replicas, from the last run of outer.py; WORDS choose the run: a rate, R2 (ranks of
                     a ring), S150 (steps), AdamW, SGD
     travel          runs of travel_curves.py, of the last command
+    muon            strategies with Muon, of the last run for each number of ranks, on one host; `muon hosts`: between
+                    emulated hosts, for each rate
     calls           calls of the driver as gpu/driver_calls.py counted them last
 
 A block contains the commands that made the results, the machine of the measurement, and the table. Columns without
-values are left out. A block of `hosts`, `outer` or `travel` is empty as long as there is no such result.
+values are left out. A block of `hosts`, `outer`, `travel` or `muon` is empty as long as there is no such result.
 """
 
 import argparse
@@ -57,6 +59,7 @@ FILES = {
     "hosts-overlap": "hosts_overlap.jsonl",
     "outer": "outer.jsonl",
     "travel": "travel_curves.jsonl",
+    "muon": "muon.jsonl",
     "calls": "driver_calls.jsonl",
 }
 
@@ -342,9 +345,9 @@ def block(wish: str, results: Path) -> str:
     )
     if kind not in FILES or wrong:
         expected = "<!-- report: MACHINE compare MODEL|scaling MODEL|brief MODEL WORDS|overlap WORDS|memory WORDS|"
-        expected += "hosts MODEL WORDS|hosts-brief MODEL WORDS|hosts-overlap WORDS|outer WORDS|travel|calls -->"
-        raise ValueError(f"expected {expected}, got {wish!r}")
-    if kind.startswith(("hosts", "outer", "travel")) and not (results / machine / FILES[kind]).exists():
+        expected += "hosts MODEL WORDS|hosts-brief MODEL WORDS|hosts-overlap WORDS|outer WORDS|travel|muon|muon hosts|"
+        raise ValueError(f"expected {expected}calls -->, got {wish!r}")
+    if kind.startswith(("hosts", "outer", "travel", "muon")) and not (results / machine / FILES[kind]).exists():
         return "\n"
     lines = read_lines(results / machine / FILES[kind])
     if kind in ("hosts", "hosts-brief"):

@@ -14,7 +14,7 @@ _GROWN = {"layers": "layers", "hidden": "the hidden size"}
 def planned(rows: list[Row], args: argparse.Namespace) -> Any:
     """Counted bytes of every run over predicted ones; above the dashed line a run at the 80 % line would not fit."""
     from matplotlib.ticker import NullFormatter
-    from shared.figure import HOLLOW, MARKERS, CannotPlot, canvas, style
+    from shared.reports.figure import HOLLOW, MARKERS, CannotPlot, canvas, style
 
     from planner.planned import last_of_each
 
@@ -54,7 +54,7 @@ def planned(rows: list[Row], args: argparse.Namespace) -> Any:
 
 def capacity(rows: list[Row], args: argparse.Namespace) -> Any:
     """Parameters of the largest model within the budget over ranks, found by running; hollow: predicted."""
-    from shared.figure import HOLLOW, CannotPlot, canvas, style
+    from shared.reports.figure import HOLLOW, CannotPlot, canvas, style
 
     from planner.capacity import last_of_each
 

@@ -169,7 +169,7 @@ def like() -> str:
 
 def draw(output: Path) -> None:
     """A panel for each model: efficiency over GPUs, without failures and with them."""
-    from shared.figure import canvas, style
+    from shared.reports.figure import canvas, style
 
     figure, panels = canvas(len(MODELS))
     for axes, name in zip(panels, MODELS, strict=True):

@@ -8,6 +8,8 @@ from torch.distributed.tensor import DTensor
 # Relative, of losses and of gradients; in bfloat16 four roundings, and those of a backward through all layers. Weights
 # in 8 bits have about four times the error of 16 bits.
 TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (2.0**-6, 10 * 2.0**-6), "int8": (2.0**-4, 40 * 2.0**-6)}
+# Muon makes all singular values of an update about as large, those that are rounding errors of a gradient too.
+TOLERANCES |= {"adamw": TOLERANCES["float32"], "muon": (1e-4, TOLERANCES["float32"][1])}
 NEGLIGIBLE = 1e-3  # of the norm of all gradients: what differences are at least compared with
 PROBED = 2**16  # elements of a gradient that are summed
 
@@ -15,10 +17,10 @@ Signature = list[float]
 
 
 def tolerances(args: argparse.Namespace) -> tuple[float, float]:
-    """Returns the tolerances of a comparison: those of the coarsest dtype in it."""
+    """Returns the tolerances of a comparison: those of the coarsest dtype in it, or of its optimizer."""
     return max(
         TOLERANCES[kind]
-        for kind in (args.dtype, args.reduce_dtype, args.travel, args.gradient_travel)
+        for kind in (args.dtype, args.reduce_dtype, args.travel, args.gradient_travel, args.optimizer)
         if kind is not None
     )
 

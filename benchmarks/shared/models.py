@@ -227,6 +227,18 @@ WORKLOADS = {
         inner=2816,
         vocabulary=4096,
     ),
+    "llama-small": _language(
+        Llama,
+        "Llama, 2 layers, hidden 512, 8 heads, 4 kv heads, inner 1408, vocabulary 4096, seq 128",
+        seq=128,
+        cut=_HEADS,
+        layers=2,
+        hidden=512,
+        heads=8,
+        kv_heads=4,
+        inner=1408,
+        vocabulary=4096,
+    ),
     # the vocabulary of Llama-3 would hide the block
     "llama-8b-block": _language(
         Llama,

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import rtp_ext
+from shared.optimizers import make_optimizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -30,7 +30,8 @@ class Strategy:
     `whole_batch`: every rank computes with the batches of all ranks, and with its part of the weights. `model_method`:
     what a model must have for it. `language`: only for causal language models of the transformers package. `replicas`:
     of the weights, each of them spread over as many ranks. `exact`: is given no options of what travels, so that it
-    stands beside those that are.
+    stands beside those that are. `muon`: a key of `MUONS`, the one of its hidden matrices; None: it is not compared
+    with Muon. `only_muon`: with AdamW it would be another strategy of the list.
     """
 
     convert: Callable[..., nn.Module]
@@ -42,14 +43,20 @@ class Strategy:
     language: bool = False
     replicas: int = 1
     exact: bool = False
+    muon: str | None = None
+    only_muon: bool = False
 
     @property
     def every_batch(self) -> bool:
         """Whether one rank computes with the batches of all."""
         return self.one_process or self.whole_batch
 
-    def refusal(self, model: type[nn.Module]) -> str | None:
-        """Why models of this class cannot be trained so, or None."""
+    def refusal(self, model: type[nn.Module], optimizer: str = "adamw") -> str | None:
+        """Why models of this class cannot be trained so with this optimizer, or None."""
+        if optimizer == "muon" and self.muon is None:
+            return "it is not compared with Muon"
+        if optimizer != "muon" and self.only_muon:
+            return "it needs --optimizer muon"
         if self.model_method is not None and not hasattr(model, self.model_method):
             return f"{model.__name__} has no {self.model_method}"
         if self.language and not getattr(model, "causal_head", False):
@@ -104,7 +111,9 @@ def _replicate(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy 
 
 
 STRATEGIES = {
-    "rtp": Strategy(_rotate(), follows_policy=True),
+    "rtp": Strategy(_rotate(), follows_policy=True, muon="auto"),
+    "rtp-gram": Strategy(_rotate(), follows_policy=True, muon="gram", only_muon=True),
+    "rtp-whole": Strategy(_rotate(), follows_policy=True, muon="whole", only_muon=True),
     "rtp-c10d": Strategy(_rotate(transport="c10d"), follows_policy=True),
     "rtp-exact": Strategy(_rotate(), follows_policy=True, exact=True),
     "rtp-flat": Strategy(_rotate(route="ring"), follows_policy=True),
@@ -113,26 +122,19 @@ STRATEGIES = {
     "rtp-recompute": Strategy(_rotate(bundle="recompute"), follows_policy=True),
     "rtp-fused": Strategy(_rotate(bundle="recompute", loss_head="fused"), follows_policy=True, language=True),
     "rtp-2rings": Strategy(_rotate_replicas, follows_policy=True, replicas=2),
-    "fsdp2": Strategy(_shard(), follows_policy=True),
+    "fsdp2": Strategy(_shard(), follows_policy=True, muon="stock"),
+    "fsdp2-gathered": Strategy(_shard(), follows_policy=True, muon="gathered", only_muon=True),
     "fsdp2-noreshard": Strategy(_shard(reshard=False), follows_policy=True),
     "hsdp": Strategy(_shard_replicas, follows_policy=True, replicas=2),
-    "ddp": Strategy(_replicate),
+    "ddp": Strategy(_replicate, muon="stock"),
     "tp": Strategy(_parallelize, whole_batch=True, model_method="parallelize"),
-    "single": Strategy(lambda model, mesh, policy: model, one_process=True),
-    "none": Strategy(lambda model, mesh, policy: model, alone=True),
+    "single": Strategy(lambda model, mesh, policy: model, one_process=True, muon="stock"),
+    "none": Strategy(lambda model, mesh, policy: model, alone=True, muon="stock"),
 }
 
 
-def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameters for an optimizer: DTensors and plain tensors apart, since one fused loop cannot take both."""
-    kinds: dict[bool, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
-    return [{"params": parameters} for parameters in kinds.values()]
-
-
 class Trainer:
-    """A model, its optimizer (AdamW with torch's defaults except for the learning rate), and the training step.
+    """A model, its optimizer, and the training step.
 
     Args:
         strategy: a key of `STRATEGIES`.
@@ -142,6 +144,7 @@ class Trainer:
         device: where the model lives.
         dtype: a key of `DTYPES`; parameters are float32 either way.
         lr: learning rate.
+        optimizer: one of `OPTIMIZERS`.
         reduce_dtype: a key of `DTYPES`; of gradients, where a policy says it.
         rotation: further options of fully_rotate, for strategies that rotate.
     """
@@ -156,6 +159,7 @@ class Trainer:
         dtype: str,
         lr: float,
         seed: int,
+        optimizer: str = "adamw",
         reduce_dtype: str = "float32",
         rotation: Mapping[str, Any] | None = None,
     ) -> None:
@@ -174,7 +178,7 @@ class Trainer:
         self.device = device
         options = dict(rotation or {}) if strategy.startswith("rtp") else {}
         self.model = kind.convert(build().to(device), mesh, policy, **options)
-        self.optimizer = torch.optim.AdamW(parameter_groups(self.model), lr=lr)
+        self.optimizer = make_optimizer(optimizer, self.model, kind.muon, lr)
         self.ring = rtp_ext.ring_of(self.model) if strategy.startswith("rtp") else None
 
     @classmethod
@@ -184,7 +188,7 @@ class Trainer:
         """Returns a trainer of a converted model. `autocast`: its dtype; None: no autocast."""
         trainer = cls.__new__(cls)
         trainer.strategy, trainer.model, trainer.device, trainer._autocast = strategy, model, device, autocast
-        trainer.optimizer = torch.optim.AdamW(parameter_groups(model), lr=lr)
+        trainer.optimizer = make_optimizer("adamw", model, None, lr)
         trainer.ring = rtp_ext.ring_of(model) if strategy.startswith("rtp") else None
         return trainer
 

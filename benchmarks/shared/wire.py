@@ -23,6 +23,7 @@ MOVED = 64 * 2**20  # most bytes that the socket program moves at a time
 SECONDS = 0.5  # about as long on a slow link
 PIECE = 4 * 2**20
 TIMES = 5
+_RINGS = ("rtp", "rtp-exact", "rtp-c10d", "rtp-unbundled", "rtp-gram", "rtp-whole")
 
 
 class Counter:
@@ -47,7 +48,7 @@ class Counter:
 
 
 def closed_form(strategy: str, model: nn.Module, ranks: int, per_host: int = 1) -> float | None:
-    """Bytes that one rank sends in a step in float32; None for strategies without a formula here.
+    """Bytes that one rank sends in forward and backward in float32; None for strategies without a formula here.
 
     Between hosts it is also what leaves a host, however many of the ring's ranks it has, each next to the last one; a
     ring that can be one of two levels is, and then each of K hosts hands on (K - 1) / K of the shards in a pass.
@@ -62,13 +63,13 @@ def closed_form(strategy: str, model: nn.Module, ranks: int, per_host: int = 1) 
     tied = {id(p) for module in model.modules() if isinstance(module, nn.Linear) for p in module.parameters()}
     only_looked_up = size(p for table in tables for p in table.parameters() if id(p) not in tied)
     share = (ranks - 1) / ranks
-    if strategy in ("rtp", "rtp-exact", "rtp-flat", "rtp-c10d", "rtp-unbundled"):  # weights there and back
+    if strategy in (*_RINGS, "rtp-flat"):  # weights there and back
         if per_host > 1 and strategy != "rtp-flat":
             share = (ranks - per_host) / ranks
         return share * (3 * whole - only_looked_up)  # no backward of indices reads weights
     if strategy == "ddp":
         return share * 2 * whole
-    if strategy == "fsdp2":  # parameters outside of blocks are gathered once
+    if strategy in ("fsdp2", "fsdp2-gathered"):  # parameters outside of blocks are gathered once
         return share * (3 * whole + size(model.blocks.parameters()))
     if strategy == "fsdp2-noreshard":
         return share * 3 * whole

@@ -237,10 +237,11 @@ def test_torchrun_meets_across_hosts_and_again_after_a_failure(mark, tmp_path):
 
 @needs_hosts
 def test_strategies_between_hosts(tmp_path, capsys):
-    """The rows, with bytes that the kernel counted; another number of ranks than that of the hosts is refused."""
+    """The rows, with bytes that the kernel counted, the optimizer's apart; another number of ranks is refused."""
     options = ["--model", "mlp-tiny", "--tokens", "16", "--steps", "2", "--warmup", "1", "--hosts", "2"]
     options += ["--output", str(tmp_path / "rows.jsonl")]
-    args = compare_options.parse_arguments([*options, "--strategies", "none,rtp,ddp", "--rate", "80mbit"])
+    more = ["--strategies", "none,rtp,ddp,fsdp2-gathered", "--rate", "80mbit", "--optimizer", "muon"]
+    args = compare_options.parse_arguments([*options, *more])
     rows = {row["strategy"]: row for row in launch(compare.measure_time, args, 2)}
     for name, row in rows.items():
         assert (row["hosts"], row["ranks_per_host"], row["rate"], row["cores"]) == (2, 1, "80mbit", cores())
@@ -252,7 +253,12 @@ def test_strategies_between_hosts(tmp_path, capsys):
         assert (row["hidden_share"] is None) == (name == "none") and row["socket_processor_ms"] > 0
     assert rows["rtp"]["transport"] == "tcp" and rows["none"]["exposed_ms"] == 0.0 == rows["none"]["closed_form_bytes"]
     assert rows["rtp"]["closed_form_bytes"] == 1.5 * 4 * 49920 == 1.5 * rows["ddp"]["closed_form_bytes"]
-    assert 0 < rows["rtp"]["loss_spread"] < 1e-5, "ranks that train alone are not among those that agree"
+    assert rows["rtp"]["loss_spread"] < 1e-5, "ranks that train alone are not among those that agree"
+    assert abs(rows["none"]["loss"] / rows["rtp"]["loss"] - 1) > 1e-3, "control: they differ"
+    payloads = {"none": 0, "rtp": rows["rtp"]["exchange_bytes"], "ddp": 0}
+    payloads["fsdp2-gathered"] = rows["rtp"]["matrix_bytes"] / 2
+    for name, payload in payloads.items():  # beside it, barriers, and the agreement of rtp's ranks
+        assert payload <= rows[name]["optimizer_sent_bytes"] <= 1.1 * payload + 8192, rows[name]
     for more, message in (
         (["--ranks", "3"], "--hosts and --ranks-per-host make 2 ranks, got --ranks [3]"),
         (["--strategies", "none"], "expected one in which ranks train together"),

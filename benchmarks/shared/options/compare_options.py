@@ -12,6 +12,7 @@ import torch
 from shared.card import RESULTS, command_line, machine_name, refusal_to_write
 from shared.launch import add_launch_options, repetition, under_torchrun
 from shared.models import WORKLOADS
+from shared.optimizers import OPTIMIZERS
 from shared.options.host_options import add_host_options, complete_hosts
 from shared.strategies import DTYPES, STRATEGIES
 from shared.tracing import add_trace_option
@@ -27,12 +28,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokens", **numbers, default=[1024], help="per rank")
     add("--steps", type=int, default=20, help="timed steps of each strategy")
     add("--warmup", type=int, default=3, help="further steps before the timed ones")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="muon: for hidden matrices, with AdamW for the rest")
     add("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
     add("--travel", choices=("bfloat16", "int8"), help="what weights travel in (rtp; default: as computed with)")
     add("--gradient-route", choices=("auto", "chain", "direct"), help="of gradients (rtp; default: the ring's)")
     add("--gradient-travel", choices=("int8",), help="their format on the ring (rtp; default: --reduce-dtype)")
     add("--reduce-dtype", choices=DTYPES, default="float32", help="of gradients, where a policy says it (rtp, fsdp2)")
-    add("--lr", type=float, default=1e-4)
+    add("--lr", type=float, help="default: 1e-4, with --optimizer muon 5e-3")
     add("--seed", type=int, default=0)
     add("--machine", help="folder under results/ (default: from the CPU or GPU, such as cpu-2core)")
     add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead of results/<machine>/")
@@ -58,15 +60,18 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
         args.strategies = [
             name
             for name, kind in STRATEGIES.items()
-            if kind.refusal(workload.make) is None and kind.replicas == 1
+            if kind.refusal(workload.make, args.optimizer) is None and kind.replicas == 1
             if args.travel is None or name != "rtp-inplace"
             if otherwise or not kind.exact
         ]
     for strategy in args.strategies:
         if strategy not in STRATEGIES:
             error(f"unknown strategy {strategy!r}, expected some of {','.join(STRATEGIES)}")
-        if (refusal := STRATEGIES[strategy].refusal(workload.make)) is not None:
+        if (refusal := STRATEGIES[strategy].refusal(workload.make, args.optimizer)) is not None:
             error(f"--model {args.model} cannot be trained with {strategy}: {refusal}")
+    if args.optimizer == "muon" and (otherwise or args.dtype != "float32"):
+        error("--optimizer muon: expected float32 in everything, got another dtype, route or format")
+    args.lr = {"adamw": 1e-4, "muon": 5e-3}[args.optimizer] if args.lr is None else args.lr
     if all(STRATEGIES[strategy].alone for strategy in args.strategies):
         error("--strategies: expected one in which ranks train together")
     for name in ("travel", "gradient_route", "gradient_travel"):
@@ -107,9 +112,8 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
         error(f"{max(args.ranks)} ranks need as many GPUs, this machine has {torch.cuda.device_count()}")
     args.device = "cuda" if on_gpu else "cpu"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    args.output = (
-        args.output or RESULTS / (args.machine or machine_name(device)) / f"{'hosts' if on_hosts else 'compare'}.jsonl"
-    )
+    file = "muon" if args.optimizer == "muon" else "hosts" if on_hosts else "compare"
+    args.output = args.output or RESULTS / (args.machine or machine_name(device)) / f"{file}.jsonl"
     if (refusal := refusal_to_write(args.output)) is not None:
         error(refusal)
     args.command = command_line()

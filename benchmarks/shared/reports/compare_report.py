@@ -20,6 +20,7 @@ COLUMNS = {  # heading: key, unit, digits
     "p80": ("p80_ms", 1, 1),
     "rtp/this": ("rtp_ratio", 1, 2),
     "exposed": ("exposed_ms", 1, 1),
+    "update": ("optimizer_ms", 1, 1),
     "tokens/s": ("tokens_per_s", 1, 0),
     "scaling": ("scaling_efficiency", 1, 2),
     "roof ms": ("roof_ms", 1, 1),
@@ -27,6 +28,8 @@ COLUMNS = {  # heading: key, unit, digits
     "ring": ("ring_bytes", 2**20, 1),
     "sent": ("sent_bytes", 2**20, 1),
     "formula": ("closed_form_bytes", 2**20, 1),
+    "upd sent": ("optimizer_sent_bytes", 2**20, 1),
+    "upd count": ("exchange_bytes", 2**20, 1),
     "param": ("parameter_bytes", 2**20, 1),
     "grad": ("gradient_bytes", 2**20, 1),
     "optim": ("optimizer_bytes", 2**20, 1),
@@ -42,9 +45,10 @@ def print_table(rows: list[Result], args: argparse.Namespace) -> None:
     """Returns the table of one number of ranks, one number of tokens, and one rate."""
     first = rows[0]
     columns = {name: column for name, column in COLUMNS.items() if any(row.get(column[0]) is not None for row in rows)}
+    optimizer = {"adamw": "AdamW", "muon": "Muon and AdamW"}[args.optimizer]
     threads = f"{first['threads']} CPU thread{'s' * (first['threads'] > 1)} per rank"
     print(
-        f"\n{args.model}: {first['shape']}; AdamW, {args.dtype}, {first['ranks']} ranks on {first['device']}, "
+        f"\n{args.model}: {first['shape']}; {optimizer}, {args.dtype}, {first['ranks']} ranks on {first['device']}, "
         f"{threads}, collectives over {first['backend']}"
     )
     print(f"{first['tokens']} tokens per rank; {args.steps} interleaved steps after {args.warmup} warm-up steps")
@@ -55,6 +59,9 @@ def print_table(rows: list[Result], args: argparse.Namespace) -> None:
     if "hosts" in first:
         delay = f", {first['delay']} delay" if first["delay"] else ""
         print(f"{first['hosts']} made hosts, {first['rate']}{delay}; sent: MiB that leave a host in a step")
+    if args.optimizer == "muon":
+        matrices = f"{first['matrix_bytes'] / 2**20:.1f} MiB of matrices"
+        print(f"{matrices}; upd: MiB that updates send in a step, by the kernel's count and by Muon's")
     print(f"\n{'strategy':<16}" + "".join(f"{name:>10}" for name in columns))
     for row in rows:
         cells = (
@@ -90,8 +97,10 @@ def report(rows: list[Result], args: argparse.Namespace) -> None:
         for row in rows:
             append_line(args.output, row)
     keys = ("step_ms", "p20_ms", "p80_ms", "rtp_ratio", "exposed_ms", "tokens_per_s", "scaling_efficiency")
-    keys += ("peak_bytes", "buffer_bytes", "kept_efficiency", "peak_efficiency", "ring_bytes", "loss", *allowed)
+    keys += ("optimizer_ms", "peak_bytes", "buffer_bytes", "kept_efficiency", "peak_efficiency", "ring_bytes", "loss")
     keys += ("roof_ms", "hidden_share", "sent_bytes", "closed_form_bytes") if "hosts" in rows[0] else ()
+    keys += ("matrix_bytes", "exchange_bytes", "optimizer_sent_bytes") if args.optimizer == "muon" else ()
+    keys += tuple(allowed)
     cases = {_name(row): {key: _number(row.get(key)) for key in keys} for row in rows}
     print(json.dumps({"loss_agrees": agreed, "cases": cases}, allow_nan=False), flush=True)
     if not agreed:

@@ -5,6 +5,7 @@ from typing import Any
 
 from shared.card import last_command
 from shared.reports.calls_report import CALLS, calls_note
+from shared.reports.muon_report import MUON, last_muon_runs, muon_note
 from shared.reports.outer_report import OUTER, last_outer_run, outer_note
 from shared.reports.travel_report import TRAVEL, last_travel_run, travel_note
 
@@ -14,5 +15,6 @@ Row = dict[str, Any]
 OF_A_RUN: dict[str, tuple[Callable[..., list[Row]], dict[str, Callable[[Row], str | None]], Callable[..., str]]] = {
     "outer": (last_outer_run, OUTER, outer_note),
     "travel": (lambda lines, _: last_travel_run(lines), TRAVEL, travel_note),
+    "muon": (last_muon_runs, MUON, muon_note),
     "calls": (lambda lines, _: last_command(lines), CALLS, calls_note),
 }
