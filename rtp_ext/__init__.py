@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from rtp_ext.convert.explain import explain
     from rtp_ext.convert.methods.fully_shard import register_forward_method
+    from rtp_ext.convert.methods.stream_weights import local_shards, stream_weights
     from rtp_ext.convert.plan.rotation_plan import RotationPlan
     from rtp_ext.parameters.loading import load_safetensors
     from rtp_ext.parameters.sharding import init_weights
@@ -41,6 +42,7 @@ __all__ = [
     "functional",
     "init_weights",
     "load_safetensors",
+    "local_shards",
     "nn",
     "no_sync",
     "optim",
@@ -51,6 +53,7 @@ __all__ = [
     "set_gradient_divide_factor",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
+    "stream_weights",
 ]
 
 # Imported at first use: the planner must not wait for torch, nor need it.
@@ -66,6 +69,7 @@ _MODULES = {
     "fully_rotate": "convert",
     "init_weights": "parameters.sharding",
     "load_safetensors": "parameters.loading",
+    "local_shards": "convert.methods.stream_weights",
     "no_sync": "convert.controls",
     "outer_of": "convert",
     "register_forward_method": "convert.methods.fully_shard",
@@ -73,6 +77,7 @@ _MODULES = {
     "set_gradient_divide_factor": "convert.controls",
     "set_requires_all_reduce": "convert.controls",
     "set_requires_gradient_sync": "convert.controls",
+    "stream_weights": "convert.methods.stream_weights",
 }
 
 
