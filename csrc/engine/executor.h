@@ -20,12 +20,12 @@
 #include "engine/hops/deferred_reductions.h"
 #include "engine/hops/dequantized_weights.h"
 #include "engine/hops/gradient_quantizer.h"
-#include "engine/hops/shared_shards.h"
 #include "engine/hops/slots.h"
 #include "engine/hops/trace.h"
 #include "engine/pass_graph.h"
 #include "engine/prefetch.h"
 #include "engine/results.h"
+#include "engine/shards/shard_source.h"
 
 namespace rtp {
 
@@ -55,8 +55,8 @@ class Executor {
       deferred_.drain(), prefetcher_.drain();
     });
   }
-  // Makes all forwards compute with the shards of `shards` where they lie, without a hop. Backwards become errors.
-  void share(std::shared_ptr<const SharedShards> shards) { shared_ = std::move(shards); }
+  // Makes all forwards take shards from `source`, without a hop. Backwards become errors.
+  void take_from(std::shared_ptr<ShardSource> source) { source_ = std::move(source); }
   // Sets the context of the following passes. A forward first finishes the deferred reductions that a failed backward
   // left.
   void enter(Context context) {
@@ -125,7 +125,7 @@ class Executor {
   Hops hops_;
   Prefetcher prefetcher_;
   DeferredReductions deferred_;
-  std::shared_ptr<const SharedShards> shared_;  // null: shards travel
+  std::shared_ptr<ShardSource> source_;  // null: shards travel
   Results results_;
   Hops::Counts counts_before_graph_;
   std::map<ScheduleOptions, Schedule> schedules_;
@@ -202,7 +202,7 @@ class Execution {
   std::shared_ptr<Slot> staged_;                // copy of the local tensors, if a copy travels
   std::optional<GradientQuantizer> quantizer_;  // set if contributions travel in fewer bits
   DequantizedWeights dequantized_;              // holds memory if weights travel in fewer bits
-  SharedWeights shared_;                        // the shard in use, if ranks share their shards
+  SourcedWeights sourced_;                      // the shards in use, if they come from a source
   std::map<Key, Usage> usage_;
   StreamEvent start_;        // start of this pass on the caller's stream
   StreamEvent side_;         // newest compute on compute stream 1

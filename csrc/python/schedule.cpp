@@ -118,7 +118,7 @@ void bind_schedule(py::module_& m) {
       .optional("hosts", &ScheduleOptions::hosts)
       .optional("gradient_route", &ScheduleOptions::gradient_route)
       .optional("narrow", &ScheduleOptions::rounded)
-      .optional("shared", &ScheduleOptions::shared);
+      .optional("sourced", &ScheduleOptions::sourced);
   m.def(
       "make_schedule",
       [fields](int ranks, int rank, const py::kwargs& options) {

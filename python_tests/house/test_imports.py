@@ -48,6 +48,7 @@ C_FLOORS = [
     {"transport/emulated", "transport/nccl"},
     {"transport/ce"},
     {"engine/hops"},
+    {"engine/shards"},
     {"engine"},
     {"ops"},
     {"ops/bundles"},

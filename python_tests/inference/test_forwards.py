@@ -17,6 +17,7 @@ from reference import assert_same, differs, random
 from torch import nn
 
 import rtp_ext
+from rtp_ext._native import make_schedule
 
 
 def logits(model: nn.Module, kind: str, rank: int, step: int, dtype=torch.float64) -> torch.Tensor:
@@ -24,6 +25,17 @@ def logits(model: nn.Module, kind: str, rank: int, step: int, dtype=torch.float6
         generator = torch.Generator().manual_seed(100 * rank + step)
         return model(torch.randint(VOCABULARY, (2, 3 + 4 * rank + step), generator=generator))
     return model(**inputs_of(make_batch(kind, rank, step), dtype)).logits
+
+
+def test_schedule():
+    for ranks in (1, 2, 5):
+        schedule = make_schedule(ranks, ranks // 2, pass_="forward", sourced=True)
+        assert [step.action for step in schedule.steps] == ["compute"] * ranks
+        assert [step.owner for step in schedule.steps] == [(ranks // 2 - s) % ranks for s in range(ranks)]
+        assert (schedule.weight_slots, schedule.gradient_slots) == (0, 0)
+    assert any(step.action == "hop" for step in make_schedule(2, 0, pass_="forward").steps), "control"
+    with pytest.raises(ValueError, match="forwards only, got a backward: fully_rotate"):
+        make_schedule(2, 0, pass_="backward", sourced=True)
 
 
 class Layers(nn.Module):
@@ -53,11 +65,13 @@ def build(kind: str) -> nn.Module:
     return make_model(tied=True) if kind == "small" else make(kind, torch.float64).eval()
 
 
-def computes(rank, ranks, kinds):
+def computes(rank, ranks, kinds, transport):
     cases = Cases()
     for kind in kinds:
         plain = build(kind)
-        model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=20.0)
+        model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport=transport, timeout=20.0)
+        ring = rtp_ext.ring_of(model)
+        assert ring.transport == ("shm" if transport == "auto" else transport)
         other = copy.deepcopy(plain)
         with torch.no_grad():  # control: one row of each matrix
             for parameter in other.parameters():
@@ -70,13 +84,25 @@ def computes(rank, ranks, kinds):
                 assert_same(actual, expected, TOLERANCES[kind], "logits")
             with torch.no_grad():
                 assert differs(actual, logits(other, kind, rank, step), TOLERANCES[kind]), "control: a changed weight"
-        rtp_ext.ring_of(model).close()
+        with cases.case(f"{kind}: slots"):
+            slots = ring.slot_count("weight").peak_slots
+            assert slots == (min(2, ranks - 1) if transport == "tcp" else 0), slots
+            assert ring.hops("weight") == 0
+        if transport == "tcp":
+            ring.exchange("no rank pulls any more")
+        ring.close()
     cases.finish()
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), [(1, KINDS[:1]), (2, KINDS), (3, KINDS[:4]), (4, KINDS[:2])])
-def test_forwards(ranks, kinds):
-    run_ranks(computes, ranks, kinds)
+@pytest.mark.parametrize(
+    ("ranks", "kinds", "transport"),
+    [
+        *((1, KINDS[:1], "shm"), (2, KINDS, "auto"), (3, KINDS[:4], "shm"), (4, KINDS[:2], "shm")),
+        *((2, KINDS[2:4], "tcp"), (4, KINDS[:2], "tcp")),
+    ],
+)
+def test_forwards(ranks, kinds, transport):
+    run_ranks(computes, ranks, kinds, transport)
 
 
 def bitwise(rank, ranks):
@@ -94,6 +120,8 @@ def bitwise(rank, ranks):
             assert torch.equal(model(x), trained(x))
         with cases.case("as the plain model"):
             assert_same(model(x), plain(x), 1e-6, "float32")
+        with cases.case("torch.compile"):
+            assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
         with cases.case("autocast"), torch.autocast("cpu", torch.bfloat16):
             actual, expected = model(x), plain(x)
             assert actual.dtype == torch.bfloat16
@@ -137,10 +165,10 @@ def test_generate_with_caches_and_different_lengths():
 # -- no rank waits -----------------------------------------------------------------------------------------------------
 
 
-def alone(rank, ranks):
+def alone(rank, ranks, transport):
     """Rank 0 runs all its forwards while the others are in none; then they run theirs."""
     plain = make_model()
-    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=5.0)
+    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport=transport, timeout=5.0)
     store = dist.distributed_c10d._get_default_store()
     with torch.no_grad():
         if rank == 0:
@@ -164,27 +192,55 @@ def alone(rank, ranks):
         store.wait(["the control has ended"])
 
 
-def test_no_rank_waits_for_another():
-    run_ranks(alone, 3)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_no_rank_waits_for_another(transport):
+    run_ranks(alone, 3, transport)
+
+
+def ended(pid: int) -> None:
+    """Waits for the end of a process, which may stay a zombie until its parent reaps it."""
+    with contextlib.suppress(FileNotFoundError):
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z":
+            time.sleep(0.01)
 
 
 def survives(rank, ranks):
     plain = make_model()
     model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=5.0)
+    pulling = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport="tcp", timeout=5.0)
     pids = rtp_ext.ring_of(model).exchange(os.getpid())
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with contextlib.suppress(FileNotFoundError):  # the parent may not have reaped it: then it is a zombie
-        while Path(f"/proc/{pids[1]}/stat").read_text().rpartition(") ")[2][0] != "Z":
-            time.sleep(0.01)
+    ended(pids[1])
     with torch.no_grad():
         assert_same(logits(model, "small", rank, 0), logits(plain, "small", rank, 0), 1e-12, "without rank 1")
+        for _ in range(2):  # no other ring of this rank ends, and neither does this one
+            with pytest.raises(rtp_ext.RotationError, match="a pull of shards from rank 1 of the ring at"):
+                logits(pulling, "small", rank, 0)
     start = time.monotonic()
-    rtp_ext.ring_of(model).close()
+    for each in (model, pulling):
+        rtp_ext.ring_of(each).close()
     assert time.monotonic() - start < 3.0, "close waits for no rank"
     with torch.no_grad(), pytest.raises(rtp_ext.RotationError, match="it was closed"):
         logits(model, "small", rank, 0)
 
 
-def test_memory_of_a_rank_that_was_killed_stays():
+def test_a_rank_that_was_killed():
+    """Over shm its memory stays; over tcp its shards are gone."""
     run_ranks(survives, 3, lost=[1])
+
+
+def stops(rank, ranks):
+    model = rtp_ext.rotate_for_inference(make_model(), transport="tcp", timeout=1.0)
+    pids = rtp_ext.ring_of(model).exchange(os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while Path(f"/proc/{pids[1]}/stat").read_text().rpartition(") ")[2][0] != "T":
+        time.sleep(0.01)
+    with torch.no_grad(), pytest.raises(rtp_ext.RingTimeout, match=r"from rank 1 of .* nothing arrived for 1 s"):
+        logits(model, "small", rank, 0)
+    rtp_ext.ring_of(model).close()
+
+
+def test_a_rank_that_was_stopped_is_a_timeout_over_tcp():
+    run_ranks(stops, 2, lost=[1])

@@ -28,7 +28,7 @@ from rtp_ext.ring.inference import INFERENCE, InferenceRing
 logger = logging.getLogger("rtp_ext")
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_TRANSPORTS = ("auto", "shm")
+_TRANSPORTS = ("auto", "shm", "tcp")
 
 
 def rotate_for_inference(
@@ -40,15 +40,19 @@ def rotate_for_inference(
     offload: bool = False,
     timeout: float | datetime.timedelta = TIMEOUT,
 ) -> _Model:
-    """Spreads the weights of a model over the ranks of a host for forwards only, in place, and returns the model.
+    """Spreads the weights of a model over ranks on CPUs for forwards only, in place, and returns the model.
 
-    Each rank keeps 1/R of the weights of linear, embedding, convolution and attention layers and of experts, in memory
-    that all ranks of the host map. A forward reads the shards of all ranks where they lie, its own first, and writes
-    each product into its part of the output. No rank waits for another one's calls: ranks may run different numbers of
-    forwards of different lengths, with caches of their own, and a rank may end while others go on. Parameters of other
-    modules (norms, stray ones) stay whole on every rank. Conversion and `update_weights` are collective; nothing else
-    is, `close` of the ring included. Names in state_dict and classes of layers are unchanged; `rtp_ext.ring_of(model)`
-    is the ring, whose repr states the bytes.
+    Each rank keeps 1/R of the weights of linear, embedding, convolution and attention layers and of experts. A forward
+    takes the shards of all ranks one after the other, its own first, and writes each product into its part of the
+    output. No rank waits for another one's calls: ranks may run different numbers of forwards of different lengths,
+    with caches of their own. Parameters of other modules (norms, stray ones) stay whole on every rank. Conversion and
+    `update_weights` are collective; nothing else is, `close` of the ring included. Names in state_dict and classes of
+    layers are unchanged; `rtp_ext.ring_of(model)` is the ring, whose repr states the bytes.
+
+    Over `shm` all ranks map all shards, so that the host holds the weights once: products read the shard of another
+    rank where it lies, experts that no token chose are not read, and a rank may end while others go on. Over `tcp` a
+    thread of the owner sends a shard on request, into one of two slots, while the rank computes with the shard before;
+    without the owner, forwards fail.
 
     Parameters may be on the meta device, so that no rank holds the whole model: they are zero until load_safetensors or
     `update_weights` fills them. Under torch.autocast each forward casts every shard on every rank: convert a model
@@ -56,8 +60,9 @@ def rotate_for_inference(
 
     Args:
         model: the same on every rank.
-        mesh: a one-dimensional DeviceMesh or a process group of CPU ranks of one host; None: the default group.
-        transport: `shm` or `auto`. Others are not made yet.
+        mesh: a one-dimensional DeviceMesh or a process group of CPU ranks; None: the default group.
+        transport: `shm` (ranks of one host), `tcp` (of any hosts), or `auto`: shm on one host, else tcp. Others are not
+            made yet.
         weights: None. `int8` and `nf4` are not made yet.
         offload: False. Offloading is not made yet.
         timeout: seconds (or a timedelta) after which a rank that does not take part in a collective is an error.
@@ -76,9 +81,11 @@ def rotate_for_inference(
             kind = type(model).__name__
             raise ValueError(f"rotate_for_inference: expected a layer that can be cut, got none in a {kind}")
     except (TypeError, ValueError) as error:
-        InferenceRing(mesh, timeout=timeout).end(RotationError(str(error)))  # the other ranks may wait for this one
+        InferenceRing(mesh, transport=transport, timeout=timeout).end(
+            RotationError(str(error))
+        )  # the other ranks may wait for this one
         raise
-    ring = InferenceRing(mesh, timeout=timeout)
+    ring = InferenceRing(mesh, transport=transport, timeout=timeout)
     with ring.communicator.released_on_error():
         _convert(model, plan, request, ring)
     return model
@@ -92,8 +99,8 @@ def _check_arguments(model: Any, mesh: Any, transport: str, weights: str | None,
         raise TypeError(f"rotate_for_inference: expected a torch.nn.Module, got {type(model).__name__}")
     if transport not in _TRANSPORTS:
         raise ValueError(
-            f"rotate_for_inference: expected transport auto or shm, got {transport!r}: pulls over sockets and by copy "
-            "engines are not made yet"
+            f"rotate_for_inference: expected transport auto, shm or tcp, got {transport!r}: pulls by copy engines, and "
+            "others, are not made yet"
         )
     if weights is not None:
         raise ValueError(

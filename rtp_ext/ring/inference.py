@@ -1,4 +1,4 @@
-"""The ring of models that compute forwards only: ranks read each other's shards where they lie, and wait for nobody."""
+"""The ring of models that compute forwards only: ranks read each other's shards, and wait for no call of another."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rtp_ext.ring.autograd import as_gradient
 from rtp_ext.ring.bootstrap import agree_on
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.failure_report import FailureReport
+from rtp_ext.ring.links.host_address import own_address
 from rtp_ext.ring.links.options import RingOptions
 from rtp_ext.ring.links.transports import Connection
 from rtp_ext.ring.mesh import resolve_mesh
@@ -29,30 +30,36 @@ from rtp_ext.ring.routes.plan import RoutePlan
 logger = logging.getLogger("rtp_ext")
 
 INFERENCE = "_rtp_inference"  # attribute of a model: its InferenceRing
-_ALIGNMENT = 64  # bytes; of a shard in the shared memory
+_ALIGNMENT = 64  # bytes; of a shard in the memory that other ranks read
+_REASONS = {
+    "shm": "shards lie in memory that all ranks map",
+    "tcp": "a thread of each rank sends its shards on request",
+}
 
 
 class InferenceRing(Ring):
-    """Ranks of one host whose shards lie in memory that all of them map. `rotate_for_inference` makes it.
+    """Ranks that read each other's shards without taking part in each other's forwards: see `rotate_for_inference`.
 
-    A forward reads the shard of another rank where it lies: no hop, no slot, no copy, and no call of another rank.
-    Only `share`, `exchange` and `update_weights` are collective. Memory of a rank that has ended stays mapped.
+    Over `shm` a forward computes with the shard of another rank where it lies: no hop, no slot, no copy; the memory of
+    a rank that has ended stays mapped. Over `tcp` it pulls the shard from its owner, whose threads answer, into one of
+    two slots, while it computes with the shard before. Only `share`, `exchange` and `update_weights` are collective.
 
     Attributes:
-        shared_bytes: bytes of this rank's shards.
+        shard_bytes: bytes of this rank's shards.
         whole_bytes: bytes of the parameters that are whole on every rank.
     """
 
     traceable = False
-    shared_bytes = whole_bytes = 0
+    shard_bytes = whole_bytes = 0
 
     def __init__(
         self,
-        mesh_or_group: DeviceMesh | dist.ProcessGroup | None = None,
+        mesh_or_group: DeviceMesh | dist.ProcessGroup | None,
         *,
-        timeout: float | datetime.timedelta = 600.0,
+        transport: str,
+        timeout: float | datetime.timedelta,
     ) -> None:
-        fixed = {"transport": "shm", "route": "direct", "slot_cap": 0, "prefetch": 0, "late_gradients": 0}
+        fixed = {"transport": transport, "route": "direct", "slot_cap": 0, "prefetch": 0, "late_gradients": 0}
         options = RingOptions.of({**fixed, "timeout": timeout})
         keep_compilers_out()
         self.mesh = self.parameter_mesh = mesh = resolve_mesh(mesh_or_group).hops
@@ -63,21 +70,20 @@ class InferenceRing(Ring):
         members = dist.get_process_group_ranks(group)
         ring = Communicator(dist.get_rank(group), dist.get_world_size(group), device, options.timeout, members)
         ring.failure_report = FailureReport(mesh.mesh.flatten().tolist())
+        self._source: Any = None
         with ring.released_on_error():
             token = agree_on(options, ring)
-            if ring.placed.spread is not None:
+            if transport == "shm" and ring.placed.spread is not None:
                 raise RotationError(
-                    f"rotate_for_inference: expected ranks of one host, which map each other's shards, got "
-                    f"{ring.placed.spread}: pulls over tcp are not made yet"
+                    f"rotate_for_inference: transport shm cannot be used: {ring.placed.spread}; tcp can"
                 )
-            connection = Connection(
-                "shm", _native.emulated_transport(device), "shards lie in memory that all ranks map"
-            )
+            name = ("shm" if ring.placed.spread is None else "tcp") if transport == "auto" else transport
+            connection = Connection(name, _native.emulated_transport(device), _REASONS[name])
             routes = RoutePlan.of(options, "direct", GradientRoutes("chain", None, "there are none"))
             self._compose(ring, options, connection, routes, token)
 
     def share(self, parameters: Sequence[DTensor]) -> list[torch.Tensor]:
-        """Moves the local shards of parameters into shared memory, and maps those of the other ranks. Collective.
+        """Moves the local shards of parameters into memory that other ranks read, and connects the ranks. Collective.
 
         Returns the parameters, in order, as DTensors over that memory; those on the meta device are zero.
         """
@@ -86,34 +92,38 @@ class InferenceRing(Ring):
             offsets.append(end)
             # one unit at least: the address of a shard identifies its parameter
             end += max(1, -(-parameter._local_tensor.nbytes // _ALIGNMENT)) * _ALIGNMENT
-        shards, problem, address = None, None, ""
+        source, problem, address = None, None, ""
+        host = own_address(self.exchange) if self.transport == "tcp" else ""
         try:
-            shards = _native.SharedShards(self.rank, self.size, end)
-            address = shards.address()
+            if self.transport == "tcp":
+                source = _native.pulled_shards(self.rank, self.size, end, host, self.timeout)
+            else:
+                source = _native.shared_shards(self.rank, self.size, end)
+            address = source.address()
         except RotationError as error:
             problem = str(error)
         self._refuse(problem)
-        assert shards is not None, "no problem"
+        assert source is not None, "no problem"
         addresses, sizes, all_offsets = zip(*self.exchange((address, end, offsets)), strict=True)
         counts = [len(each) for each in all_offsets]
         if len(set(counts)) > 1:
             raise ValueError(f"rotate_for_inference: ranks have different models: got {counts} parameters that are cut")
         try:
-            shards.connect(addresses, sizes, all_offsets)
+            source.connect(addresses, sizes, all_offsets)
         except RotationError as error:
             problem = str(error)
         self._refuse(problem)
-        memory: torch.Tensor = shards.memory()
         moved: list[Any] = []
         with torch.inference_mode(False), torch.no_grad():
             for parameter, offset in zip(parameters, offsets, strict=True):
                 local = parameter._local_tensor
-                place = memory[offset : offset + local.nbytes].view(local.dtype).view(local.shape)
+                place = source.memory(offset, local.nbytes).view(local.dtype).view(local.shape)
                 if not local.is_meta:
                     place.copy_(local)
                 moved.append(as_gradient(place, parameter._spec))
-        self.shared_bytes = sum(parameter._local_tensor.nbytes for parameter in moved)
-        self.communicator.executor.share(shards)
+        self.shard_bytes = sum(parameter._local_tensor.nbytes for parameter in moved)
+        self._source = source
+        self.communicator.executor.take_from(source)
         self._refuse(None)  # no rank computes before the shards of all are in place
         return moved
 
@@ -127,13 +137,19 @@ class InferenceRing(Ring):
         return True
 
     def close(self) -> None:
-        """Releases this rank's mappings and groups. Idempotent; waits for no rank: others that read the shards of this
-        one go on, since their mappings keep the memory."""
+        """Releases this rank's mappings, threads and groups. Idempotent; waits for no other rank.
+
+        Over `shm` other ranks go on: their mappings keep the shards of this one. Over `tcp` their next pull from this
+        rank is an error.
+        """
         super().close()
-        self.communicator.executor.share(None)
+        if self._source is not None:
+            self._source.close()
+            self.communicator.executor.take_from(None)
+            self._source = None
 
     def __repr__(self) -> str:
         return (
-            f"InferenceRing(rank={self.rank}, size={self.size}, transport='shm', {self.shared_bytes} bytes of shards "
-            f"here, {self.whole_bytes} bytes whole on every rank)"
+            f"InferenceRing(rank={self.rank}, size={self.size}, transport={self.transport!r}, {self.shard_bytes} bytes "
+            f"of shards here, {self.whole_bytes} bytes whole on every rank)"
         )
