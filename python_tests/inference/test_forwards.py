@@ -17,7 +17,7 @@ from reference import assert_same, differs, random
 from torch import nn
 
 import rtp_ext
-from rtp_ext._native import make_schedule
+from rtp_ext._native import Execution, make_schedule
 
 
 def logits(model: nn.Module, kind: str, rank: int, step: int, dtype=torch.float64) -> torch.Tensor:
@@ -151,6 +151,7 @@ def test_bitwise_autocast_and_other_layers():
 
 
 def generates(rank, ranks):
+    rtp_ext.fully_rotate(nn.Linear(2, 2))  # control: it patches `generate` of models that train, whose ranks wait
     plain = make("llama").eval()
     model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=20.0)
     prompt = torch.arange(1, 4 + rank).unsqueeze(0)
@@ -228,6 +229,42 @@ def survives(rank, ranks):
 def test_a_rank_that_was_killed():
     """Over shm its memory stays; over tcp its shards are gone."""
     run_ranks(survives, 3, lost=[1])
+
+
+def pulls_ahead(rank, ranks):
+    """The shard of the next owner arrives while a rank computes with the one before."""
+    model = rtp_ext.rotate_for_inference(nn.Sequential(nn.Linear(8, 6, bias=False)), transport="tcp", timeout=5.0)
+    ring = rtp_ext.ring_of(model)
+    pids = ring.exchange(os.getpid())
+    local = model[0].weight.to_local().detach()
+    dtypes = {"compute_dtype": local.dtype, "reduce_dtype": local.dtype}
+    options = ring.route_plan.rotation("layer", route="direct", halves=False, slot_cap=0, in_place=False, **dtypes)
+    shapes = [[(3, 8)] * 2]
+
+    def begin():
+        execution = Execution.forward(ring.communicator.executor, [local], shapes, options)
+        assert execution.next().owner == rank
+        return execution
+
+    if rank == 1:
+        dist.distributed_c10d._get_default_store().wait(["pulled"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    ahead, late = begin(), begin()
+    assert torch.equal(ahead.weight()[0], local)
+    time.sleep(1.0)  # a product that lasts
+    dist.distributed_c10d._get_default_store().set("pulled", "")
+    ended(pids[1])
+    assert ahead.next().owner == late.next().owner == 1
+    assert ahead.weight()[0].shape == (3, 8) and ahead.weight()[0].abs().sum() > 0, "it came before its owner ended"
+    with pytest.raises(rtp_ext.RotationError, match="from rank 1"):  # control: nobody asked for it in time
+        late.weight()
+    for execution in (ahead, late):
+        assert execution.next() is None
+    ring.close()
+
+
+def test_the_next_shard_is_pulled_while_a_rank_computes():
+    run_ranks(pulls_ahead, 2, lost=[1])
 
 
 def stops(rank, ranks):

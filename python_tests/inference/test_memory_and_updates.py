@@ -103,11 +103,11 @@ def test_experts_without_tokens_are_not_read():
     run_ranks(reads_chosen_experts, 2)
 
 
-def updates(rank, ranks):
+def updates(rank, ranks, transport):
     cases = Cases()
     plain = make_model(tied=True)
     training = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=20.0)
-    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=20.0)
+    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport=transport, timeout=20.0)
     ids = torch.arange(6 + rank).unsqueeze(0)
     with torch.no_grad():
         for parameter in (*plain.parameters(), *training.parameters()):
@@ -155,8 +155,9 @@ def updates(rank, ranks):
     cases.finish()
 
 
-def test_updates():
-    run_ranks(updates, 2)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_updates(transport):
+    run_ranks(updates, 2, transport)
 
 
 def refuses(rank, ranks):
@@ -178,8 +179,10 @@ def refuses(rank, ranks):
         rtp_ext.rotate_for_inference(nn.Sequential(norm))
     with pytest.raises(ValueError, match="expected a model that rotate_for_inference converted, got a LanguageModel"):
         rtp_ext.update_weights(plain, [])
-    with pytest.raises(ValueError, match=r"differ|different models"):  # on every rank
-        rtp_ext.rotate_for_inference(make_model(width=10 + 2 * rank), timeout=20.0)
+    other = make_model(width=10 + 2 * rank)
+    with pytest.raises(ValueError, match=r"differs between ranks: expected .*\(rank 0\), got .* on rank 1"):  # on both
+        rtp_ext.rotate_for_inference(other, timeout=20.0)
+    assert all(type(p) is nn.Parameter for p in other.parameters()), "a refused model does not change"
     if rank == 1:  # a refusal on one rank ends the wait of the other
         with pytest.raises(ValueError, match="expected a layer that can be cut"):
             rtp_ext.rotate_for_inference(nn.LayerNorm(3), timeout=20.0)

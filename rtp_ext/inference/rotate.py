@@ -140,6 +140,7 @@ def _rotating(plan: RotationPlan) -> RotationPlan:
 
 
 def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: InferenceRing) -> None:
+    agree_on_model(model, ring, Mode.now(ring), allow_meta=True)  # of the plain model: its plan follows from it
     values = checksums(model, (), ring)
     apply_plan(plan, request, ring, {})
     old: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
@@ -151,7 +152,6 @@ def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: Infer
         parameter.__dict__.update(old[key].__dict__)
     for part in model.modules():
         part._parameters.update({n: made[id(p)] for n, p in part._parameters.items() if id(p) in made})
-    agree_on_model(model, ring, Mode.now(ring))
     ring.whole_bytes = sum(p.nbytes for p in model.parameters() if not isinstance(p, DTensor))
     model.__dict__[INFERENCE] = ring
     compare_weights(values, ring)

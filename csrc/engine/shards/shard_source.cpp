@@ -121,7 +121,7 @@ std::vector<at::Tensor> SourcedWeights::in_slot(SlotPool& pool, const ShardBundl
   return places;
 }
 
-// Waits for a pull that nobody asked for: the slot must not be used again before.
+// Waits for a pull of a shard that the pass does not need: its slot must not be used again before.
 void SourcedWeights::abandon() noexcept {
   coming_ = kAllOwners;
   if (pulled_.valid()) pulled_.wait();
