@@ -7,11 +7,13 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import Cases, run_ranks
 from hf_models import make
 from live_bytes import LiveBytes
 from models import make_model
 from reference import assert_same, differs, random
+from safetensors.torch import save_file
 from torch import nn
 
 import rtp_ext
@@ -103,7 +105,7 @@ def test_experts_without_tokens_are_not_read():
     run_ranks(reads_chosen_experts, 2)
 
 
-def updates(rank, ranks, transport):
+def updates(rank, ranks, transport, file):
     cases = Cases()
     plain = make_model(tied=True)
     training = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=20.0)
@@ -121,6 +123,19 @@ def updates(rank, ranks, transport):
             for ours, theirs in zip(rtp_ext.local_shards(model), rtp_ext.local_shards(training), strict=True):
                 if ours.tensor.shape == theirs.tensor.shape:
                     assert torch.equal(ours.tensor, theirs.tensor), ours.name
+        with cases.case("from a file, on the meta device"):
+            if rank == 0:
+                save_file(dict(plain.named_parameters()), file)
+            with torch.device("meta"):
+                empty = make_model(tied=True)
+            empty = rtp_ext.rotate_for_inference(empty, transport=transport, timeout=20.0)
+            assert not empty(ids).any(), "zero"
+            dist.barrier()
+            rtp_ext.load_safetensors(empty, file)
+            dist.barrier()
+            assert_same(empty(ids), plain(ids), 1e-12, "loaded")
+            dist.barrier()
+            rtp_ext.ring_of(empty).close()
         with cases.case("an unknown name on one rank"):
             names = dict(plain.named_parameters())
             if rank == 1:
@@ -156,8 +171,8 @@ def updates(rank, ranks, transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_updates(transport):
-    run_ranks(updates, 2, transport)
+def test_updates(transport, tmp_path):
+    run_ranks(updates, 2, transport, tmp_path / "model.safetensors")
 
 
 def refuses(rank, ranks):

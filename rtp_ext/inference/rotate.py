@@ -54,9 +54,9 @@ def rotate_for_inference(
     thread of the owner sends a shard on request, into one of two slots, while the rank computes with the shard before;
     without the owner, forwards fail.
 
-    Parameters may be on the meta device, so that no rank holds the whole model: they are zero until load_safetensors or
-    `update_weights` fills them. Under torch.autocast each forward casts every shard on every rank: convert a model
-    in the dtype that it computes in.
+    Parameters may be on the meta device, so that no rank holds the whole model: they are zero until load_safetensors
+    (and a barrier after it) or `update_weights` fills them. Under torch.autocast each forward casts every shard on
+    every rank: convert a model in the dtype that it computes in.
 
     Args:
         model: the same on every rank.
