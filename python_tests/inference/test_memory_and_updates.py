@@ -136,6 +136,16 @@ def updates(rank, ranks, transport, file):
             assert_same(empty(ids), plain(ids), 1e-12, "loaded")
             dist.barrier()
             rtp_ext.ring_of(empty).close()
+        with cases.case("parameters that a layer shares with a module that stays whole"):
+            tied = nn.Sequential(nn.Linear(3, 4), nn.Module(), nn.Linear(3, 4), nn.Linear(4, 5))
+            tied[1].bias, tied[2].weight = tied[0].bias, tied[0].weight
+            rtp_ext.rotate_for_inference(tied, transport=transport, timeout=20.0)
+            assert [type(part) is nn.Linear for part in tied] == [True, False, True, False]
+            assert tied[2].weight is tied[0].weight and tied[1].bias is tied[0].bias
+            rtp_ext.update_weights(tied, [("0.weight", torch.full((4, 3), 2.0))])
+            assert (tied[2].weight == 2.0).all()
+            dist.barrier()
+            rtp_ext.ring_of(tied).close()
         with cases.case("an unknown name on one rank"):
             names = dict(plain.named_parameters())
             if rank == 1:

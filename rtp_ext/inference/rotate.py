@@ -75,7 +75,7 @@ def rotate_for_inference(
     options = Options.of({**_DEFAULTS, "mesh": mesh, "timeout": timeout})
     try:
         request = read_call(model, options)
-        plan = _rotating(inspect_model(request))
+        plan = _rotating(inspect_model(request), model)
         validate(plan, request)
         if not plan.modules:
             kind = type(model).__name__
@@ -122,21 +122,29 @@ def _check_arguments(model: Any, mesh: Any, transport: str, weights: str | None,
             )
 
 
-def _rotating(plan: RotationPlan) -> RotationPlan:
+def _rotating(plan: RotationPlan, model: nn.Module) -> RotationPlan:
     """Returns the plan of the layers that are cut; all others stay whole, as they are."""
-    left = {
-        module.name
-        for module in plan.modules
-        if module.layer == "attention" and any(owned.moved != ROTATED for owned in module.parameters)
-    }
-    kept = tuple(
-        module
-        for module in plan.modules
-        if module.moved == ROTATED and module.name not in left and module.name.rpartition(".")[0] not in left
+    attention = {module.name for module in plan.modules if module.layer == "attention"}
+    gathers = {module.name for module in plan.modules if any(owned.moved != ROTATED for owned in module.parameters)}
+    kept = {module.name for module in plan.modules if module.moved == ROTATED} - gathers
+    own = [(name, id(p)) for name, part in model.named_modules() for p in part._parameters.values() if p is not None]
+    count = None
+    while count != len(kept):
+        count = len(kept)
+        # New values come under one name of a parameter, so that it is cut for all of its modules, or for none.
+        whole = {key for name, key in own if name not in kept}
+        shared = {name for name, key in own if name in kept and key in whole}
+        for name in sorted(shared):
+            logger.warning("rotate_for_inference: %s stays whole: it shares a parameter with a module that does", name)
+        kept -= shared
+        for name in attention:  # its forward reads the weight of its output projection
+            if not {name, f"{name}.out_proj".lstrip(".")} <= kept:
+                kept -= {name, f"{name}.out_proj".lstrip(".")}
+    return dataclasses.replace(
+        plan,
+        modules=tuple(module for module in plan.modules if module.name in kept),
+        bundles=tuple(bundle for bundle in plan.bundles if kept.issuperset(bundle.layers)),
     )
-    names = {module.name for module in kept}
-    bundles = tuple(bundle for bundle in plan.bundles if names.issuperset(bundle.layers))
-    return dataclasses.replace(plan, modules=kept, bundles=bundles)
 
 
 def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: InferenceRing) -> None:
