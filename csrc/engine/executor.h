@@ -156,6 +156,9 @@ class Execution {
   // arrive at their owner. No effect after the end.
   void finish();
 
+  // Sets the owners whose weights the pass will use, where it does not use all: shards without hops are then left out.
+  void expect(std::vector<bool> owners) { sourced_.expect(std::move(owners)); }
+
   std::vector<at::Tensor> weight();             // in the compute dtype of its layouts, independent of the travel dtype
   std::vector<at::Tensor> gradient_in() const;  // empty if the sum starts from zero
   std::vector<at::Tensor> gradient_out() const;

@@ -85,6 +85,7 @@ def reads_chosen_experts(rank, ranks):
     block.num_experts, block.hidden_dim, block.intermediate_dim = experts, features, rows
     block.gate_up_proj = nn.Parameter(random(experts, 2 * rows, features, dtype=torch.float32, seed=1))
     block.down_proj = nn.Parameter(random(experts, features, rows, dtype=torch.float32, seed=2))
+    pulling = rtp_ext.rotate_for_inference(copy.deepcopy(block), transport="tcp", timeout=20.0)
     model = rtp_ext.rotate_for_inference(copy.deepcopy(block), timeout=20.0)
     assert isinstance(model, RotatedExperts)
     x, weights = random(6, features, dtype=torch.float32, seed=rank), torch.ones(6, 1)
@@ -95,8 +96,14 @@ def reads_chosen_experts(rank, ranks):
         assert_same(model(x, own, weights), block(x, own, weights), 1e-5, "own expert")
         untouched = mapped("Rss", "r--s") - before
         assert untouched == 0, f"{untouched} bytes of other ranks were read"
+        assert_same(pulling(x, own, weights), block(x, own, weights), 1e-5, "own expert over tcp")
+        slots = rtp_ext.ring_of(pulling).slot_count("weight")
+        assert slots.peak_slots == 0, "nothing was pulled"
         theirs = (own + experts // ranks) % experts
         assert_same(model(x, theirs, weights), block(x, theirs, weights), 1e-5, "another rank's expert")
+        assert_same(pulling(x, theirs, weights), block(x, theirs, weights), 1e-5, "another rank's expert over tcp")
+        slots = rtp_ext.ring_of(pulling).slot_count("weight")
+        assert (slots.peak_slots, slots.bytes) == (1, one * experts // ranks), "control: its shard was pulled"
         touched = mapped("Rss", "r--s") - before
         assert 0.9 * one <= touched <= 1.2 * one, f"control: {touched} bytes of one expert of {one}"
 

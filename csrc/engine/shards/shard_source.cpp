@@ -92,7 +92,7 @@ const std::vector<at::Tensor>& SourcedWeights::of(SlotPool& pool, ShardSource& s
     found = in_slot(pool, bundle, owner, slot_);
     source.pull(bundle.local, owner, found);
   }
-  const int next = (owner + source.ranks() - 1) % source.ranks();
+  const int next = this->next(source, owner);
   if (!source.maps() && next != source.rank()) {
     slot_ = 1 - slot_;
     std::vector<at::Tensor> targets = in_slot(pool, bundle, next, slot_);
@@ -105,6 +105,13 @@ const std::vector<at::Tensor>& SourcedWeights::of(SlotPool& pool, ShardSource& s
     tensors_.push_back(found[index].to(bundle.layouts[index].dtype));
   }
   return tensors_;
+}
+
+int SourcedWeights::next(const ShardSource& source, int owner) const {
+  do {
+    owner = (owner + source.ranks() - 1) % source.ranks();
+  } while (owner != source.rank() && !expected_.empty() && !expected_[owner]);
+  return owner;
 }
 
 // Returns the places of a shard, in the dtypes of the local tensors, in one of the two slots.

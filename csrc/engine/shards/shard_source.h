@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "engine/hops/slots.h"
@@ -71,15 +72,20 @@ class SourcedWeights {
  public:
   ~SourcedWeights() { abandon(); }
 
+  // Sets the owners whose shards the pass will ask for; without a call, all.
+  void expect(std::vector<bool> owners) { expected_ = std::move(owners); }
   // Returns the shard of `owner` of each tensor of a bundle, in the compute dtype: where it lies, or in a slot, which
   // is valid until the owner after the next. Starts to pull the shard of the owner that a forward asks for next.
   const std::vector<at::Tensor>& of(SlotPool& pool, ShardSource& source, const ShardBundle& bundle, int owner);
   void give_back(SlotPool& pool);
 
  private:
+  // Returns the owner that a forward asks for after `owner`; that of this rank: none.
+  int next(const ShardSource& source, int owner) const;
   std::vector<at::Tensor> in_slot(SlotPool& pool, const ShardBundle& bundle, int owner, size_t slot);
   void abandon() noexcept;
 
+  std::vector<bool> expected_;  // by owner; empty: all
   std::vector<at::Tensor> tensors_;
   int owner_ = kAllOwners;  // of `tensors_`
   std::array<std::shared_ptr<Slot>, 2> slots_;
