@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     )
     from rtp_ext.convert.explain import explain
     from rtp_ext.convert.methods.fully_shard import register_forward_method
+    from rtp_ext.convert.methods.stream_weights import local_shards, stream_weights
     from rtp_ext.convert.plan.rotation_plan import RotationPlan
+    from rtp_ext.inference.rotate import rotate_for_inference
+    from rtp_ext.inference.update import update_weights
     from rtp_ext.parameters.loading import load_safetensors
     from rtp_ext.parameters.sharding import init_weights
     from rtp_ext.ring import Ring, RotationDims
@@ -41,6 +44,7 @@ __all__ = [
     "functional",
     "init_weights",
     "load_safetensors",
+    "local_shards",
     "nn",
     "no_sync",
     "optim",
@@ -48,9 +52,12 @@ __all__ = [
     "outer_of",
     "register_forward_method",
     "ring_of",
+    "rotate_for_inference",
     "set_gradient_divide_factor",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
+    "stream_weights",
+    "update_weights",
 ]
 
 # Imported at first use: the planner must not wait for torch, nor need it.
@@ -66,13 +73,17 @@ _MODULES = {
     "fully_rotate": "convert",
     "init_weights": "parameters.sharding",
     "load_safetensors": "parameters.loading",
+    "local_shards": "convert.methods.stream_weights",
     "no_sync": "convert.controls",
     "outer_of": "convert",
     "register_forward_method": "convert.methods.fully_shard",
     "ring_of": "convert",
+    "rotate_for_inference": "inference.rotate",
     "set_gradient_divide_factor": "convert.controls",
     "set_requires_all_reduce": "convert.controls",
     "set_requires_gradient_sync": "convert.controls",
+    "stream_weights": "convert.methods.stream_weights",
+    "update_weights": "inference.update",
 }
 
 

@@ -28,6 +28,7 @@ Executor::~Executor() {
 
 const Schedule& Executor::schedule(ScheduleOptions options) {
   if (options.route == Route::two_level) options.hosts = hosts_;
+  options.sourced = source_ != nullptr;
   const auto found = schedules_.find(options);
   if (found != schedules_.end()) return found->second;
   return schedules_.emplace(options, make_schedule(ranks_, rank_, options)).first->second;
@@ -155,6 +156,7 @@ void Execution::return_slots() {
   quantizer_.reset();
   give_back(staged_, Channel::weight);
   dequantized_.give_back(executor_.pool());
+  sourced_.give_back(executor_.pool());
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     give_back(whole_[static_cast<size_t>(channel)], channel);
     auto& slots = slots_[static_cast<size_t>(channel)];
@@ -165,7 +167,7 @@ void Execution::return_slots() {
 
 void Execution::stage_local() {
   // On route gather, this rank's shard is copied into the slot of all shards anyway.
-  if (!weight_ || prefetched_ || schedule_.whole_weight) return;
+  if (!weight_ || prefetched_ || schedule_.whole_weight || schedule_.options.sourced) return;
   if (!executor_.travel(*weight_).staged(schedule_.hops(Channel::weight) > 0)) return;
   RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
   staged_ = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
@@ -246,6 +248,9 @@ std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half) co
 }
 
 std::vector<at::Tensor> Execution::weight() {
+  if (schedule_.options.sourced) {
+    return sourced_.of(executor_.pool(), *executor_.source_, *weight_, current_->owner);
+  }
   return dequantized_.of(executor_.pool(), weight_, views(current_->weight, current_->owner), *current_);
 }
 std::vector<at::Tensor> Execution::gradient_in() const {

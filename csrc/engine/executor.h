@@ -25,6 +25,7 @@
 #include "engine/pass_graph.h"
 #include "engine/prefetch.h"
 #include "engine/results.h"
+#include "engine/shards/shard_source.h"
 
 namespace rtp {
 
@@ -54,6 +55,8 @@ class Executor {
       deferred_.drain(), prefetcher_.drain();
     });
   }
+  // Makes all forwards take shards from `source`, without a hop. Backwards become errors.
+  void take_from(std::shared_ptr<ShardSource> source) { source_ = std::move(source); }
   // Sets the context of the following passes. A forward first finishes the deferred reductions that a failed backward
   // left.
   void enter(Context context) {
@@ -122,6 +125,7 @@ class Executor {
   Hops hops_;
   Prefetcher prefetcher_;
   DeferredReductions deferred_;
+  std::shared_ptr<ShardSource> source_;  // null: shards travel
   Results results_;
   Hops::Counts counts_before_graph_;
   std::map<ScheduleOptions, Schedule> schedules_;
@@ -151,6 +155,9 @@ class Execution {
   // Runs the remaining hops without computing; gradients that lack this rank's contribution become NaN before they
   // arrive at their owner. No effect after the end.
   void finish();
+
+  // Sets the owners whose weights the pass will use, where it does not use all: shards without hops are then left out.
+  void expect(std::vector<bool> owners) { sourced_.expect(std::move(owners)); }
 
   std::vector<at::Tensor> weight();             // in the compute dtype of its layouts, independent of the travel dtype
   std::vector<at::Tensor> gradient_in() const;  // empty if the sum starts from zero
@@ -198,6 +205,7 @@ class Execution {
   std::shared_ptr<Slot> staged_;                // copy of the local tensors, if a copy travels
   std::optional<GradientQuantizer> quantizer_;  // set if contributions travel in fewer bits
   DequantizedWeights dequantized_;              // holds memory if weights travel in fewer bits
+  SourcedWeights sourced_;                      // the shards in use, if they come from a source
   std::map<Key, Usage> usage_;
   StreamEvent start_;        // start of this pass on the caller's stream
   StreamEvent side_;         // newest compute on compute stream 1

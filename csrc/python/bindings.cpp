@@ -5,6 +5,8 @@
 #include "base/checks.h"
 #include "base/host.h"
 #include "engine/executor.h"
+#include "engine/shards/pulled_shards.h"
+#include "engine/shards/shared_shards.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
 #include "python/fields.h"
@@ -147,6 +149,17 @@ ShardBundle weight_bundle(const Executor& executor, const std::vector<at::Tensor
 }
 
 void bind_executor(py::module_& m) {
+  py::class_<ShardSource, std::shared_ptr<ShardSource>>(m, "ShardSource", "Where forwards get shards without hops.")
+      .def("memory", &ShardSource::memory, py::arg("offset"), py::arg("bytes"))
+      .def("address", &ShardSource::address)
+      .def("connect", &ShardSource::connect, py::arg("addresses"), py::arg("bytes"), py::arg("offsets"))
+      .def("close", &ShardSource::close, py::call_guard<NoGil>());
+  m.def("shared_shards", [](int rank, int ranks, int64_t bytes) -> std::shared_ptr<ShardSource> {
+    return std::make_shared<SharedShards>(rank, ranks, bytes);
+  });
+  m.def("pulled_shards",
+        [](int rank, int ranks, int64_t bytes, const std::string& host, std::chrono::milliseconds timeout)
+            -> std::shared_ptr<ShardSource> { return make_owned<PulledShards>(rank, ranks, bytes, host, timeout); });
   ExecutorClass executor(m, "Executor", "The transport and the slots of one ring.");
   executor
       .def(py::init<std::shared_ptr<Transport>, int, int, at::Device, int>(), py::arg("transport"), py::arg("rank"),
@@ -177,6 +190,7 @@ void bind_executor(py::module_& m) {
       .def("prefetched", [](Executor& e) { return std::pair(e.prefetcher().sent(), e.prefetcher().used()); })
       .def(
           "set_delay", [](Executor& e, std::chrono::microseconds most) { e.hops().set_delay(most); }, py::arg("most"))
+      .def("take_from", &Executor::take_from, py::arg("source"))
       .def("schedules", &Executor::schedules, "Number of cached schedules.")
       .def("reset_peak", [](Executor& e) { e.pool().reset_peak(); })
       .def(

@@ -117,7 +117,8 @@ void bind_schedule(py::module_& m) {
       .optional("late", &ScheduleOptions::deferred)
       .optional("hosts", &ScheduleOptions::hosts)
       .optional("gradient_route", &ScheduleOptions::gradient_route)
-      .optional("narrow", &ScheduleOptions::rounded);
+      .optional("narrow", &ScheduleOptions::rounded)
+      .optional("sourced", &ScheduleOptions::sourced);
   m.def(
       "make_schedule",
       [fields](int ranks, int rank, const py::kwargs& options) {

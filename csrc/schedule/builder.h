@@ -21,6 +21,10 @@ class Builder {
     if (chosen.route == Route::two_level && (chosen.hosts == 1 || chosen.hosts == ranks)) chosen.route = Route::ring;
     RTP_CHECK_VALUE(!chosen.in_place || chosen.route != Route::two_level,
                     "schedule: expected weights that travel out of place on route two-level, got in_place");
+    RTP_CHECK_VALUE(!chosen.sourced || (chosen.pass == Pass::forward && !chosen.in_place),
+                    "a model that rotate_for_inference has converted computes forwards only, got a backward: "
+                    "fully_rotate converts models that train");
+    if (chosen.sourced) chosen.route = Route::direct;
     if (chosen.in_place) chosen.route = Route::ring;  // the local shard itself travels from neighbour to neighbour
     // a bundle is computed shard by shard
     if (chosen.bundle && chosen.route == Route::gather) chosen.route = Route::direct;

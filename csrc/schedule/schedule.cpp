@@ -18,7 +18,7 @@ class WeightRotation {
 
   // The buffer that holds the shard of step `s`, and its owner.
   Buffer buffer(int s) const {
-    if (s == 0) return home();
+    if (s == 0 || builder_.options().sourced) return home();
     if (builder_.options().in_place) return s % 2 == 0 ? home() : builder_.slot(Channel::weight, 0);
     return builder_.slot(Channel::weight, (s - 1) % 2);
   }
@@ -27,7 +27,8 @@ class WeightRotation {
   // Posts the hop of the shard of step s + 1. In place, one more hop returns the shard to its owner.
   void post(int s) {
     const bool in_place = builder_.options().in_place;
-    const int hops = builder_.ranks() == 1 ? 0 : (in_place ? builder_.ranks() : builder_.ranks() - 1);
+    const bool none = builder_.ranks() == 1 || builder_.options().sourced;
+    const int hops = none ? 0 : (in_place ? builder_.ranks() : builder_.ranks() - 1);
     if (s >= hops) return;
     if (builder_.options().route == Route::direct) {
       const int distance = direction_ * (s + 1);

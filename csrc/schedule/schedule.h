@@ -123,6 +123,7 @@ struct ScheduleOptions {
   int hosts = 1;  // route two_level only: number of hosts; each holds the same number of consecutive ranks
   GradientRoute gradient_route = GradientRoute::chain;  // backward only: direct excludes routes gather and two_level
   bool rounded = false;  // gradient route direct only: contributions travel in fewer bits than the dtype of their sum
+  bool sourced = false;  // forward only: the shards come from a source without hops: see ShardSource
 
   // Returns whether both make the same hops. The number of compute streams may differ between ranks: it depends on each
   // rank's own tokens and device.

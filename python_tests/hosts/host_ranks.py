@@ -55,6 +55,23 @@ def trains() -> float:
     return apart
 
 
+def forwards() -> tuple[str, str, float]:
+    """The transport of a forward-only model over all hosts, why it is not shm, the largest difference of outputs."""
+    plain = make_model()
+    model, refused = rtp_ext.rotate_for_inference(make_model()), ""
+    try:
+        rtp_ext.rotate_for_inference(make_model(), transport="shm")
+    except rtp_ext.RotationError as error:
+        refused = str(error)
+    ids = torch.arange(3 + dist.get_rank()).unsqueeze(0)
+    with torch.no_grad():
+        apart = (model(ids) - plain(ids)).abs().max().item()
+    ring = rtp_ext.ring_of(model)
+    dist.barrier()  # no rank pulls any more
+    ring.close()
+    return ring.transport, refused, apart
+
+
 def until_lost(layer: nn.Module, x: torch.Tensor, folder: Path) -> dict:
     """Steps until an error ends them; says so when a few are done."""
     step, operation = 0, ""
@@ -74,7 +91,7 @@ def a_host_is_lost(folder: Path) -> None:
     told = {"doctor": doctor(), "hostname": socket.gethostname()}
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
-    told["apart"] = trains()
+    told["apart"], told["forwards"] = trains(), forwards()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     with rtp_ext.Ring(groups[rank // 2]) as near:
         told["near"] = near.transport, near.transport_reason, len(list(near.rotate(torch.ones(2))))

@@ -31,7 +31,7 @@ PYTHON_FLOORS = [
     {"nn"},
     {"convert/modules"},
     {"convert"},
-    {"integrations", "measure", "optim", "planner"},
+    {"inference", "integrations", "measure", "optim", "planner"},
     {"__init__", "schedule", "timeline", "trace", "bench"},  # public names
     {"__main__"},
 ]
@@ -48,6 +48,7 @@ C_FLOORS = [
     {"transport/emulated", "transport/nccl"},
     {"transport/ce"},
     {"engine/hops"},
+    {"engine/shards"},
     {"engine"},
     {"ops"},
     {"ops/bundles"},

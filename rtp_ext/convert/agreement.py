@@ -66,9 +66,9 @@ def facts_of(root: nn.Module, named: Named) -> tuple[list[tuple], list[Any]]:
     return _parameters(named), [_rotation(module) for module in root.modules() if isinstance(module, ShardedModule)]
 
 
-def agree_on_model(root: nn.Module, ring: Ring, mode: Mode) -> None:
+def agree_on_model(root: nn.Module, ring: Ring, mode: Mode, *, allow_meta: bool = False) -> None:
     """Compares the models of all ranks. Raises ValueError on every rank where they differ, or, a RotationError as well,
-    where parameters are still on the meta device.
+    where parameters are still on the meta device, unless `allow_meta`.
 
     The ranks compare names, shapes, dtypes and requires_grad of parameters; the class name of every module; settings of
     torch's layers (the arguments of their constructors: strides, heads, eps, p, ...); the `extra_repr` of other
@@ -83,7 +83,8 @@ def agree_on_model(root: nn.Module, ring: Ring, mode: Mode) -> None:
     differ = any(theirs != answers[0] for theirs in answers)
     every = ring.exchange(mine) if differ else [mine]
     for rank, (parameters, _) in enumerate(every):
-        _refuse_meta(root, [entry[0] for entry in parameters if entry[4]], f" on rank {rank}" if differ else "")
+        on_meta = [] if allow_meta else [entry[0] for entry in parameters if entry[4]]
+        _refuse_meta(root, on_meta, f" on rank {rank}" if differ else "")
     for part in range(2):
         for rank, theirs in enumerate(every):
             if theirs[part] != every[0][part]:

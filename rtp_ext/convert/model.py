@@ -29,6 +29,7 @@ from rtp_ext.convert.validation import read_call, validate
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.outer.policy import Unit
 from rtp_ext.ring import Ring, RotationDims
+from rtp_ext.ring.inference import INFERENCE
 from rtp_ext.ring.mesh import resolve_mesh
 
 logger = logging.getLogger("rtp_ext")
@@ -201,7 +202,10 @@ def _adopt(parts: Parts, scopes: Mapping[int, RotationState]) -> None:
 
 
 def ring_of(module: nn.Module) -> Ring:
-    """Returns the ring of a model that `fully_rotate` converted. Raises ValueError for any other."""
+    """Returns the ring of a model that `fully_rotate` or `rotate_for_inference` converted. Raises ValueError for any
+    other."""
+    if isinstance(ring := module.__dict__.get(INFERENCE), Ring):
+        return ring
     return _converted(module, "ring_of").ring
 
 

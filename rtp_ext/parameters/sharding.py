@@ -225,14 +225,28 @@ class _LocalShard(torch.autograd.Function):
 _BLOCK = 1 << 20  # bytes of one broadcast of `gather_full`
 
 
-def gather_full(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the whole parameter on the CPU of every rank. Collective.
+def gather_full(
+    parameter: torch.Tensor,
+    *,
+    keep: bool = True,
+    dtype: torch.dtype | None = None,
+    block: int | None = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Returns the whole parameter on every rank that passes `keep`, an empty tensor on the others. Collective.
 
     Makes no second whole copy; if tensor parallelism cuts the parameter too, an additional copy of its local part.
+
+    Args:
+        dtype: shards of floating-point numbers are cast to it before they travel; None: their own.
+        block: bytes of one broadcast, at least one row; None: 1 MiB.
+        device: of the result.
     """
+    block = block or _BLOCK
     with torch.no_grad():
         if not isinstance(parameter, DTensor):
-            return parameter.detach().to("cpu", copy=True)
+            part = _cast(parameter.detach(), dtype)
+            return part.to(device, copy=part.data_ptr() == parameter.data_ptr()) if keep else part.new_empty(0)
         part = gather_local(parameter) if is_piece(parameter) else held(parameter).detach()
         if not computes_plainly(type(part)):
             inner = inner_tensors(part)
@@ -242,36 +256,56 @@ def gather_full(parameter: torch.Tensor) -> torch.Tensor:
                     f"wrappers of plain ones of their shape that have __tensor_flatten__, got a {type_name(part)}, of "
                     "which no whole tensor can be made"
                 )
-            return with_inner(part, [gather_full(as_gradient(each, parameter._spec)) for each in inner])
+            options: dict[str, Any] = {"keep": keep, "dtype": dtype, "block": block, "device": device}
+            wholes = [gather_full(as_gradient(each, parameter._spec), **options) for each in inner]
+            return with_inner(part, wholes) if keep else torch.empty(0)
+        part = _cast(part, dtype)
         mesh, shape = parameter.device_mesh, ring_shape(parameter)
         placements = local_placements(parameter._spec)
         cut = [(index, p.dim) for index, p in enumerate(placements) if isinstance(p, Shard)]
         for index, dim in reversed(cut):  # the ring's cut is the last one
             if index != mesh.ndim - 1:
                 shape = tuple(parameter.shape)
-            part = _gather_along(part, mesh, index, dim, shape, held(parameter).device)
-        return part if cut else part.to("cpu", copy=True)
+            keeps = keep or index != cut[0][0]  # what another dimension cuts as well travels again
+            target = torch.device(device) if keeps else None
+            part = _gather_along(part, mesh, index, dim, shape, block, held(parameter).device, target)
+        if not keep:
+            return part.new_empty(0)
+        return part if cut else part.to(device, copy=True)
+
+
+def _cast(part: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return part if dtype is None or not part.is_floating_point() else part.to(dtype)
 
 
 def _gather_along(
-    part: torch.Tensor, mesh: DeviceMesh, index: int, dim: int, shape: tuple[int, ...], device: torch.device
+    part: torch.Tensor,
+    mesh: DeviceMesh,
+    index: int,
+    dim: int,
+    shape: tuple[int, ...],
+    block: int,
+    device: torch.device,
+    target: torch.device | None,
 ) -> torch.Tensor:
-    """Returns the CPU tensor of `shape` whose parts, cut along `dim`, the ranks along mesh dimension `index` hold."""
-    whole = torch.empty(shape, dtype=part.dtype)
+    """Returns the tensor of `shape` on `target` whose parts, cut along `dim`, the ranks along mesh dimension `index`
+    hold. device: that of the mesh. target: None: this rank sends its part, and keeps nothing."""
+    whole = torch.empty(shape, dtype=part.dtype, device=target or "meta")
     if whole.numel() == 0:
         return whole
     pieces = whole.split(shard_sizes(whole.shape[dim], mesh.size(index)), dim)
     # one buffer for all blocks: a process group may keep tensors alive for a while after it has sent them
-    rows = max(1, _BLOCK // pieces[0][0].nbytes)
+    rows = max(1, block // pieces[0][0].nbytes)
     buffer = torch.empty(pieces[0][:rows].numel(), dtype=part.dtype, device=device)
     for owner, piece in enumerate(pieces):
         for start in range(0, piece.shape[0] if piece.numel() else 0, rows):
-            block = piece[start : start + rows]
-            flat = buffer[: block.numel()]
+            of_block = piece[start : start + rows]
+            flat = buffer[: of_block.numel()]
             if owner == mesh.get_local_rank(index):
-                flat.view(block.shape).copy_(part[start : start + rows])
+                flat.view(of_block.shape).copy_(part[start : start + rows])
             dist.broadcast(flat.view(torch.uint8), group=mesh.get_group(index), group_src=owner)
-            block.copy_(flat.view(block.shape))
+            if target is not None:
+                of_block.copy_(flat.view(of_block.shape))
     return whole
 
 

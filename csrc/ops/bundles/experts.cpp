@@ -196,6 +196,12 @@ ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at:
 
   const Schedule& schedule = forward_schedule(executor, options, bundle);
   Execution pass(executor, schedule, std::move(bundle), std::nullopt, options.name + " forward");
+  std::vector<bool> chosen;  // owners of experts that have tokens
+  for (size_t owner = 0; owner < cut.sizes.size(); ++owner) {
+    const int64_t first = cut.starts[owner];
+    chosen.push_back(result.starts[first + cut.sizes[owner]] > result.starts[first]);
+  }
+  pass.expect(std::move(chosen));
   while (const Step* step = pass.next()) {
     const Group group(result, cut, step->owner, index.size(1));
     if (group.rows == 0) continue;

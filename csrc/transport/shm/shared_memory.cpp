@@ -40,8 +40,8 @@ template <typename... Parts>
   throw MemoryError(concat("shared memory: ", what..., ": ", std::strerror(error)));
 }
 
-std::byte* map(const File& file, size_t bytes) {
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.fd, 0);
+std::byte* map(const File& file, size_t bytes, bool writable = true) {
+  void* data = mmap(nullptr, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, file.fd, 0);
   if (data == MAP_FAILED) fail("cannot map ", bytes, " bytes");
   return static_cast<std::byte*>(data);
 }
@@ -58,9 +58,9 @@ SharedMemory::SharedMemory(size_t bytes) : bytes_(bytes) {
   fd_ = file.take();
 }
 
-SharedMemory::SharedMemory(int pid, int fd, size_t bytes) : bytes_(bytes) {
+SharedMemory::SharedMemory(int pid, int fd, size_t bytes, bool writable) : bytes_(bytes) {
   const std::string path = concat("/proc/", pid, "/fd/", fd);
-  const File file(open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK));
+  const File file(open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK));
   if (file.fd < 0) fail("cannot open ", path);
   struct stat found;
   if (fstat(file.fd, &found) != 0) fail("cannot look at ", path);
@@ -71,7 +71,7 @@ SharedMemory::SharedMemory(int pid, int fd, size_t bytes) : bytes_(bytes) {
   if (bytes == 0 || static_cast<uint64_t>(found.st_size) < bytes) {
     throw MemoryError(concat("shared memory: expected ", path, " to hold ", bytes, " bytes, got ", found.st_size));
   }
-  data_ = map(file, bytes);
+  data_ = map(file, bytes, writable);
 }
 
 SharedMemory::SharedMemory(SharedMemory&& other) noexcept

@@ -26,8 +26,8 @@ class SharedMemory {
   // Creates `bytes` of zeroed memory.
   explicit SharedMemory(size_t bytes);
   // Maps the memory that process `pid` holds open as `fd`. Verifies that the file is a sealed memory file of at least
-  // `bytes` bytes.
-  SharedMemory(int pid, int fd, size_t bytes);
+  // `bytes` bytes. The mapping keeps the memory after the end of that process.
+  SharedMemory(int pid, int fd, size_t bytes, bool writable = true);
   SharedMemory(SharedMemory&& other) noexcept;
   SharedMemory& operator=(SharedMemory&& other) noexcept;
   SharedMemory(const SharedMemory&) = delete;

@@ -29,6 +29,7 @@ from rtp_ext.outer import AllReduce
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.wrappers import type_name
+from rtp_ext.ring.inference import InferenceRing
 
 _MANAGERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
 
@@ -121,6 +122,10 @@ def _refuse_foreign(request: Request) -> None:
                     "of the two, or pass its parameters as ignored_params"
                 )
         ring = ring_of_module(part)
+        if isinstance(ring, InferenceRing):
+            raise ValueError(
+                f"fully_rotate: expected a model that can train, got {label}, which rotate_for_inference has converted"
+            )
         if ring is not None and place_of_ring(ring).members != place.members:
             raise ValueError(
                 f"fully_rotate: {label} is sharded over {describe(ring)}: expected {place.words}, the ring of this call"

@@ -1,0 +1,133 @@
+"""The weights of a converted model for other engines: this rank's shards, or whole tensors one at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rtp_ext._native import RotationError
+from rtp_ext.convert.scopes import ring_of_module
+from rtp_ext.parameters.sharding import gather_full, held
+from rtp_ext.ring import Ring
+from rtp_ext.ring.mesh import part_bounds
+
+BUCKET_BYTES = 64 << 20
+
+
+class LocalShard(NamedTuple):
+    """A part of a whole tensor: it begins at `offsets` of a tensor of `shape`. `tensor` shares the model's memory."""
+
+    name: str
+    tensor: torch.Tensor
+    shape: torch.Size
+    offsets: tuple[int, ...]
+
+
+def local_shards(model: nn.Module) -> Iterator[LocalShard]:
+    """Yields this rank's part of each tensor of the plain model's state_dict, without communication.
+
+    Names are those of the plain model, tied tensors under each of their names. The parts of all ranks of the ring cover
+    each cut tensor once; a part may be empty. A tensor that no rank cuts (a buffer, an ignored parameter) is whole on
+    every rank, at offsets 0. Raises ValueError for a model that was not converted.
+    """
+    _ring(model, "local_shards")
+    for name, value in _tensors(model):
+        offsets = [0] * value.dim()
+        if isinstance(value, DTensor):
+            mesh = value.device_mesh
+            coordinate = [mesh.get_local_rank(index) for index in range(mesh.ndim)]
+            offsets = [start for start, _ in part_bounds(value.shape, mesh.shape, value.placements, coordinate)]
+        yield LocalShard(name, held(value).detach(), value.shape, tuple(offsets))
+
+
+def stream_weights(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    ranks: Collection[int] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, whole tensor) for the plain model's state_dict, one tensor at a time. Collective.
+
+    A tensor is gathered when it is asked for, and belongs to the caller; the iterator holds none. Besides it, this
+    rank holds one bucket (and the caller's loop variable the tensor before it, unless it is deleted). Tied tensors come
+    once, under the first of their names. Tensors are on the device of the model. Every rank iterates
+    to the end, also where it gets nothing:
+
+        for name, tensor in rtp_ext.stream_weights(model, dtype=torch.bfloat16, ranks=[0]):
+            engine.load(name, tensor)  # on rank 0 only
+
+    Args:
+        dtype: floating-point tensors are cast to it before they travel; None: their own.
+        bucket_bytes: the most bytes that travel at once, but at least one row of a tensor.
+        ranks: ranks of the default process group that get the tensors; None: all.
+
+    Raises ValueError for a model that was not converted, and on every rank where the arguments or the tensors of ranks
+    differ; RotationError where another rank leaves the loop early.
+    """
+    ring = _ring(model, "stream_weights")
+    if bucket_bytes < 1:
+        raise ValueError(f"stream_weights: expected bucket_bytes >= 1, got {bucket_bytes}")
+    receivers = None if ranks is None else sorted(set(ranks))
+    keep = receivers is None or not dist.is_initialized() or dist.get_rank() in receivers
+    return _stream(model, ring, dtype, bucket_bytes, receivers, keep)
+
+
+def _stream(
+    model: nn.Module,
+    ring: Ring,
+    dtype: torch.dtype | None,
+    bucket_bytes: int,
+    receivers: list[int] | None,
+    keep: bool,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[int] = set()
+    tensors = [(n, value) for n, value in _tensors(model) if id(value) not in seen and not seen.add(id(value))]  # type: ignore[func-returns-value]
+    looks = [(name, tuple(value.shape), str(value.dtype)) for name, value in tensors]
+    _agree(ring, (str(dtype), bucket_bytes, receivers, hashlib.sha256(repr(looks).encode()).hexdigest()))
+    for name, value in tensors:
+        _go_on(ring, name)
+        whole = gather_full(value, keep=keep, dtype=dtype, block=bucket_bytes, device=held(value).device)
+        if keep:
+            try:
+                yield name, whole
+            except GeneratorExit:
+                if ring.alive:
+                    ring.exchange(f"it left after {name}")
+                raise
+        del whole
+    _go_on(ring)
+
+
+def _agree(ring: Ring, mine: tuple) -> None:
+    answers = ring.exchange(mine)
+    for rank, theirs in enumerate(answers):
+        if theirs != answers[0]:
+            what = "dtype, bucket_bytes, ranks, digest of names, shapes and dtypes"
+            raise ValueError(
+                f"stream_weights: ranks differ in ({what}): expected {answers[0]} (rank 0), got {theirs} on rank {rank}"
+            )
+
+
+def _go_on(ring: Ring, name: str = "the end") -> None:
+    """Raises RotationError where another rank has left the loop. Collective."""
+    for rank, news in enumerate(ring.exchange("")):
+        if news:
+            raise RotationError(f"stream_weights, before {name}: expected every rank to go on, but rank {rank}: {news}")
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(n, value) for n, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)]
+
+
+def _ring(model: nn.Module, what: str) -> Ring:
+    ring = next((ring for part in model.modules() if (ring := ring_of_module(part)) is not None), None)
+    if ring is None:
+        raise ValueError(f"{what}: expected a model that fully_rotate converted, got a {type(model).__name__}")
+    return ring

@@ -1,0 +1,166 @@
+"""rotate_for_inference: one call that converts a model for forwards only."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from rtp_ext._native import RotationError
+from rtp_ext.convert.agreement import Mode, agree_on_model, checksums, compare_weights
+from rtp_ext.convert.apply_plan import apply_plan
+from rtp_ext.convert.plan.inspect_model import inspect_model
+from rtp_ext.convert.plan.request import TIMEOUT, Options, Request
+from rtp_ext.convert.plan.rotation_plan import ROTATED, RotationPlan
+from rtp_ext.convert.scopes import is_inside, ring_of_module
+from rtp_ext.convert.validation import read_call, validate
+from rtp_ext.nn import Flyweight
+from rtp_ext.ring.autograd import as_parameter
+from rtp_ext.ring.inference import INFERENCE, InferenceRing
+
+logger = logging.getLogger("rtp_ext")
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_TRANSPORTS = ("auto", "shm", "tcp")
+
+
+def rotate_for_inference(
+    model: _Model,
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    transport: str = "auto",
+    weights: str | None = None,
+    offload: bool = False,
+    timeout: float | datetime.timedelta = TIMEOUT,
+) -> _Model:
+    """Spreads the weights of a model over ranks on CPUs for forwards only, in place, and returns the model.
+
+    Each rank keeps 1/R of the weights of linear, embedding, convolution and attention layers and of experts. A forward
+    takes the shards of all ranks one after the other, its own first, and writes each product into its part of the
+    output. No rank waits for another one's calls: ranks may run different numbers of forwards of different lengths,
+    with caches of their own. Parameters of other modules (norms, stray ones) stay whole on every rank. Conversion and
+    `update_weights` are collective; nothing else is, `close` of the ring included. Names in state_dict and classes of
+    layers are unchanged; `rtp_ext.ring_of(model)` is the ring, whose repr states the bytes.
+
+    Over `shm` all ranks map all shards, so that the host holds the weights once: products read the shard of another
+    rank where it lies, experts that no token chose are not read, and a rank may end while others go on. Over `tcp` a
+    thread of the owner sends a shard on request, into one of two slots, while the rank computes with the shard before;
+    without the owner, forwards fail.
+
+    Parameters may be on the meta device, so that no rank holds the whole model: they are zero until load_safetensors
+    (and a barrier after it) or `update_weights` fills them. Under torch.autocast each forward casts every shard on
+    every rank: convert a model in the dtype that it computes in.
+
+    Args:
+        model: the same on every rank.
+        mesh: a one-dimensional DeviceMesh or a process group of CPU ranks; None: the default group.
+        transport: `shm` (ranks of one host), `tcp` (of any hosts), or `auto`: shm on one host, else tcp. Others are not
+            made yet.
+        weights: None. `int8` and `nf4` are not made yet.
+        offload: False. Offloading is not made yet.
+        timeout: seconds (or a timedelta) after which a rank that does not take part in a collective is an error.
+
+    Raises ValueError for a model that was converted before, for arguments that are not made yet, for a model without a
+    layer that can be cut, for buffers on the meta device, and on every rank where models differ; RotationError where
+    ranks cannot map each other's memory. Backward through a layer raises ValueError: `fully_rotate` is for training.
+    """
+    _check_arguments(model, mesh, transport, weights, offload)
+    options = Options.of({**_DEFAULTS, "mesh": mesh, "timeout": timeout})
+    try:
+        request = read_call(model, options)
+        plan = _rotating(inspect_model(request), model)
+        validate(plan, request)
+        if not plan.modules:
+            kind = type(model).__name__
+            raise ValueError(f"rotate_for_inference: expected a layer that can be cut, got none in a {kind}")
+    except (TypeError, ValueError) as error:
+        InferenceRing(mesh, transport=transport, timeout=timeout).end(
+            RotationError(str(error))
+        )  # the other ranks may wait for this one
+        raise
+    ring = InferenceRing(mesh, transport=transport, timeout=timeout)
+    with ring.communicator.released_on_error():
+        _convert(model, plan, request, ring)
+    return model
+
+
+_DEFAULTS = {each.name: each.default for each in dataclasses.fields(Options)}
+
+
+def _check_arguments(model: Any, mesh: Any, transport: str, weights: str | None, offload: bool) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"rotate_for_inference: expected a torch.nn.Module, got {type(model).__name__}")
+    if transport not in _TRANSPORTS:
+        raise ValueError(
+            f"rotate_for_inference: expected transport auto, shm or tcp, got {transport!r}: pulls by copy engines, and "
+            "others, are not made yet"
+        )
+    if weights is not None:
+        raise ValueError(
+            f"rotate_for_inference: expected weights None, got {weights!r}: no quantized ones are made yet"
+        )
+    if offload:
+        raise ValueError("rotate_for_inference: expected offload False, got True: not made yet; CPU ranks need none")
+    for name, part in model.named_modules():
+        label = f"{name or 'the model'} ({type(part).__name__})"
+        if is_inside(part) or ring_of_module(part) is not None:
+            raise ValueError(f"rotate_for_inference: expected a plain model, got {label}, which was converted before")
+        if isinstance(part, Flyweight):
+            raise ValueError(f"rotate_for_inference: expected no Flyweight, got {label}: it is not made for inference")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(
+                f"rotate_for_inference: expected buffers with values, got {name} on the meta device: make parameters "
+                "alone on it, or compute the buffers before"
+            )
+
+
+def _rotating(plan: RotationPlan, model: nn.Module) -> RotationPlan:
+    """Returns the plan of the layers that are cut; all others stay whole, as they are."""
+    attention = {module.name for module in plan.modules if module.layer == "attention"}
+    gathers = {module.name for module in plan.modules if any(owned.moved != ROTATED for owned in module.parameters)}
+    kept = {module.name for module in plan.modules if module.moved == ROTATED} - gathers
+    own = [(name, id(p)) for name, part in model.named_modules() for p in part._parameters.values() if p is not None]
+    count = None
+    while count != len(kept):
+        count = len(kept)
+        # New values come under one name of a parameter, so that it is cut for all of its modules, or for none.
+        whole = {key for name, key in own if name not in kept}
+        shared = {name for name, key in own if name in kept and key in whole}
+        for name in sorted(shared):
+            logger.warning("rotate_for_inference: %s stays whole: it shares a parameter with a module that does", name)
+        kept -= shared
+        for name in attention:  # its forward reads the weight of its output projection
+            if not {name, f"{name}.out_proj".lstrip(".")} <= kept:
+                kept -= {name, f"{name}.out_proj".lstrip(".")}
+    return dataclasses.replace(
+        plan,
+        modules=tuple(module for module in plan.modules if module.name in kept),
+        bundles=tuple(bundle for bundle in plan.bundles if kept.issuperset(bundle.layers)),
+    )
+
+
+def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: InferenceRing) -> None:
+    agree_on_model(model, ring, Mode.now(ring), allow_meta=True)  # of the plain model: its plan follows from it
+    values = checksums(model, (), ring)
+    apply_plan(plan, request, ring, {})
+    old: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    cut = {key: parameter for key, parameter in old.items() if isinstance(parameter, DTensor)}
+    new = dict(zip(cut, ring.share([*cut.values()]), strict=True))
+    new |= {key: torch.zeros_like(p, device="cpu") for key, p in old.items() if key not in cut and p.is_meta}
+    made = {key: as_parameter(tensor, old[key].requires_grad) for key, tensor in new.items()}
+    for key, parameter in made.items():
+        parameter.__dict__.update(old[key].__dict__)
+    for part in model.modules():
+        part._parameters.update({n: made[id(p)] for n, p in part._parameters.items() if id(p) in made})
+    ring.whole_bytes = sum(p.nbytes for p in model.parameters() if not isinstance(p, DTensor))
+    model.__dict__[INFERENCE] = ring
+    compare_weights(values, ring)
+    logger.info("rotate_for_inference: %s: %r", type(model).__name__, ring)
