@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rtp_ext.convert.explain import explain
     from rtp_ext.convert.methods.fully_shard import register_forward_method
     from rtp_ext.convert.plan.rotation_plan import RotationPlan
+    from rtp_ext.parameters.frozen import frozen_weights
     from rtp_ext.parameters.loading import load_safetensors
     from rtp_ext.parameters.sharding import init_weights
     from rtp_ext.ring import Ring, RotationDims
@@ -37,6 +38,7 @@ __all__ = [
     "RotationError",
     "RotationPlan",
     "explain",
+    "frozen_weights",
     "fully_rotate",
     "functional",
     "init_weights",
@@ -63,6 +65,7 @@ _MODULES = {
     "RotationError": "_native",
     "RotationPlan": "convert.plan.rotation_plan",
     "explain": "convert.explain",
+    "frozen_weights": "parameters.frozen",
     "fully_rotate": "convert",
     "init_weights": "parameters.sharding",
     "load_safetensors": "parameters.loading",

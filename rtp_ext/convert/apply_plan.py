@@ -16,7 +16,7 @@ from rtp_ext.convert.modules.head import FusedHead, FusedLossModel
 from rtp_ext.convert.modules.refused import guard_parametrizations
 from rtp_ext.convert.modules.shared_input import join
 from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
-from rtp_ext.convert.plan.converted import REASON
+from rtp_ext.convert.plan.converted import REASON, WIDE
 from rtp_ext.convert.plan.layers import DROP_INS, drop_in, extended_parameters
 from rtp_ext.convert.plan.request import Request
 from rtp_ext.convert.plan.rotation_plan import (
@@ -107,6 +107,7 @@ class Application:
     # -- one module --------------------------------------------------------------------------------------------------
 
     def _rotate(self, module: ModulePlan, part: Any) -> None:
+        self._keep_wide(module, part)
         if id(part) in self.projections:
             return
         options: dict[str, Any] = {}
@@ -122,6 +123,10 @@ class Application:
             mixed = drop_in(part)
             if module.layer in ("linear", "embedding"):
                 options = {"shard_dim": module.cuts["weight"]}
+            if module.in_blocks:
+                options["frozen"] = self.request.options.frozen
+                self.ring.traceable = False  # a compiler would look into the parameter
+                self.counts[f"weights in blocks of {options['frozen']}"] += 1
         part.__class__ = mixed if type(part) in DROP_INS else mixed_class(mixed, type(part))
         part._rotate(
             self.ring,
@@ -140,6 +145,14 @@ class Application:
             self.counts[f"{module.kind}: rotated, {module.style} tensor parallel"] += 1
         elif module.layer != "head":
             self.counts[f"{module.kind}: rotated"] += 1
+
+    def _keep_wide(self, module: ModulePlan, part: Any) -> None:
+        """Keeps and logs the reasons why frozen weights of a module are not in blocks."""
+        wide = {owned.key: owned.wide for owned in module.parameters if owned.wide is not None}
+        if wide:
+            part.__dict__[WIDE] = wide
+        for key, reason in wide.items():
+            self.counts[f"{key} of {module.kind}: frozen, but not in blocks: {reason}"] += 1
 
     def _keep_whole(self, module: ModulePlan, part: Any) -> None:
         part.__class__ = mixed_class(WholeEmbedding, type(part))

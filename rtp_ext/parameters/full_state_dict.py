@@ -9,14 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rtp_ext.parameters.frozen import frozen_of, whole_weight
 from rtp_ext.parameters.sharding import gather_full
 
 
 def whole_state(module: nn.Module, keep: bool, names: Collection[str] | None = None) -> dict[str, Any]:
     """Returns the plain model's state_dict on the CPU if `keep`, else {}.
 
-    Tied tensors share their memory. Parameters are gathered one at a time, and ranks without `keep` drop each one at
-    once. names: entries to return; None: all. Collective: every rank of the mesh passes the same names.
+    Frozen weights in blocks are dequantized. Tied tensors share their memory. Parameters are gathered one at a time,
+    and ranks without `keep` drop each one at once. names: entries to return; None: all. Collective: every rank of the
+    mesh passes the same names.
     """
     state = module.state_dict(keep_vars=True)
     found: dict[str, Any] = {}
@@ -26,7 +28,7 @@ def whole_state(module: nn.Module, keep: bool, names: Collection[str] | None = N
             continue
         if isinstance(value, DTensor):
             if id(value) not in gathered:
-                whole = gather_full(value)
+                whole = gather_full(value) if frozen_of(value) is None else whole_weight(value)
                 gathered[id(value)] = whole if keep else torch.empty(0)
             value = gathered[id(value)]
         elif isinstance(value, torch.Tensor):

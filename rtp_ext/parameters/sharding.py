@@ -23,6 +23,7 @@ from rtp_ext.parameters.pieces import gather_local, is_piece
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import (
+    FROZEN,
     as_gradient,
     as_parameter,
     computes_plainly,
@@ -306,6 +307,11 @@ def init_weights(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
     for name, parameter in module.named_parameters():
         if parameter.device.type == "meta":
             raise ValueError(f"init_weights: {name} is on the meta device; call to_empty first")
+        if FROZEN in parameter.__dict__:
+            raise ValueError(
+                f"init_weights: expected weights in a floating-point dtype, got {name}, which fully_rotate has stored "
+                f"in {parameter.__dict__[FROZEN].format}: initialise the model before, or use load_safetensors"
+            )
     for owner in module.modules():
         _init_module(owner, fn)
 
