@@ -145,11 +145,12 @@ def _combined(rank, ranks):
 
     model = rtp_ext.fully_rotate(_model(), frozen="nf4", transport="tcp")
     rounded = _with_values(_model(), rtp_ext.frozen_weights(model))
-    with cases.case("autocast"), torch.autocast("cpu", torch.bfloat16):
-        mine, wanted = _loss(model, rank, 0), _loss(rounded, rank, 0)
-        assert abs(mine.item() - wanted.item()) < 1e-3, (mine, wanted)
-        assert abs(_loss(plain, rank, 0).item() - wanted.item()) > 3e-3, "control"
-        mine.backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, wanted, wide = (_loss(each, rank, 0) for each in (model, rounded, plain))
+    mine.backward()
+    with cases.case("autocast"):
+        off, control = abs(mine.item() - wanted.item()), abs(wide.item() - wanted.item())
+        assert off < 2e-3 and control > 1.5 * off, (off, control)
     with cases.case("evaluation after autocast"), torch.no_grad():
         assert abs(_loss(model, rank, 0).item() - _loss(rounded, rank, 0).item()) < 1e-5
     with cases.case("a copy"):
@@ -160,7 +161,8 @@ def _combined(rank, ranks):
     with cases.case("torch.compile"):
         x = torch.ones(3, 64)
         assert torch.equal(torch.compile(small, backend="eager")(x), small(x))
-        with pytest.raises(Exception, match="(?i)graph.?break|unsupported|fullgraph|skip"):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
             torch.compile(small, backend="eager", fullgraph=True)(x)
     rtp_ext.ring_of(model).close()
 
@@ -173,7 +175,7 @@ def _combined(rank, ranks):
 
 
 def test_combinations():
-    run_ranks(_combined, 2)
+    run_ranks(_combined, 2, timeout=25.0)
 
 
 def _meshes(rank, ranks):
