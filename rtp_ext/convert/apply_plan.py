@@ -13,6 +13,7 @@ from rtp_ext.convert.fast_path import keep_from_fast_path
 from rtp_ext.convert.modules.bundled import MIXINS
 from rtp_ext.convert.modules.gathered import ForwardScope, make_gathered
 from rtp_ext.convert.modules.head import FusedHead, FusedLossModel
+from rtp_ext.convert.modules.linear_4bit import RotatedLinear4bit
 from rtp_ext.convert.modules.refused import guard_parametrizations
 from rtp_ext.convert.modules.shared_input import join
 from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
@@ -32,6 +33,7 @@ from rtp_ext.convert.tensor_parallel import parallel_class
 from rtp_ext.nn import Flyweight, RotatedExperts
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.linear import RotatedTransposedLinear
+from rtp_ext.parameters.bitsandbytes import is_linear_4bit
 from rtp_ext.parameters.sharded_module import ShardedModule, Tie, mixed_class
 from rtp_ext.ring import Ring
 
@@ -120,11 +122,11 @@ class Application:
         elif module.transposed:
             mixed, options = RotatedTransposedLinear, {"shard_dim": 1 - (module.cuts["weight"] or 0)}
         else:
-            mixed = drop_in(part)
+            mixed = RotatedLinear4bit if is_linear_4bit(part) else drop_in(part)
             if module.layer in ("linear", "embedding"):
                 options = {"shard_dim": module.cuts["weight"]}
             if module.in_blocks:
-                options["frozen"] = self.request.options.frozen
+                options["frozen"] = next(each.frozen.format for each in module.parameters if each.frozen is not None)
                 self.ring.traceable = False  # a compiler would look into the parameter
                 self.counts[f"weights in blocks of {options['frozen']}"] += 1
         part.__class__ = mixed if type(part) in DROP_INS else mixed_class(mixed, type(part))

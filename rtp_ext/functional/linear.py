@@ -311,11 +311,10 @@ def _check_biases(
     for place in range(1, len(params)):
         param, weight = params[place], params[place - 1]
         if param.dims == 1:
-            frozen = frozen_of(weight.tensor)
-            dtype = weight.tensor.dtype if frozen is None else frozen.dtype
-            if param.tensor.dtype != dtype:
+            if param.tensor.dtype != weight.tensor.dtype and frozen_of(weight.tensor) is None:
                 raise TypeError(
-                    f"{call.name}: expected a bias of dtype {dtype}, the weight's, got {param.tensor.dtype}"
+                    f"{call.name}: expected a bias of dtype {weight.tensor.dtype}, the weight's, got "
+                    f"{param.tensor.dtype}"
                 )
             expect_shape(call, param, shapes[place], (shapes[place - 1][1 if transposed else 0],))
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rtp_ext.families.same_forward import has_same_forward
-from rtp_ext.parameters.frozen import freeze
+from rtp_ext.parameters.bitsandbytes import blocks_of, weight_of
+from rtp_ext.parameters.frozen import freeze, keep
 from rtp_ext.parameters.sharded_module import ShardedModule, mixed_class
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_parameter
 from rtp_ext.ring import Prepared, Ring
@@ -46,7 +47,8 @@ class RotatedModule(ShardedModule):
         frozen: str | None = None,
     ) -> None:
         """Shards the module's whole parameters. `memo` maps ids of whole parameters to shards (for tied weights).
-        `frozen`: the format of its weight, which is then stored in blocks."""
+        `frozen`: the format of its weight, which is then stored in blocks; a weight that is in blocks already, of
+        another package, keeps its bits."""
         assert isinstance(self, nn.Module)
         self.ring = ring
         self.in_place = in_place
@@ -60,7 +62,9 @@ class RotatedModule(ShardedModule):
             if parameter is None:
                 continue
             if key == "weight" and frozen is not None:
-                memo[id(parameter)] = freeze(parameter, ring, frozen)
+                known = weight_of(parameter)
+                new = freeze(parameter, ring, frozen) if known is None else keep(known, blocks_of(parameter), ring)
+                memo[id(parameter)] = new
             elif id(parameter) not in memo:
                 memo[id(parameter)] = shard_parameter(parameter, ring, shard_dims[key])
             self._parameters[key] = memo[id(parameter)]

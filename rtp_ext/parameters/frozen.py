@@ -148,10 +148,16 @@ def freeze(parameter: nn.Parameter, ring: Ring, format: str) -> nn.Parameter:
     weight = FrozenWeight(format, tuple(parameter.shape), parameter.dtype)  # type: ignore[arg-type]
     first, groups = shard_bounds(weight.packed_shape[0], ring)
     begin, end = weight.rows_of(first, groups)
-    return with_blocks(weight, weight.encode(parameter.detach()[begin:end], groups), ring)
+    return _with_blocks(weight, weight.encode(parameter.detach()[begin:end], groups), ring)
 
 
-def with_blocks(weight: FrozenWeight, local: torch.Tensor, ring: Ring) -> nn.Parameter:
+def keep(weight: FrozenWeight, blocks: torch.Tensor, ring: Ring) -> nn.Parameter:
+    """Returns a sharded parameter for a whole weight that is in blocks already, uint8 [groups, bytes]."""
+    first, groups = shard_bounds(weight.packed_shape[0], ring)
+    return _with_blocks(weight, blocks[first : first + groups].clone(), ring)
+
+
+def _with_blocks(weight: FrozenWeight, local: torch.Tensor, ring: Ring) -> nn.Parameter:
     """Returns the sharded parameter whose local shard is `local`, uint8 [groups of this rank, bytes]."""
     sharded = as_parameter(as_sharded(local, torch.Size(weight.packed_shape), ring, 0), False)
     sharded.__dict__[FROZEN] = weight

@@ -47,6 +47,7 @@ from rtp_ext.families import blocks
 from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.nn import RotatedEmbedding, RotatedExperts, RotatedLinear
 from rtp_ext.nn.attention import SHARD_DIMS as ATTENTION_DIMS
+from rtp_ext.parameters.bitsandbytes import is_linear_4bit, refusal_of_4bit, weight_of
 from rtp_ext.parameters.frozen import FrozenWeight
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.wrappers import type_name
@@ -173,6 +174,8 @@ class Inspection:
             if problem is not None:
                 return self._gathered(name, part, problem, notice="refused")
             return self._rotated(name, part, "experts", {})
+        if is_linear_4bit(part) and refusal_of_4bit(part.weight) is None:
+            return self._rotated(name, part, "linear", {})
         by_inputs = name in down
         if blocks.is_transposed_linear(part):
             problem = stray_parameters(part)
@@ -218,6 +221,7 @@ class Inspection:
             if reason is None:
                 wide = self._wide(part, parameter, layer)
                 in_blocks = layer == "linear" and key == "weight" and wide is None and self._freezes(part)
+                in_blocks = in_blocks or (key == "weight" and is_linear_4bit(part))
                 rows.append(self._owned(name, key, parameter, ROTATED, dim, None, wide=wide, in_blocks=in_blocks))
             elif self.facts.emulated:
                 rows.append(self._owned(name, key, parameter, REPLICATED, None, EMULATED))
@@ -243,6 +247,8 @@ class Inspection:
     def _wide(self, part: nn.Module, parameter: torch.Tensor | None, layer: str) -> str | None:
         """Returns why a frozen weight is not stored in blocks although these are requested; else None."""
         if parameter is None or not self._requests_blocks(parameter):
+            return None
+        if is_linear_4bit(part):
             return None
         if layer != "linear" or id(part) in self.projections:
             return "blocks are for weights of linear layers that rotate by themselves"
@@ -343,9 +349,11 @@ class Inspection:
         placements: tuple[Placement, ...] = ()
         frozen = None
         if in_blocks:
-            assert self.request.options.frozen is not None, "it requests blocks"
-            frozen = FrozenWeight(self.request.options.frozen, shape, parameter.dtype)  # type: ignore[arg-type]
-            whole = frozen.packed_shape
+            frozen = weight_of(parameter)
+            if frozen is None:
+                assert self.request.options.frozen is not None, "it requests blocks"
+                frozen = FrozenWeight(self.request.options.frozen, shape, parameter.dtype)  # type: ignore[arg-type]
+            shape, whole = frozen.shape, frozen.packed_shape
         if moved == IGNORED:
             placements = tuple(parameter.placements) if isinstance(parameter, DTensor) else ()
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -358,7 +366,7 @@ class Inspection:
             key=key,
             shape=shape,
             ring_shape=whole,
-            dtype=parameter.dtype,
+            dtype=parameter.dtype if frozen is None else frozen.dtype,
             trained=parameter.requires_grad,
             moved=moved,
             dim=dim,
