@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from rtp_ext.parameters.frozen import frozen_of
 from rtp_ext.parameters.sharded_module import mixed_class
+from rtp_ext.parameters.sharding import frozen_of
 
 
 class MergingAdapter:

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext.functional._selective import as_operator
-from rtp_ext.parameters.frozen import frozen_of
-from rtp_ext.parameters.sharding import held, local_shard, reserve
+from rtp_ext.parameters.sharding import frozen_of, held, local_shard, reserve
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import expect_memory, holds_memory, rounded, unseen
 from rtp_ext.ring.cpu_offload import on_device

@@ -19,7 +19,8 @@ from rtp_ext.functional._call import (
     saved,
     watched_where_read,
 )
-from rtp_ext.parameters.frozen import FrozenWeight, frozen_of
+from rtp_ext.parameters.frozen import FrozenWeight
+from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 from rtp_ext.ring.links.options import wire_itemsize

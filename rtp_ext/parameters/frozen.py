@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rtp_ext._native import kernels, shard_sizes
-from rtp_ext.parameters.sharding import as_sharded, gather_full, shard_bounds
+from rtp_ext.parameters.sharding import as_sharded, frozen_of, gather_full, shard_bounds
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import FROZEN, as_parameter
 
@@ -135,12 +135,6 @@ def _encode_int8(values: torch.Tensor) -> torch.Tensor:
 def join_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Returns blocks of codes [blocks, bytes] and float32 scales [blocks, 1]."""
     return torch.cat([codes, scales.to(torch.float32).contiguous().view(torch.uint8)], 1)
-
-
-def frozen_of(parameter: Any) -> FrozenWeight | None:
-    """Returns the description of a weight in blocks; None for any other tensor."""
-    known = parameter.__dict__ if isinstance(parameter, torch.Tensor) else {}
-    return known.get(FROZEN)
 
 
 def freeze(parameter: nn.Parameter, ring: Ring, format: str) -> nn.Parameter:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rtp_ext.parameters.frozen import frozen_of, whole_weight
-from rtp_ext.parameters.sharding import gather_full
+from rtp_ext.parameters.frozen import whole_weight
+from rtp_ext.parameters.sharding import frozen_of, gather_full
 
 
 def whole_state(module: nn.Module, keep: bool, names: Collection[str] | None = None) -> dict[str, Any]:

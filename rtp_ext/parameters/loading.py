@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rtp_ext._native import shard_sizes
-from rtp_ext.parameters.frozen import frozen_of, load_plain
+from rtp_ext.parameters.frozen import load_plain
+from rtp_ext.parameters.sharding import frozen_of
 
 logger = logging.getLogger("rtp_ext")
 

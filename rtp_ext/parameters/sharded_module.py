@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from rtp_ext.parameters.frozen import frozen_of
-from rtp_ext.parameters.sharding import placed_as
+from rtp_ext.parameters.sharding import frozen_of, placed_as
 from rtp_ext.ring.autograd import FROZEN, GRADIENT_HANDLER, OFFLOADED
 from rtp_ext.ring.registry import register
 

@@ -56,6 +56,11 @@ def held(shard: torch.Tensor) -> torch.Tensor:
     return shard._local_tensor if isinstance(shard, DTensor) else shard
 
 
+def frozen_of(parameter: Any) -> Any:
+    """Returns the description, a `FrozenWeight`, of a weight that is stored in blocks; None for any other tensor."""
+    return parameter.__dict__.get(FROZEN) if isinstance(parameter, torch.Tensor) else None
+
+
 @unseen
 def make_contiguous(shard: torch.Tensor) -> None:
     """Makes a local shard in another memory format (channels_last) contiguous, in place.
@@ -307,10 +312,10 @@ def init_weights(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
     for name, parameter in module.named_parameters():
         if parameter.device.type == "meta":
             raise ValueError(f"init_weights: {name} is on the meta device; call to_empty first")
-        if FROZEN in parameter.__dict__:
+        if frozen_of(parameter) is not None:
             raise ValueError(
                 f"init_weights: expected weights in a floating-point dtype, got {name}, which fully_rotate has stored "
-                f"in {parameter.__dict__[FROZEN].format}: initialise the model before, or use load_safetensors"
+                f"in {frozen_of(parameter).format}: initialise the model before, or use load_safetensors"
             )
     for owner in module.modules():
         _init_module(owner, fn)

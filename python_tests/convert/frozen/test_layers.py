@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 import rtp_ext
-from rtp_ext.parameters.frozen import FORMATS, frozen_of
+from rtp_ext.parameters.frozen import FORMATS
+from rtp_ext.parameters.sharding import frozen_of
 
 # outputs and inputs; no shard of one row, which torch would multiply as a vector
 SIZES = [(5, 7), (200, 64), (130, 96), (42, 48), (64, 256)]

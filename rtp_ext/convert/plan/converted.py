@@ -31,9 +31,8 @@ from rtp_ext.nn import Flyweight, RotatedExperts, RotatedLinearCrossEntropy, Rot
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn._tensor_parallel import TensorParallel
 from rtp_ext.nn.linear import RotatedTransposedLinear
-from rtp_ext.parameters.frozen import frozen_of
 from rtp_ext.parameters.sharded_module import mixin_of, plain_class
-from rtp_ext.parameters.sharding import held
+from rtp_ext.parameters.sharding import frozen_of, held
 from rtp_ext.ring.mesh import ring_dim, ring_shape
 
 WIDE = "_rtp_wide"  # attribute of a module with a frozen weight that is not in blocks, although requested: the reason
