@@ -7,7 +7,8 @@ checkpoints store and reshard the bytes. csrc/base/blocks.h has the layout of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +64,11 @@ class FrozenWeight:
         """Returns the first row, and the row behind the last, of groups [first, first + groups)."""
         rows, limit = self.group_rows, self.shape[0]
         return min(first * rows, limit), min((first + groups) * rows, limit)
+
+    def converted_by(self, function: Callable[[torch.Tensor], torch.Tensor]) -> FrozenWeight:
+        """Returns the description after a call of nn.Module._apply, such as `to`, with `function`."""
+        dtype = function(torch.empty(0, dtype=self.dtype)).dtype
+        return replace(self, dtype=dtype) if dtype.is_floating_point else self
 
     def encode(self, rows: torch.Tensor, groups: int) -> torch.Tensor:
         """Returns the bytes [groups, bytes] of rows [<= groups * group_rows, I]; missing rows are zeros."""

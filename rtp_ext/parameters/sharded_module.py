@@ -56,8 +56,11 @@ class ShardedModule:
 
     def _apply(self: Any, *arguments: Any, **keywords: Any) -> Any:
         marks = {name: _marks(parameter) for name, parameter in self._parameters.items()}
+        function = arguments[0] if arguments else keywords["fn"]
         result = super()._apply(*arguments, **keywords)  # type: ignore[misc]
         for name, known in marks.items():
+            if FROZEN in known:  # bytes stay; `to` changes the dtype of the weight that they stand for
+                known[FROZEN] = known[FROZEN].converted_by(function)
             if known:
                 self._parameters[name].__dict__.update(known)
         return result

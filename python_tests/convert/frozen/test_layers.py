@@ -15,7 +15,12 @@ from rtp_ext.parameters.sharding import frozen_of
 
 # outputs and inputs; no shard of one row, which torch would multiply as a vector
 SIZES = [(5, 7), (200, 64), (130, 96), (42, 48), (64, 256)]
-RINGS = {1: {}, 2: {"transport": "shm"}, 3: {"transport": "tcp", "route": "direct"}, 4: {"transport": "c10d"}}
+RINGS = {
+    1: {},
+    2: {"transport": "shm", "checksum": True},
+    3: {"transport": "tcp", "route": "direct"},
+    4: {"transport": "c10d"},
+}
 
 
 class Layer(nn.Module):
@@ -90,6 +95,13 @@ def _layers(rank, ranks):
         _one(cases, ring, rank, "nf4", 42, 48, "trained", torch.float64)
         _one(cases, ring, rank, "nf4", 96, 64, "none", torch.float32)
         assert ranks == 1 or ring.bytes_sent("weight") > 0
+        model = rtp_ext.fully_rotate(Layer(130, 96, "trained", torch.float32), mesh=ring, frozen="nf4")
+        model.to(torch.bfloat16)
+        x = torch.randn(3, 96, dtype=torch.bfloat16)
+        y, weight, bias = model(x), rtp_ext.frozen_weights(model)["linear.weight"], full(model.linear.bias)
+        with cases.case("to(bfloat16)"):
+            assert weight.dtype == y.dtype == torch.bfloat16 and model.linear.weight.dtype == torch.uint8
+            assert_same(y, linear(x, weight, bias), TOLERANCE[torch.bfloat16], "output")
     cases.finish()
 
 
