@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import Cases, run_ranks
 from live_bytes import LiveBytes
-from reference import full, local
+from reference import assert_same, full, local
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -161,7 +161,7 @@ def _refusals(rank, ranks):
         assert len(_frozen_values(model)) == 2
         rtp_ext.ring_of(model).close()
     with cases.case("what stays wide"):
-        model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 64), nn.TransformerEncoderLayer(64, 4, 128))
+        model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 64), nn.TransformerEncoderLayer(64, 4, 128, 0.0))
         plan = rtp_ext.explain(copy.deepcopy(model.requires_grad_(False)), frozen="nf4", ranks=ranks, device="cpu")
         wide = {row.name: row.wide for row in plan.parameters if row.wide is not None}
         assert set(wide) == {"0.weight", "2.self_attn.in_proj_weight", "2.self_attn.out_proj.weight"}
@@ -171,7 +171,13 @@ def _refusals(rank, ranks):
             "2.linear1.weight",
             "2.linear2.weight",
         }
+        rounded, ids = copy.deepcopy(model), torch.arange(12).view(3, 4) % 16
         model = rtp_ext.fully_rotate(model, frozen="nf4", transport="shm")
+        for name, value in rtp_ext.frozen_weights(model).items():
+            rounded.get_parameter(name).copy_(value)
+        for training in (True, False):
+            expected, found = rounded.train(training)(ids), model.train(training)(ids)
+            assert_same(found, expected, 1e-5, f"training {training}")
         after = {row.name: row.wide for row in rtp_ext.explain(model).parameters if row.wide is not None}
         assert after == wide
         rtp_ext.ring_of(model).close()
