@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import rtp_ext
+from rtp_ext.optim import matrices
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight, rtp_bytes
 
 WIDE, LAYERS = 256, 3
@@ -178,6 +179,9 @@ def _refusals(rank, ranks):
         for training in (True, False):
             expected, found = rounded.train(training)(ids), model.train(training)(ids)
             assert_same(found, expected, 1e-5, f"training {training}")
+        hidden, rest = matrices(model)
+        assert any(each is model[1].weight for each in rest) and all(each.dtype == torch.float32 for each in hidden)
+        torch.optim.AdamW(rest).step()
         after = {row.name: row.wide for row in rtp_ext.explain(model).parameters if row.wide is not None}
         assert after == wide
         rtp_ext.ring_of(model).close()

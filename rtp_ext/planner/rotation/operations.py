@@ -105,8 +105,10 @@ class RotatedOperation:
 
     @property
     def late(self) -> bool:
-        """Whether its gradients may arrive after its pass: for linear layers and MLPs, which deliver them deferred."""
-        return self.kind in ("linear", "bundle") and all(len(weight.shape) < 3 for weight in self.weights)
+        """Whether its gradients may arrive after its pass: for linear layers and MLPs, which deliver them deferred,
+        without frozen weights in blocks."""
+        plain = all(len(weight.shape) < 3 and weight.frozen is None for weight in self.weights)
+        return self.kind in ("linear", "bundle") and plain
 
     def size(self, ranks: int) -> Any:
         """Returns the largest shards as numbers, in the form of csrc/schedule/footprint.h.
