@@ -64,6 +64,8 @@ def _one(cases, ring, rank, format, outputs, inputs, bias, dtype):
     with cases.case(f"{format} {outputs}x{inputs} bias {bias} {dtype}"):
         assert model.linear.weight.dtype == torch.uint8 and not model.linear.weight.requires_grad
         assert weight.shape == (outputs, inputs) and weight.dtype == dtype
+        whole = frozen.decode(frozen.encode(plain.linear.weight.detach(), frozen.packed_shape[0]))
+        assert torch.equal(weight, whole), "the blocks of the whole weight"
         assert differs(weight, plain.linear.weight, 1e-3), "control: values that are not rounded"
         for x, y, expected, mine, theirs in results:
             rows = [n for n in frozen.shard_rows(ring.size) if n]
