@@ -1,6 +1,7 @@
 """Trains LoRA adapters of a frozen Llama: the base rotates and is 1/R on every rank, and so do the adapters.
 
     torchrun --nproc-per-node 2 examples/lora.py --steps 40
+    torchrun --nproc-per-node 2 examples/lora.py --steps 40 --frozen nf4    # QLoRA: the base in 4 bits
 
 Runs on GPUs where there are some, else on CPUs. Needs transformers, accelerate and peft. The base is small and random;
 replace it by `AutoModelForCausalLM.from_pretrained(...)`. The run saves the adapters only.
@@ -39,6 +40,7 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], Path]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--output", type=Path, default=Path("build/example-lora"))
+    parser.add_argument("--frozen", choices=["nf4", "mxfp4", "int8"], help="bits of the frozen base")
     options = parser.parse_args(arguments)
 
     lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -56,6 +58,7 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], Path]:
             use_cpu=not torch.cuda.is_available(),
         ),
         train_dataset=counting(512),
+        rotate={"frozen": options.frozen},
     )
     trainer.train()
     trainer.save_model()  # on every rank
@@ -63,6 +66,7 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], Path]:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if trainer.is_world_process_zero():
         print(f"loss {losses[0]:.2f}, then {losses[-1]:.2f}")
+        print(f"{sum(p.to_local().nbytes for p in model.parameters()) / 2**20:.2f} MiB of parameters on this rank")
         peft.PeftModel.from_pretrained(base(), options.output)  # on one process: adapters around the plain base
         print(f"adapters in {options.output}: {sorted(file.name for file in options.output.iterdir())}")
     rtp_ext.ring_of(model).close()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rtp_ext.convert.plan.rotation_plan import RotationPlan
     from rtp_ext.inference.rotate import rotate_for_inference
     from rtp_ext.inference.update import update_weights
+    from rtp_ext.parameters.frozen import frozen_weights
     from rtp_ext.parameters.loading import load_safetensors
     from rtp_ext.parameters.sharding import init_weights
     from rtp_ext.ring import Ring, RotationDims
@@ -40,6 +41,7 @@ __all__ = [
     "RotationError",
     "RotationPlan",
     "explain",
+    "frozen_weights",
     "fully_rotate",
     "functional",
     "init_weights",
@@ -70,6 +72,7 @@ _MODULES = {
     "RotationError": "_native",
     "RotationPlan": "convert.plan.rotation_plan",
     "explain": "convert.explain",
+    "frozen_weights": "parameters.frozen",
     "fully_rotate": "convert",
     "init_weights": "parameters.sharding",
     "load_safetensors": "parameters.loading",

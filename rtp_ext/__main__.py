@@ -221,6 +221,9 @@ def _parser() -> argparse.ArgumentParser:
     explained.add_argument("--transport", default="auto", metavar="T", help="see rtp_ext.Ring; default: %(default)s")
     explained.add_argument("--in-place", action="store_true", help="the local shards themselves travel")
     explained.add_argument("--no-bundle", action="store_true", help="every layer rotates by itself")
+    explained.add_argument(
+        "--frozen", choices=("nf4", "mxfp4", "int8"), help="all parameters are frozen, and linear weights in these bits"
+    )
     explained.add_argument("--fused-loss", action="store_true", help="vocabulary head and loss as one operation")
     explained.set_defaults(run=_explain, parser=explained)
 

@@ -145,8 +145,22 @@ def pack_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def block_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """Frozen weights in blocks: one shard of a layer, widened before a product."""
+    shape = (sizes.hidden // sizes.ranks, sizes.features)
+    for format in ("nf4", "mxfp4", "int8"):
+        numbers, size = kernels.block_layout(format)
+        blocks = torch.randint(64, (shape[0] * shape[1] // numbers * size,), dtype=torch.uint8, device=device)
+        for dtype in DTYPES:
+            out = torch.empty(shape, dtype=dtype, device=device)
+            yield Case(
+                "dequantize_blocks", format, dtype, shape, moved(blocks, out),
+                lambda o=out, b=blocks, f=format: kernels.dequantize_blocks(o, b, f),
+            )  # fmt: skip
+
+
 def all_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    for make in (hidden_cases, logit_cases, embedding_cases, pack_cases):
+    for make in (hidden_cases, logit_cases, embedding_cases, pack_cases, block_cases):
         yield from make(sizes, device)
 
 

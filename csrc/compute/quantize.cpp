@@ -2,8 +2,6 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cmath>
@@ -12,6 +10,7 @@
 
 #include "base/checks.h"
 #include "compute/kernel_tensors.h"
+#include "compute/rounding.h"
 #include "compute/vectorised.h"
 #include "kernels/quantize.h"
 
@@ -19,35 +18,8 @@ namespace rtp {
 namespace {
 
 constexpr int64_t kGrain = 256;  // minimum number of blocks per thread
-constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
 // Adding this to a float of magnitude below 2^22 leaves the nearest integer in the low bits of the sum.
 constexpr float kToInteger = 12582912.0f;
-
-RTP_INLINE uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-RTP_INLINE float float_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-RTP_INLINE float to_float(float x) { return x; }
-RTP_INLINE float to_float(double x) { return static_cast<float>(x); }
-RTP_INLINE float to_float(c10::Half x) { return static_cast<float>(x); }
-RTP_INLINE float to_float(c10::BFloat16 x) { return float_of(static_cast<uint32_t>(x.x) << 16); }
-
-RTP_INLINE void round_to(float& to, float x) { to = x; }
-RTP_INLINE void round_to(double& to, float x) { to = x; }
-RTP_INLINE void round_to(c10::Half& to, float x) { to = c10::Half(x); }
-// Rounds to nearest, ties to even. The argument is finite or NaN.
-RTP_INLINE void round_to(c10::BFloat16& to, float x) {
-  const uint32_t bits = bits_of(x);
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  to.x = static_cast<uint16_t>((bits & kMagnitude) > kInfinity ? 0x7fc0 : rounded);
-}
 
 // Quantizes the blocks [first, last) of `numbers` values.
 template <typename Value>
@@ -65,11 +37,11 @@ RTP_INLINE void quantize_blocks(int8_t* to, float* scales, const Value* from, in
     }
     uint32_t most = 0;  // magnitudes compare like their bits; infinities and NaNs compare greater than all others
     for (int64_t i = 0; i < kQuantizeBlock; ++i) {
-      const uint32_t magnitude = bits_of(block[i]) & kMagnitude;
+      const uint32_t magnitude = bits_of(block[i]) & kMagnitudeBits;
       most = magnitude > most ? magnitude : most;
     }
     const float largest = float_of(most);
-    const bool finite = most < kInfinity;
+    const bool finite = most < kInfinityBits;
     const bool zero = finite && largest < kQuantizeLeast;
     scales[index] = finite ? (zero ? 0.0f : largest / 127.0f) : std::numeric_limits<float>::quiet_NaN();
     const float inverse = finite && !zero ? 127.0f / largest : 0.0f;

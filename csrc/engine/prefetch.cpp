@@ -104,7 +104,7 @@ void Prefetcher::prefetch() {
   for (size_t index = 0; index < record.local.size(); ++index) {
     bundle.local.push_back(record.local[index].lock());
     alive = alive && bundle.local.back().defined();
-    cast = cast || record.local[index].dtype != record.layouts[index].dtype || record.layouts[index].quantized();
+    cast = cast || record.layouts[index].casts(record.local[index].dtype);
   }
   // If the memory has been freed, the pass will not run, but every rank must post the hop: its contents do not matter.
   const bool stage = !alive || Travel{cast, transport.sends_anywhere()}.staged(true);

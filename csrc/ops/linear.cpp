@@ -8,11 +8,24 @@
 namespace rtp {
 namespace {
 
-// Sizes and starts of every owner's shard of each layer, for whole shards, one chunk or one half.
+// Returns the rows of every owner's shard of a weight.
+std::vector<int64_t> weight_rows(const LinearShape& shape, int ranks) {
+  if (!shape.frozen) return shard_sizes(shape.out_features, ranks);
+  const int64_t group = rows_of_blocks(*shape.frozen, shape.in_features);
+  std::vector<int64_t> rows = shard_sizes((shape.out_features + group - 1) / group, ranks);
+  int64_t left = shape.out_features;
+  for (int64_t& count : rows) left -= count = std::min(count * group, left);
+  return rows;
+}
+
+enum class Kind : uint8_t { weight, bias };
+
+// Sizes and starts of every owner's shard of the weight of each layer, or of its bias, for whole shards, one chunk or
+// one half. The two differ for frozen weights whose groups have several rows.
 struct BundleCut {
-  BundleCut(const LinearBundle& bundle, int ranks) {
+  BundleCut(const LinearBundle& bundle, int ranks, Kind kind) {
     for (const LinearShape& shape : bundle.shapes) {
-      sizes.push_back(shard_sizes(shape.out_features, ranks));
+      sizes.push_back(kind == Kind::weight ? weight_rows(shape, ranks) : shard_sizes(shape.out_features, ranks));
       starts.push_back(shard_starts(sizes.back()));
     }
   }
@@ -39,13 +52,24 @@ struct BundleCut {
   std::vector<std::vector<int64_t>> sizes, starts;  // by layer and owner
 };
 
+// The cuts of the weights and biases of a bundle.
+struct Cuts {
+  Cuts(const LinearBundle& bundle, int ranks) : weight(bundle, ranks, Kind::weight), bias(bundle, ranks, Kind::bias) {}
+  template <typename Part>
+  Cuts(const Cuts& all, const Part& part) : weight(all.weight, part), bias(all.bias, part) {}
+
+  bool differ(size_t layer) const { return weight.sizes[layer] != bias.sizes[layer]; }
+
+  BundleCut weight, bias;
+};
+
 // Returns the chunks of a bundle, one pass each: a single chunk except for a single layer above the slot cap, such as a
 // vocabulary head.
-std::vector<Chunk> bundle_chunks(const LinearBundle& bundle, const BundleCut& cut, const RotationOptions& options) {
+std::vector<Chunk> bundle_chunks(const LinearBundle& bundle, const Cuts& cuts, const RotationOptions& options) {
   const LinearShape& shape = bundle.shapes[0];
   RotationOptions uncapped = options;
-  if (bundle.shapes.size() > 1 || shape.transposed) uncapped.slot_cap = 0;
-  return chunks_of(uncapped, cut.sizes[0], shape.in_features + (bundle.biased[0] ? 1 : 0));
+  if (bundle.shapes.size() > 1 || shape.transposed || shape.frozen) uncapped.slot_cap = 0;
+  return chunks_of(uncapped, cuts.weight.sizes[0], shape.in_features + (bundle.biased[0] ? 1 : 0));
 }
 
 // The overlap of a projection with the shard of one owner, or of all.
@@ -79,17 +103,51 @@ struct Places {
   int count = 0;
 };
 
-std::vector<TensorLayout> layouts_of(const LinearBundle& bundle, const BundleCut& cut, at::ScalarType dtype) {
+std::vector<TensorLayout> layouts_of(const LinearBundle& bundle, const Cuts& cuts, at::ScalarType dtype) {
   std::vector<TensorLayout> layouts;
   for (size_t layer = 0; layer < bundle.shapes.size(); ++layer) {
-    layouts.push_back(weight_layout(bundle.shapes[layer], cut.sizes[layer], dtype));
-    if (bundle.biased[layer]) layouts.push_back(bias_layout(bundle.shapes[layer], cut.sizes[layer], dtype));
+    layouts.push_back(weight_layout(bundle.shapes[layer], cuts.weight.sizes[layer], dtype));
+    layouts.back().frozen = bundle.shapes[layer].frozen;
+    if (bundle.biased[layer]) layouts.push_back(bias_layout(bundle.shapes[layer], cuts.bias.sizes[layer], dtype));
   }
   return layouts;
 }
 
-// Route gather requires that the cut dimension is the first one.
+// Checks the local shards of a bundle. Returns them as they travel: of frozen weights, the bytes without those of rows
+// that the last group lacks.
+std::vector<at::Tensor> travelling_shards(const Executor& executor, const RotationOptions& options,
+                                          const LinearBundle& bundle, const Places& places,
+                                          const std::vector<TensorLayout>& layouts,
+                                          std::vector<at::Tensor> parameters) {
+  for (size_t layer = 0; layer < bundle.shapes.size(); ++layer) {
+    const LinearShape& shape = bundle.shapes[layer];
+    const int weight = places.weight[layer], bias = places.bias[layer];
+    if (bias >= 0) check_local(executor, options, "bias", parameters[bias], layouts[bias]);
+    at::Tensor& local = parameters[weight];
+    if (!shape.frozen) {
+      check_local(executor, options, "weight", local, layouts[weight]);
+      continue;
+    }
+    RTP_CHECK_VALUE(!shape.transposed, options.name, ": expected a frozen weight stored [out, in]");
+    const int64_t group = rows_of_blocks(*shape.frozen, shape.in_features);
+    const int64_t rows = layouts[weight].shapes[executor.rank()][0];
+    TensorLayout stored{at::kByte, layouts[weight].shapes};
+    stored.shapes[executor.rank()] = {(rows + group - 1) / group,
+                                      block_bytes(*shape.frozen, group * shape.in_features)};
+    check_local(executor, options, "frozen weight", local, stored);
+    RTP_CHECK_TYPE(local.scalar_type() == at::kByte, options.name, ": expected a frozen weight in uint8, got ",
+                   local.scalar_type());
+    local = local.view(-1).narrow(0, 0, layouts[weight].bytes(executor.rank()));
+  }
+  return parameters;
+}
+
+// Route gather requires that the cut dimension is the first one, and weights in the compute dtype.
 void check_route(const LinearBundle& bundle, const RotationOptions& options) {
+  for (const LinearShape& shape : bundle.shapes) {
+    RTP_CHECK_VALUE(options.route != Route::gather || !shape.frozen, options.name,
+                    ": expected a weight in a floating dtype for route gather, got a frozen one in blocks");
+  }
   RTP_CHECK_VALUE(options.route != Route::gather || !bundle.shapes[0].transposed, options.name,
                   ": expected a weight stored [out, in] for route gather, got one stored [in, out]");
 }
@@ -104,16 +162,21 @@ class BundleBackward {
       : executor_(executor),
         dys_(dys),
         inputs_(inputs),
-        parameters_(parameters),
         bundle_(bundle),
         projections_(projections),
         needs_input_(needs_input),
         options_(options),
         whole_(bundle, executor.ranks()),
         places_(bundle),
+        parameters_(travelling_shards(executor, options, bundle, places_,
+                                      layouts_of(bundle, whole_, options.compute_dtype), parameters)),
         gradients_(executor, options, layouts_of(bundle, whole_, options.reduce_dtype), needs_parameter),
         weight_place_(bundle.shapes.size(), -1),
         sums_(inputs.size()) {
+    for (size_t layer = 0; layer < bundle.shapes.size(); ++layer) {
+      RTP_CHECK_VALUE(!bundle.shapes[layer].frozen || !gradients_.wants(places_.weight[layer]), options.name,
+                      ": expected no gradient of a frozen weight");
+    }
     // Only weights that some dgrad needs and only the needed gradients travel.
     for (size_t k = 0; k < projections.size(); ++k) {
       const Projection& projection = projections[k];
@@ -144,10 +207,10 @@ class BundleBackward {
 
  private:
   void run(const Chunk& chunk) {
-    const BundleCut cut = chunk.single ? whole_ : BundleCut(whole_, chunk);
+    const Cuts cuts = chunk.single ? whole_ : Cuts(whole_, chunk);
     const auto mine = [&](const at::Tensor& shard) { return chunk.of(shard, executor_.rank()); };
-    const std::vector<TensorLayout> layouts = layouts_of(bundle_, cut, options_.compute_dtype);
-    std::optional<ShardBundle> gradients = gradients_.bundle(layouts_of(bundle_, cut, options_.reduce_dtype), mine);
+    const std::vector<TensorLayout> layouts = layouts_of(bundle_, cuts, options_.compute_dtype);
+    std::optional<ShardBundle> gradients = gradients_.bundle(layouts_of(bundle_, cuts, options_.reduce_dtype), mine);
     std::vector<TensorLayout> weights;
     std::vector<at::Tensor> local;
     for (size_t layer = 0; layer < weight_place_.size(); ++layer) {
@@ -158,20 +221,20 @@ class BundleBackward {
     const BackwardNeeds needs{.dgrad = !weights.empty(),
                               .wgrad = gradients.has_value(),
                               .halves = options_.halves && !bundle_.shapes[0].transposed,
-                              .two_streams = two_streams(cut)};
+                              .two_streams = two_streams(cuts.weight)};
     std::optional<ShardBundle> weight;
     if (needs.dgrad) weight = travelling_weights(executor_, options_, std::move(weights), std::move(local));
     const Schedule& schedule = backward_schedule(executor_, chunked(options_, chunk), weight, needs);
     Execution pass(executor_, schedule, std::move(weight), std::move(gradients), options_.name + " backward");
-    const BundleCut halves[] = {cut, BundleCut(cut, Half::first), BundleCut(cut, Half::second)};
+    const Cuts halves[] = {cuts, Cuts(cuts, Half::first), Cuts(cuts, Half::second)};
     while (const Step* step = pass.next()) {
+      const Cuts& part = halves[static_cast<size_t>(step->half)];
       for (size_t k = 0; k < projections_.size(); ++k) {
-        const Overlap overlap(projections_[k], halves[static_cast<size_t>(step->half)], step->owner);
-        if (overlap.rows == 0) continue;
-        if (step->compute == Compute::dgrad) {
-          dgrad(k, overlap, pass);
-        } else {
-          wgrad(k, overlap, pass);
+        const Overlap rows(projections_[k], part.weight, step->owner);
+        if (step->compute == Compute::wgrad) {
+          wgrad(k, rows, Overlap(projections_[k], part.bias, step->owner), pass);
+        } else if (rows.rows > 0) {
+          dgrad(k, rows, pass);
         }
       }
     }
@@ -193,12 +256,12 @@ class BundleBackward {
     sums_[projection.input]->add(overlap.of_output(dys_[k]), overlap.of_rows(weight));
   }
 
-  void wgrad(size_t k, const Overlap& overlap, const Execution& pass) {
+  void wgrad(size_t k, const Overlap& overlap, const Overlap& of_bias, const Execution& pass) {
     const Projection& projection = projections_[k];
     const Gradients::Sums sums(gradients_, pass);
-    const auto rows = [&](const at::Tensor& sum) { return sum.defined() ? overlap.of_rows(sum) : sum; };
     const int weight = places_.weight[projection.layer];
-    if (sums.wants(weight)) {
+    if (sums.wants(weight) && overlap.rows > 0) {
+      const auto rows = [&](const at::Tensor& sum) { return sum.defined() ? overlap.of_rows(sum) : sum; };
       const LinearShape& shape = bundle_.shapes[projection.layer];
       const at::Tensor out = rows(outputs_first(sums.out(weight), shape));
       const at::Tensor arrived = rows(outputs_first(sums.arrived(weight), shape));
@@ -209,10 +272,11 @@ class BundleBackward {
       }
     }
     const int bias = places_.bias[projection.layer];
-    if (sums.wants(bias)) {
+    if (sums.wants(bias) && of_bias.rows > 0) {
+      const auto rows = [&](const at::Tensor& sum) { return sum.defined() ? of_bias.of_rows(sum) : sum; };
       const at::Tensor out = rows(sums.out(bias)), arrived = rows(sums.arrived(bias));
       if (dys_[k].defined()) {
-        column_sum(out, arrived, overlap.of_output(dys_[k]), sums.scale());
+        column_sum(out, arrived, of_bias.of_output(dys_[k]), sums.scale());
       } else {
         copy_or_zero(out, arrived);
       }
@@ -222,13 +286,13 @@ class BundleBackward {
   Executor& executor_;
   const std::vector<at::Tensor>& dys_;
   const std::vector<at::Tensor>& inputs_;
-  const std::vector<at::Tensor>& parameters_;
   const LinearBundle& bundle_;
   const std::vector<Projection>& projections_;
   const std::vector<bool>& needs_input_;
   const RotationOptions& options_;
-  BundleCut whole_;
+  Cuts whole_;
   Places places_;
+  std::vector<at::Tensor> parameters_;
   Gradients gradients_;
   std::vector<int> weight_place_;  // by layer: place of its weight among those that travel; -1: does not travel
   std::vector<std::optional<ProductSum>> sums_;  // by input: the sum of its gradient
@@ -271,15 +335,17 @@ void check_operand(const Executor& executor, const RotationOptions& options, con
 std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at::Tensor>& inputs,
                                        const std::vector<at::Tensor>& parameters, const LinearBundle& bundle,
                                        const std::vector<Projection>& projections, const RotationOptions& options) {
-  const BundleCut whole(bundle, executor.ranks());
+  const Cuts whole(bundle, executor.ranks());
   const Places places(bundle);
-  const std::vector<TensorLayout> layouts = layouts_of(bundle, whole, options.compute_dtype);
-  for (size_t index = 0; index < layouts.size(); ++index) {
-    check_local(executor, options, layouts[index].shapes[0].size() == 1 ? "bias" : "weight", parameters[index],
-                layouts[index]);
-  }
   check_route(bundle, options);
+  const std::vector<at::Tensor> shards = travelling_shards(
+      executor, options, bundle, places, layouts_of(bundle, whole, options.compute_dtype), parameters);
   std::vector<at::Tensor> outputs;
+  std::vector<at::Tensor> added(bundle.shapes.size());  // by layer: the bias, if its shards have other rows
+  for (size_t layer = 0; layer < bundle.shapes.size(); ++layer) {
+    if (!bundle.biased[layer] || !whole.differ(layer)) continue;
+    added[layer] = at::empty({bundle.shapes[layer].out_features}, inputs[0].options());
+  }
   for (const Projection& projection : projections) {
     const at::Tensor& x = inputs[projection.input];
     check_operand(executor, options, "an input", x, bundle.shapes[projection.layer].in_features);
@@ -287,25 +353,37 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
   }
 
   for (const Chunk& chunk : bundle_chunks(bundle, whole, options)) {
-    const BundleCut cut = chunk.single ? whole : BundleCut(whole, chunk);
-    ShardBundle weights = travelling_weights(executor, options, layouts_of(bundle, cut, options.compute_dtype),
-                                             chunk.of(parameters, executor.rank()));
-    const bool two_streams = wastes_last_wave(inputs[0].size(0), cut.most(0), executor.streams().multiprocessors());
+    const Cuts cuts = chunk.single ? whole : Cuts(whole, chunk);
+    ShardBundle weights = travelling_weights(executor, options, layouts_of(bundle, cuts, options.compute_dtype),
+                                             chunk.of(shards, executor.rank()));
+    const bool two_streams =
+        wastes_last_wave(inputs[0].size(0), cuts.weight.most(0), executor.streams().multiprocessors());
     const Schedule& schedule = forward_schedule(executor, chunked(options, chunk), weights, two_streams);
     Execution pass(executor, schedule, std::move(weights), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
       const std::vector<at::Tensor> shards = pass.weight();
+      for (size_t layer = 0; layer < added.size(); ++layer) {
+        if (!added[layer].defined()) continue;
+        const int64_t first = cuts.bias.start(layer, step->owner), last = cuts.bias.end(layer, step->owner);
+        added[layer].narrow(0, first, last - first).copy_(shards[places.bias[layer]]);
+      }
       for (size_t k = 0; k < projections.size(); ++k) {
         const Projection& projection = projections[k];
-        const Overlap overlap(projection, cut, step->owner);
+        const Overlap overlap(projection, cuts.weight, step->owner);
         if (overlap.rows == 0) continue;
-        const int bias = places.bias[projection.layer];
+        const bool fused = bundle.biased[projection.layer] && !added[projection.layer].defined();
         const at::Tensor weight =
             outputs_first(shards[places.weight[projection.layer]], bundle.shapes[projection.layer]);
-        gemm(overlap.of_output(outputs[k]), bias >= 0 ? overlap.of_rows(shards[bias]) : at::Tensor(),
-             inputs[projection.input], overlap.of_rows(weight).t());
+        gemm(overlap.of_output(outputs[k]),
+             fused ? overlap.of_rows(shards[places.bias[projection.layer]]) : at::Tensor(), inputs[projection.input],
+             overlap.of_rows(weight).t());
       }
     }
+  }
+  for (size_t k = 0; k < projections.size(); ++k) {
+    const Projection& projection = projections[k];
+    if (!added[projection.layer].defined()) continue;
+    outputs[k].add_(added[projection.layer].narrow(0, projection.begin, projection.end - projection.begin));
   }
   return outputs;
 }

@@ -16,6 +16,9 @@ struct LinearShape {
   int64_t in_features = 0;
   bool by_outputs = true;   // W is cut along its output features, else along its input features
   bool transposed = false;  // W is stored as [in_features, out_features]
+  // W is stored in blocks: a local shard is uint8 [groups, bytes], where a group is the fewest rows that fill whole
+  // blocks; see base/blocks.h. The last group may lack rows; shards are cut between groups.
+  std::optional<BlockFormat> frozen = std::nullopt;
 };
 
 // The layouts of a linear layer's weight and bias in a bundle.

@@ -1,6 +1,8 @@
 #include "schedule/footprint.h"
 
 #include <iterator>
+#include <map>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -15,6 +17,19 @@ namespace rtp {
 void parse(const std::string& text, Wire& parsed) {
   RTP_CHECK_VALUE(text == "bfloat16" || text == "int8", "expected travel bfloat16, int8 or None, got ", text);
   parsed = text == "int8" ? Wire::int8 : Wire::bfloat16;
+}
+
+void parse(const std::string& text, BlockFormat& parsed) {
+  for (const BlockFormat format : {BlockFormat::nf4, BlockFormat::mxfp4, BlockFormat::int8}) {
+    if (text != name(format)) continue;
+    parsed = format;
+    return;
+  }
+  RTP_CHECK_VALUE(false, "expected nf4, mxfp4 or int8, got ", text);
+}
+
+const char* name(BlockFormat format) {
+  return format == BlockFormat::nf4 ? "nf4" : format == BlockFormat::mxfp4 ? "mxfp4" : "int8";
 }
 
 void bind_footprint(py::module_& m) {
@@ -32,16 +47,19 @@ void bind_footprint(py::module_& m) {
       .def_readonly("free_gradient", &Footprint::free_gradient);
   py::class_<OperationSize>(m, "OperationSize", "One rotated operation in numbers: its largest shard.")
       .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool>>& tensors, bool bundle, bool in_chunks,
-                       const std::vector<size_t>& biases, bool deferred) {
+                       const std::vector<size_t>& biases, bool deferred, const std::map<size_t, BlockFormat>& frozen) {
              OperationSize operation{{}, bundle, in_chunks, biases, deferred};
              for (const auto& [rows, elements, backward] : tensors)
                operation.tensors.push_back({rows, elements, backward});
+             for (const auto& [place, format] : frozen) operation.tensors.at(place).frozen = format;
              return operation;
            }),
            py::arg("tensors"), py::arg("bundle"), py::arg("in_chunks"), py::arg("biases") = std::vector<size_t>{},
-           py::arg("late") = true,
+           py::arg("late") = true, py::arg("frozen") = std::map<size_t, BlockFormat>{},
            "parts: rows, numbers in each, and whether it travels in backward too. biases: the places of those that "
-           "never travel in fewer bits. late: whether its gradients may land after its pass.")
+           "never travel in fewer bits. late: whether its gradients may land after its pass. frozen: the formats of "
+           "those that are stored in blocks, by "
+           "place.")
       .def(
           "chunks",
           [](const OperationSize& operation, int64_t element_bytes, int64_t cap) {

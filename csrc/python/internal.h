@@ -44,6 +44,8 @@ void parse(const std::string& text, Route& parsed);
 void parse(const std::string& text, GradientRoute& parsed);
 void parse(const std::string& text, Channel& parsed);
 void parse(const std::string& text, Wire& parsed);
+void parse(const std::string& text, BlockFormat& parsed);
+const char* name(BlockFormat format);
 void parse(const std::string& text, Activation& parsed);
 
 }  // namespace rtp
@@ -72,6 +74,9 @@ template <>
 struct type_caster<rtp::Channel> : text_caster<rtp::Channel> {};
 template <>
 struct type_caster<rtp::Activation> : text_caster<rtp::Activation> {};
+
+template <>
+struct type_caster<rtp::BlockFormat> : text_caster<rtp::BlockFormat> {};
 
 // The dtype in which weights travel. None: the compute dtype.
 template <>

@@ -4,6 +4,7 @@
 
 #include "base/checks.h"
 #include "compute/activation.h"
+#include "compute/blocks.h"
 #include "compute/gemm/gemm.h"
 #include "compute/gemm/grouped.h"
 #include "compute/logits.h"
@@ -79,6 +80,23 @@ void bind_kernels(py::module_& parent) {
   m.def("quantize", &quantize, py::arg("bytes"), py::arg("values"));
   m.def("dequantize", &dequantize, py::arg("out"), py::arg("bytes"));
   m.def("dequantize_add", &dequantize_add, py::arg("sum"), py::arg("bytes"));
+  m.def(
+      "block_layout",
+      [](BlockFormat format) {
+        const BlockLayout layout = block_layout(format);
+        return std::pair(layout.numbers, layout.bytes);
+      },
+      py::arg("format"));
+  m.def("rows_of_blocks", &rows_of_blocks, py::arg("format"), py::arg("row_numbers"));
+  m.def(
+      "code_numbers",
+      [](BlockFormat format) {
+        RTP_CHECK_VALUE(format != BlockFormat::int8, "expected nf4 or mxfp4, whose codes have 4 bits, got int8");
+        const float* const numbers = format == BlockFormat::nf4 ? kNf4 : kE2m1;
+        return std::vector<float>(numbers, numbers + 16);
+      },
+      py::arg("format"));
+  m.def("dequantize_blocks", &dequantize_blocks, py::arg("out"), py::arg("blocks"), py::arg("format"));
   m.def("add_converted", &add_converted, py::arg("sum"), py::arg("values"));
   m.def(
       "gemm",

@@ -84,15 +84,15 @@ class Walk {
     return sizes;
   }
 
-  // Returns the slot bytes of the tensors that travel, where bytes_of(place, numbers) is the size of one; none if no
-  // tensor travels.
-  template <typename Bytes>
+  // Returns the slot bytes of the tensors that travel, those with takes(tensor), where bytes_of(place, numbers) is the
+  // size of one; none if no tensor travels.
+  template <typename Takes, typename Bytes>
   static std::optional<int64_t> slot_bytes(const OperationSize& operation, const Chunks& chunks, int64_t chunk,
-                                           bool all, Bytes&& bytes_of) {
+                                           Takes&& takes, Bytes&& bytes_of) {
     std::vector<int64_t> sizes;
     for (size_t place = 0; place < operation.tensors.size(); ++place) {
       const OperationSize::TensorSize& tensor = operation.tensors[place];
-      if (!all && !tensor.in_backward) continue;
+      if (!takes(tensor)) continue;
       const int64_t rows = chunks.count == 1 ? tensor.rows : chunks.of(chunk, tensor.rows).count;
       sizes.push_back(bytes_of(place, rows * tensor.row_elements));
     }
@@ -104,29 +104,39 @@ class Walk {
     const bool forward = kind == Pass::forward;
     PassSize pass{};
     const auto quantized = [&](size_t tensor) {
+      if (operation.tensors[tensor].frozen) return true;
       return step_.ranks > 1 && !operation.is_bias(tensor) && quantizes(step_.wire, step_.compute_bytes);
     };
-    const bool all = forward || operation.bundle;
-    pass.weight = slot_bytes(operation, chunks, chunk, all, [&](size_t tensor, int64_t numbers) {
+    const auto travels = [&](const OperationSize::TensorSize& tensor) {
+      return forward || operation.bundle || tensor.in_backward;
+    };
+    const auto trained = [](const OperationSize::TensorSize& tensor) { return !tensor.frozen; };
+    pass.weight = slot_bytes(operation, chunks, chunk, travels, [&](size_t tensor, int64_t numbers) {
+      if (operation.tensors[tensor].frozen) return block_bytes(*operation.tensors[tensor].frozen, numbers);
       return wire_bytes(numbers, quantized(tensor) ? step_.wire : Wire::plain, step_.compute_bytes);
     });
-    pass.scratch = slot_bytes(operation, chunks, chunk, all, [&](size_t tensor, int64_t numbers) {
+    pass.scratch = slot_bytes(operation, chunks, chunk, travels, [&](size_t tensor, int64_t numbers) {
                      return quantized(tensor) ? numbers * step_.compute_bytes : 0;
                    }).value_or(0);
     const Wire gradient = step_.direct_gradients() && step_.gradients_quantized ? Wire::int8 : Wire::plain;
     if (!forward) {
-      pass.gradient = slot_bytes(operation, chunks, chunk, true, [&](size_t, int64_t numbers) {
+      pass.gradient = slot_bytes(operation, chunks, chunk, trained, [&](size_t, int64_t numbers) {
         return wire_bytes(numbers, gradient, step_.reduce_bytes);
       });
     }
     Travel travel = step_.travel;
-    travel.cast = travel.cast || pass.scratch > 0;
+    travel.cast = false;  // frozen blocks travel as they are stored
+    for (size_t tensor = 0; tensor < operation.tensors.size(); ++tensor) {
+      const OperationSize::TensorSize& each = operation.tensors[tensor];
+      if (travels(each) && !each.frozen && (step_.travel.cast || quantized(tensor))) travel.cast = true;
+    }
     ScheduleOptions options;
     options.pass = kind;
     options.route = step_.route;
     options.hosts = step_.hosts;
     options.in_place = step_.in_place && chunks.count == 1 && pass.weight && travel.in_place();
     options.dgrad = pass.weight.has_value();
+    options.wgrad = forward || pass.gradient.has_value();
     options.bundle = operation.bundle && !forward;
     options.receive_in_slots = !forward && !step_.travel.receives_anywhere;
     options.deferred = step_.deferred > 0 && operation.deferred && !forward && chunks.count == 1;
@@ -136,7 +146,7 @@ class Walk {
     if (known.steps.empty()) known = make_schedule(step_.ranks, 0, options);
     pass.schedule = &known;
     if (known.options.rounded) {
-      pass.sum = slot_bytes(operation, chunks, chunk, true,
+      pass.sum = slot_bytes(operation, chunks, chunk, trained,
                             [&](size_t, int64_t numbers) { return numbers * step_.sum_bytes; });
     }
     pass.staged = pass.weight && travel.staged(known.hops(Channel::weight) > 0);

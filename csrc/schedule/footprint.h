@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/blocks.h"
 #include "schedule/schedule.h"
 
 namespace rtp {
@@ -159,7 +160,8 @@ struct OperationSize {
   struct TensorSize {
     int64_t rows;
     int64_t row_elements;
-    bool in_backward;  // it also travels in backward
+    bool in_backward;                                  // it also travels in backward
+    std::optional<BlockFormat> frozen = std::nullopt;  // it is stored, and travels, in blocks
   };
   std::vector<TensorSize> tensors;
   bool bundle = false;         // its weight gradients depend on its input gradients

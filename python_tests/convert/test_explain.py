@@ -360,6 +360,8 @@ def test_without_other_ranks(capsys, tmp_path):
     assert told["totals"] == rtp_ext.explain(model, ranks=4, rank=1).totals
     assert main(["explain", "--hf-config", str(tmp_path / "config.json"), "--ranks", "2"]) == 0
     assert "on a ring of 2" in capsys.readouterr().out
+    assert main(["explain", "--hf-config", str(tmp_path), "--ranks", "2", "--frozen", "nf4"]) == 0
+    assert "Frozen, but not in blocks:\n  model.embed_tokens.weight" in capsys.readouterr().out
     assert main(["explain", "--hf-config", str(tmp_path / "nothing"), "--ranks", "2"]) == 1
     for wrong in ({"ranks": 2, "rank": 2}, {"ranks": 0}, {"ranks": 2, "dims": RotationDims()}, {"rank": 1}):
         with pytest.raises(ValueError, match="explain: expected"):

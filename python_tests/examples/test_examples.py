@@ -71,6 +71,9 @@ def _several(rank, ranks, folder):
     assert losses[-1] < 0.9 * losses[0] and 0.49 < share < 0.55, f"{losses} {share}"
     _, (losses, saved) = _call(rank, ranks, "lora", [["--steps", "15", "--output", f"{folder}/lora"]])
     assert losses[-1] < losses[0] - 0.1, losses
+    quantized = ["--steps", "15", "--output", f"{folder}/qlora", "--frozen", "nf4"]
+    _, (losses, _) = _call(rank, ranks, "lora", [quantized])
+    assert losses[-1] < losses[0] - 0.1, losses
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in saved.iterdir()}
 
 

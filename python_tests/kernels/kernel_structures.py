@@ -80,13 +80,19 @@ class Dequantize(Structure):
     ]  # fmt: skip
 
 
+class DequantizeBlocks(Structure):
+    _fields_ = [
+        ("type", c_int32), ("format", c_uint8), ("numbers", c_int64), ("blocks", c_void_p), ("out", c_void_p),
+    ]  # fmt: skip
+
+
 class AddWidened(Structure):
     _fields_ = [("type", c_int32), ("numbers", c_int64), ("values", c_void_p), ("sum", c_void_p)]
 
 
 STRUCTURES = (
     *(HiddenForward, HiddenBackward, LogitSums, LogitGradient, EmbeddingGather, EmbeddingScatter, PackEntry),
-    *(Quantize, Dequantize, AddWidened),
+    *(Quantize, Dequantize, AddWidened, DequantizeBlocks),
 )
 
 

@@ -97,6 +97,13 @@ PLANTED = {
         "dequantize",
         "outside of all arrays|nothing was written|" + WRONG,
     ),
+    "the two codes of a byte swapped": Planted(
+        "blocks.cu",
+        "const uint32_t code = high ?",
+        "const uint32_t code = !high ?",
+        "dequantize_blocks",
+        WRONG,
+    ),
     "a stride of a block in place of the grid": Planted(
         "pack.cu",
         "tile += gridDim.x",

@@ -12,6 +12,7 @@ from kernel_arrays import BYTES, CANARY, ELEMENTS, POISON, Array, decode, encode
 from kernel_structures import (
     AddWidened,
     Dequantize,
+    DequantizeBlocks,
     EmbeddingGather,
     EmbeddingScatter,
     HiddenBackward,
@@ -27,7 +28,7 @@ from ptx import Compiled
 from ptx.machine import Launch, Machine
 from ptx.memory import Buffer
 from ptx.parse import parse
-from quantize_checks import bytes_array, layout
+from quantize_checks import BLOCKS, bytes_array, layout
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")  # in the order of the kernels' enumeration
 
@@ -265,6 +266,15 @@ class Ptx:
         source.put(packed.view(np.uint32))
         places = source.address, source.address + layout(numbers)[0]
         self.launch("dequantize", Dequantize(ELEMENTS.index(out.element), numbers, *places, target.address, add))
+        return target.read()
+
+    def dequantize_blocks(self, packed: np.ndarray, out: Array, kind: str) -> np.ndarray:
+        words = -(-packed.size // 4)
+        source = self.memory(Array(None, "float32", words, int(self.rng.integers(4)), (1, words)))
+        source.put(np.pad(packed, (0, 4 * words - packed.size)).view(np.uint32))
+        target, which = self.memory(out), [*BLOCKS].index(kind)
+        element = ELEMENTS.index(out.element)
+        self.launch("dequantize_blocks", DequantizeBlocks(element, which, out.shape[1], source.address, target.address))
         return target.read()
 
     def add_converted(self, total: Array, values: Array) -> np.ndarray:

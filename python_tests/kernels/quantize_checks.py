@@ -145,7 +145,62 @@ def bytes_array(rng: np.random.Generator, numbers: int) -> Array:
     return Array(None, "float32", words, int(rng.integers(16 // BYTES["float32"])), (1, words))
 
 
+BLOCKS = {"nf4": (64, 36), "mxfp4": (32, 17), "int8": (128, 132)}  # numbers and bytes of a block of frozen weights
+NF4 = (
+    "-1 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635 -0.18477343022823334 "
+    "-0.09105003625154495 0 0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224 "
+    "0.44070982933044434 0.5626170039176941 0.7229568362236023 1"
+)  # bitsandbytes.functional.get_4bit_type("nf4")
+E2M1 = "0 0.5 1 1.5 2 3 4 6 -0 -0.5 -1 -1.5 -2 -3 -4 -6"
+
+
+def decoded_blocks(packed: np.ndarray, numbers: int, kind: str, *, swapped: bool = False) -> np.ndarray:
+    """Returns the float32 numbers of blocks. swapped: the two codes of a byte in the wrong order."""
+    size, total = BLOCKS[kind]
+    blocks = packed.reshape(-1, total)
+    if kind == "int8":
+        values = blocks[:, :size].view(np.int8).astype(np.float32)
+    else:
+        both = [blocks[:, : size // 2] >> 4, blocks[:, : size // 2] & 15]
+        ordered = both if (kind == "nf4") != swapped else both[::-1]
+        table = np.array((NF4 if kind == "nf4" else E2M1).split(), np.float32)
+        values = table[np.stack(ordered, 2).reshape(len(blocks), size)]
+    if kind == "mxfp4":
+        exponents = blocks[:, -1:].astype(np.int32)
+        scales = np.where(exponents == 255, np.nan, np.ldexp(1.0, exponents - 127)).astype(np.float32)
+    else:
+        scales = np.ascontiguousarray(blocks[:, -4:]).view(np.float32)
+    with np.errstate(under="ignore", invalid="ignore", over="ignore"):
+        return (values * scales).reshape(-1)[:numbers]
+
+
+def random_blocks(rng: np.random.Generator, numbers: int, kind: str) -> np.ndarray:
+    size, total = BLOCKS[kind]
+    count = -(-numbers // size)
+    packed = rng.integers(0, 256, (count, total)).astype(np.uint8)
+    if kind == "mxfp4":
+        packed[:, -1] = np.where(rng.random(count) < 0.1, rng.choice([0, 1, 255], count), rng.integers(110, 140, count))
+    else:
+        packed[:, -4:] = np.abs(rng.standard_normal((count, 1))).astype(np.float32).view(np.uint8)
+    return packed.reshape(-1)
+
+
+def check_dequantize_blocks(runner, rng: np.random.Generator) -> None:
+    kind, element, numbers = str(rng.choice([*BLOCKS])), str(rng.choice(ELEMENTS)), numbers_of(rng)
+    packed = random_blocks(rng, numbers, kind)
+    out = place(rng, np.zeros((1, numbers)), element, dense=True).same_place(None)
+    actual, what = runner.dequantize_blocks(packed, out, kind)[0], f"dequantize_blocks {kind} to {element} {numbers}"
+
+    def same(values: np.ndarray) -> bool:
+        return np.array_equal(actual, rounded(values.astype(np.float64), element), equal_nan=True)
+
+    assert same(decoded_blocks(packed, numbers, kind)), f"expected one rounding of one product from {what}"
+    if numbers > 100 and kind != "int8":
+        assert not same(decoded_blocks(packed, numbers, kind, swapped=True)), f"control of {what}: codes swapped"
+
+
 QUANTISE_CHECKS = {
+    "dequantize_blocks": check_dequantize_blocks,
     "quantize": check_quantize,
     "dequantize": check_dequantize,
     "add_converted": check_add_converted,

@@ -110,6 +110,11 @@ class Torch:
         (kernels.dequantize_add if add else kernels.dequantize)(target, given)
         return self.read(target)
 
+    def dequantize_blocks(self, packed: np.ndarray, out: Array, kind: str) -> np.ndarray:
+        target = self.tensor(out)
+        kernels.dequantize_blocks(target, torch.from_numpy(packed).to(self.device), kind)
+        return self.read(target)
+
     def add_converted(self, total: Array, values: Array) -> np.ndarray:
         target = self.tensor(total)
         kernels.add_converted(target, self.tensor(values))

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from rtp_ext.parameters.sharded_module import mixed_class
+from rtp_ext.parameters.sharding import frozen_of
 
 
 class MergingAdapter:
@@ -22,12 +23,22 @@ class MergingAdapter:
     NAME_PREFIX = ""  # peft writes names of classes into its messages
 
     def merge(self, *arguments: Any, **keywords: Any) -> Any:
+        self._refuse_blocks("merge")
         with implicit_replication():
             return super().merge(*arguments, **keywords)  # type: ignore[misc]
 
     def unmerge(self, *arguments: Any, **keywords: Any) -> Any:
+        self._refuse_blocks("unmerge")
         with implicit_replication():
             return super().unmerge(*arguments, **keywords)  # type: ignore[misc]
+
+    def _refuse_blocks(self: Any, what: str) -> None:
+        frozen = frozen_of(getattr(self.get_base_layer(), "weight", None))
+        if frozen is not None:
+            raise ValueError(
+                f"{what}: expected a base weight in a floating-point dtype, got blocks of {frozen.format}, whose "
+                "codes cannot hold the sum: merge into the plain model, with the values of rtp_ext.frozen_weights"
+            )
 
 
 def extend_adapters(root: nn.Module) -> None:

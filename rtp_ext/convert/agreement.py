@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from rtp_ext._native import RotationError
 from rtp_ext.convert.modules.bundled import BundledMLP
 from rtp_ext.parameters.sharded_module import ShardedModule
-from rtp_ext.parameters.sharding import held
+from rtp_ext.parameters.sharding import frozen_of, held
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import computes_plainly
 
@@ -148,7 +148,11 @@ def _parameters(named: Named) -> list[tuple]:
 
 
 def _kind(parameter: nn.Parameter) -> str | None:
-    """Returns the class of this rank's part of a parameter, if it overrides torch's functions."""
+    """Returns the description of a weight in blocks, or the class of this rank's part of a parameter if it overrides
+    torch's functions."""
+    frozen = frozen_of(parameter)
+    if frozen is not None:
+        return f"in blocks of {frozen.format} for {frozen.dtype} {list(frozen.shape)}"
     kind = type(held(parameter))
     return None if computes_plainly(kind) else f"{kind.__module__}.{kind.__qualname__}"
 

@@ -13,10 +13,11 @@ from rtp_ext.convert.fast_path import keep_from_fast_path
 from rtp_ext.convert.modules.bundled import MIXINS
 from rtp_ext.convert.modules.gathered import ForwardScope, make_gathered
 from rtp_ext.convert.modules.head import FusedHead, FusedLossModel
+from rtp_ext.convert.modules.linear_4bit import RotatedLinear4bit
 from rtp_ext.convert.modules.refused import guard_parametrizations
 from rtp_ext.convert.modules.shared_input import join
 from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
-from rtp_ext.convert.plan.converted import REASON
+from rtp_ext.convert.plan.converted import REASON, WIDE
 from rtp_ext.convert.plan.layers import DROP_INS, drop_in, extended_parameters
 from rtp_ext.convert.plan.request import Request
 from rtp_ext.convert.plan.rotation_plan import (
@@ -32,6 +33,7 @@ from rtp_ext.convert.tensor_parallel import parallel_class
 from rtp_ext.nn import Flyweight, RotatedExperts
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.linear import RotatedTransposedLinear
+from rtp_ext.parameters.bitsandbytes import is_linear_4bit
 from rtp_ext.parameters.sharded_module import ShardedModule, Tie, mixed_class
 from rtp_ext.ring import Ring
 
@@ -107,6 +109,7 @@ class Application:
     # -- one module --------------------------------------------------------------------------------------------------
 
     def _rotate(self, module: ModulePlan, part: Any) -> None:
+        self._keep_wide(module, part)
         if id(part) in self.projections:
             return
         options: dict[str, Any] = {}
@@ -119,9 +122,13 @@ class Application:
         elif module.transposed:
             mixed, options = RotatedTransposedLinear, {"shard_dim": 1 - (module.cuts["weight"] or 0)}
         else:
-            mixed = drop_in(part)
+            mixed = RotatedLinear4bit if is_linear_4bit(part) else drop_in(part)
             if module.layer in ("linear", "embedding"):
                 options = {"shard_dim": module.cuts["weight"]}
+            if module.in_blocks:
+                options["frozen"] = next(each.frozen.format for each in module.parameters if each.frozen is not None)
+                self.ring.traceable = False  # a compiler would look into the parameter
+                self.counts[f"weights in blocks of {options['frozen']}"] += 1
         part.__class__ = mixed if type(part) in DROP_INS else mixed_class(mixed, type(part))
         part._rotate(
             self.ring,
@@ -140,6 +147,14 @@ class Application:
             self.counts[f"{module.kind}: rotated, {module.style} tensor parallel"] += 1
         elif module.layer != "head":
             self.counts[f"{module.kind}: rotated"] += 1
+
+    def _keep_wide(self, module: ModulePlan, part: Any) -> None:
+        """Keeps and logs the reasons why frozen weights of a module are not in blocks."""
+        wide = {owned.key: owned.wide for owned in module.parameters if owned.wide is not None}
+        if wide:
+            part.__dict__[WIDE] = wide
+        for key, reason in wide.items():
+            self.counts[f"{key} of {module.kind}: frozen, but not in blocks: {reason}"] += 1
 
     def _keep_whole(self, module: ModulePlan, part: Any) -> None:
         part.__class__ = mixed_class(WholeEmbedding, type(part))

@@ -21,6 +21,8 @@ def explained(options: argparse.Namespace) -> str:
     where it names no model, or `fully_rotate` would refuse it.
     """
     model = model_of(options.hf_config)
+    if options.frozen is not None:
+        model.requires_grad_(False)
     dtypes = {
         name: getattr(torch, value)
         for name in ("param_dtype", "reduce_dtype")
@@ -32,6 +34,7 @@ def explained(options: argparse.Namespace) -> str:
         in_place=options.in_place,
         bundle=not options.no_bundle,
         loss_head="fused" if options.fused_loss else None,
+        frozen=options.frozen,
         route=options.route,
         gradient_route=options.gradient_route,
         gradient_travel=options.gradient_travel,

@@ -35,6 +35,7 @@ def explain(
     in_place: bool = False,
     bundle: bool | str = True,
     loss_head: str | None = None,
+    frozen: str | None = None,
     route: str = "auto",
     gradient_route: str = "auto",
     gradient_travel: str | None = None,
@@ -58,8 +59,8 @@ def explain(
 
     Args:
         module: a model, on any device; or a list of modules as `fully_rotate` takes it.
-        mesh, dims, outer, mp_policy, offload_policy, ignored_params, in_place, bundle, loss_head, route,
-            gradient_route, gradient_travel, transport, travel, timeout: see `fully_rotate`.
+        mesh, dims, outer, mp_policy, offload_policy, ignored_params, in_place, bundle, loss_head, frozen,
+            route, gradient_route, gradient_travel, transport, travel, timeout: see `fully_rotate`.
         ranks, rank: for a plain model and a ring that does not exist: its size, and the rank whose bytes are counted.
             Default: those of `mesh`, or of the default process group.
         device: the device type of such a ring; default: that of the parameters, `cuda` if these are on meta.

@@ -49,6 +49,7 @@ def fully_rotate(
     in_place: bool = False,
     bundle: bool | str = True,
     loss_head: str | None = None,
+    frozen: str | None = None,
     route: str = "auto",
     gradient_route: str = "auto",
     gradient_travel: str | None = None,
@@ -104,6 +105,12 @@ def fully_rotate(
             The log has one line for each kind of module with its conversion.
         loss_head: "fused": causal language models of the transformers package compute vocabulary head and loss in one
             operation when labels are given; their output then has no logits.
+        frozen: "nf4", "mxfp4" or "int8": weights of linear layers that require no gradient are stored, and travel, in
+            blocks of codes with a scale, and are widened where a product needs them; rtp_ext.frozen_weights returns
+            their values. Such layers rotate one by one, or with the others of q, k and v, but not as MLP bundles.
+            Frozen weights of other modules, tied ones and those stored [in, out] stay in their dtype: explain and the
+            log name them. Not with in_place, route="gather", offload_policy, tensor parallelism, emulated rings, and
+            outer policies other than AllReduce.
         route, gradient_route, gradient_travel, transport, travel, timeout: see Ring. For a model with converted parts:
             the values of their ring, or the defaults. `travel` does not apply to gathered parameters.
 
@@ -111,9 +118,10 @@ def fully_rotate(
     or as a part of another (a RotationError as well); for a list that is empty, or has a module twice or inside
     another; where parts are on other ranks or differ in the options of their rings; where parameters are DTensors of
     other code (another mesh, styles of tensor parallelism other than colwise, rowwise and replicated) or managed by
-    FSDP or DDP; where shards cannot stay on the host (outer.ZeroOuter, in_place, tensor parallelism, Flyweight); and
-    where loss_head="fused" finds no supported model. Logs a warning if ranks of a ring have models with different
-    values; replicas that differ raise ValueError in the first backward. Collective: creates a ring.
+    FSDP or DDP; where `frozen` finds no frozen weight, or infinities and NaNs in one; where shards cannot stay on the
+    host (outer.ZeroOuter, in_place, tensor parallelism, Flyweight); and where loss_head="fused" finds no supported
+    model. Logs a warning if ranks of a ring have models with different values; replicas that differ raise ValueError in
+    the first backward. Collective: creates a ring.
     Source: RTP, arXiv 2311.01635.
     """
     request = read_call(module, Options.of(locals()))

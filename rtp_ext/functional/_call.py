@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext.functional._selective import as_operator
-from rtp_ext.parameters.sharding import held, local_shard, reserve
+from rtp_ext.parameters.sharding import frozen_of, held, local_shard, reserve
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import expect_memory, holds_memory, rounded, unseen
 from rtp_ext.ring.cpu_offload import on_device
@@ -90,11 +90,13 @@ class Call:
         ring.check_alive(name)
         if in_place:
             ring.expect_in_place(name)
-        if not isinstance(weight, torch.Tensor) or not weight.dtype.is_floating_point:
-            raise TypeError(f"{name}: expected a floating-point weight, got {getattr(weight, 'dtype', type(weight))}")
-        compute = compute_dtype or weight.dtype
+        frozen = frozen_of(weight)
+        dtype: Any = getattr(weight, "dtype", type(weight)) if frozen is None else frozen.dtype
+        if not isinstance(weight, torch.Tensor) or not dtype.is_floating_point:
+            raise TypeError(f"{name}: expected a floating-point weight, got {dtype}")
+        compute = compute_dtype or dtype
         kind = weight.device.type
-        if autocasts and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:
+        if autocasts and torch.is_autocast_enabled(kind) and dtype != torch.float64:
             compute = torch.get_autocast_dtype(kind)
         reduce = reduce_dtype or (torch.float64 if compute == torch.float64 else torch.float32)
         return cls(ring, name, in_place, compute, reduce)
@@ -161,7 +163,8 @@ class ShardedParameter:
     def check(self, call: Call) -> None:
         """Raises TypeError or ValueError if the tensor is not such a shard on the ring of the call."""
         tensor, label = self.tensor, f"{call.name}: expected a {self.what}"
-        if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
+        in_blocks = frozen_of(tensor) is not None
+        if not in_blocks and (not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point):
             raise TypeError(f"{label} of floating-point numbers, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
         expect_memory(f"{call.name}: {self.what}", (held(tensor),))
         if tensor.dim() != self.dims:

@@ -19,6 +19,8 @@ from rtp_ext.functional._call import (
     saved,
     watched_where_read,
 )
+from rtp_ext.parameters.frozen import FrozenWeight
+from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 from rtp_ext.ring.links.options import wire_itemsize
@@ -159,6 +161,8 @@ def rotated_linear(
         raise ValueError(f"{name}: expected shard_dim 0 or 1, got {shard_dim}")
     if shard_dim == 0:
         return rotated_linears([x], [weight], [bias], ring=ring, transposed=transposed, prepared=prepared, **options)[0]
+    if frozen_of(weight) is not None:
+        raise ValueError(f"{name}: expected shard_dim 0 for a frozen weight in blocks, got {shard_dim}")
     call = Call.of(weight, ring=ring, **options)
     x = call.operand(x)
     params, (outputs, inputs, native) = prepare_partial(call, prepared, [x], weight, bias, transposed)
@@ -194,6 +198,9 @@ def rotated_linears(
         projections: (input, layer, begin, end): rows [begin, end) of the weight of that layer, applied to that input.
             The projections of a layer must cover each of its rows exactly once. Default: every layer applied to
             input 0.
+
+    A weight may be the parameter of a frozen one in blocks (fully_rotate(model, frozen=...)): its blocks travel, and
+    each compute widens them before. It is cut between groups of rows that fill whole blocks; its bias is cut as ever.
 
     Everything else is as in `rotated_linear`.
     """
@@ -258,13 +265,20 @@ def prepare_linears(
     params = _local_shards(weights, biases, 1 if transposed else 0)
     if projections is not None:
         projections = tuple(map(tuple, projections))  # type: ignore[arg-type]
+    frozen = tuple([frozen_of(weight) for weight in weights])
+    in_blocks = any([each is not None for each in frozen])
+    if in_blocks and (transposed or call.in_place):
+        expected = "a weight stored [out, in]" if transposed else "in_place=False"
+        raise ValueError(f"{call.name}: expected {expected} for a frozen weight in blocks")
 
     def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
         return _bundle(call, params, shapes, biases, len(inputs), projections, transposed)
 
-    facts = (("projections", projections), ("inputs", len(inputs)), ("transposed", transposed))
+    facts = (("projections", projections), ("inputs", len(inputs)), ("transposed", transposed), ("frozen", frozen))
     tokens = max([x.shape[:-1].numel() for x in inputs])
-    planned: dict[str, Any] = {} if transposed else {"tokens": tokens, "size": lambda shapes: _size(call, shapes)}
+    planned: dict[str, Any] = (
+        {} if transposed or in_blocks else {"tokens": tokens, "size": lambda shapes: _size(call, shapes)}
+    )
     return params, prepare(call, prepared, "linears", params, inputs, facts, derive, late=True, **planned)
 
 
@@ -298,7 +312,7 @@ def _check_biases(
     for place in range(1, len(params)):
         param, weight = params[place], params[place - 1]
         if param.dims == 1:
-            if param.tensor.dtype != weight.tensor.dtype:
+            if param.tensor.dtype != weight.tensor.dtype and frozen_of(weight.tensor) is None:
                 raise TypeError(
                     f"{call.name}: expected a bias of dtype {weight.tensor.dtype}, the weight's, got "
                     f"{param.tensor.dtype}"
@@ -315,8 +329,13 @@ def _bundle(
     projections: Sequence[tuple[int, int, int, int]] | None,
     transposed: bool,
 ) -> _Bundle:
+    frozen: list[FrozenWeight | None] = [frozen_of(param.tensor) for param in params]
+    shapes = [shape if each is None else each.shape for shape, each in zip(shapes, frozen, strict=True)]
     _check_biases(call, params, shapes, transposed)
     weights = [shape for shape in shapes if len(shape) == 2]
+    formats = [
+        None if each is None else each.format for each, param in zip(frozen, params, strict=True) if param.dims == 2
+    ]
     outputs = [(shape[1], shape[0]) if transposed else (shape[0], shape[1]) for shape in weights]
     biased = [bias is not None for bias in biases]
     if projections is None:
@@ -330,7 +349,10 @@ def _bundle(
         multiplied.append({which for which, of, _, _ in projections if of == layer})
         if with_bias:
             multiplied.append(set())
-    layers = [_native.LinearShape(*sizes, by_outputs=True, transposed=transposed) for sizes in outputs]
+    layers = [
+        _native.LinearShape(*sizes, by_outputs=True, transposed=transposed, frozen=format)
+        for sizes, format in zip(outputs, formats, strict=True)
+    ]
     return _Bundle(
         _native.LinearBundle(layers, biased),
         [_native.Projection(*projection) for projection in projections],

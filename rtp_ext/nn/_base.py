@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rtp_ext.families.same_forward import has_same_forward
+from rtp_ext.parameters.bitsandbytes import blocks_of, weight_of
+from rtp_ext.parameters.frozen import freeze, keep
 from rtp_ext.parameters.sharded_module import ShardedModule, mixed_class
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_parameter
 from rtp_ext.ring import Prepared, Ring
@@ -42,8 +44,11 @@ class RotatedModule(ShardedModule):
         name: str | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
         memo: dict[int, nn.Parameter] | None = None,
+        frozen: str | None = None,
     ) -> None:
-        """Shards the module's whole parameters. `memo` maps ids of whole parameters to shards (for tied weights)."""
+        """Shards the module's whole parameters. `memo` maps ids of whole parameters to shards (for tied weights).
+        `frozen`: the format of its weight, which is then stored in blocks; a weight that is in blocks already, of
+        another package, keeps its bits."""
         assert isinstance(self, nn.Module)
         self.ring = ring
         self.in_place = in_place
@@ -56,7 +61,11 @@ class RotatedModule(ShardedModule):
         for key, parameter in self._parameters.items():
             if parameter is None:
                 continue
-            if id(parameter) not in memo:
+            if key == "weight" and frozen is not None:
+                known = weight_of(parameter)
+                new = freeze(parameter, ring, frozen) if known is None else keep(known, blocks_of(parameter), ring)
+                memo[id(parameter)] = new
+            elif id(parameter) not in memo:
                 memo[id(parameter)] = shard_parameter(parameter, ring, shard_dims[key])
             self._parameters[key] = memo[id(parameter)]
 

@@ -24,7 +24,7 @@ def matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         model: before or after `fully_rotate`.
 
     Each parameter is in one list, once, in the order of `model.parameters()`. Frozen ones are included: optimizers pass
-    over parameters without gradients.
+    over parameters without gradients. Frozen weights in blocks, which are bytes, are in the rest.
     """
     outside = {id(p) for module in _outside(model) for p in module.parameters(recurse=False)}
     hidden = {id(p) for module in model.modules() for p in _hidden(module)} - outside
@@ -37,6 +37,8 @@ def _hidden(module: nn.Module) -> Iterator[nn.Parameter]:
     experts = isinstance(module, RotatedExperts) or is_experts(module)
     for name, parameter in module.named_parameters(recurse=False):
         attention = isinstance(module, nn.MultiheadAttention) and name.endswith("proj_weight")
+        if not parameter.is_floating_point():
+            continue
         if (parameter.dim() == 2 and (linear or attention)) or (parameter.dim() == 3 and experts):
             yield parameter
 

@@ -9,14 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rtp_ext.parameters.sharding import gather_full
+from rtp_ext.parameters.frozen import whole_weight
+from rtp_ext.parameters.sharding import frozen_of, gather_full
 
 
 def whole_state(module: nn.Module, keep: bool, names: Collection[str] | None = None) -> dict[str, Any]:
     """Returns the plain model's state_dict on the CPU if `keep`, else {}.
 
-    Tied tensors share their memory. Parameters are gathered one at a time, and ranks without `keep` hold none of
-    them. names: entries to return; None: all. Collective: every rank of the mesh passes the same names.
+    Frozen weights in blocks are dequantized. Tied tensors share their memory. Parameters are gathered one at a time,
+    and ranks without `keep` hold none of them. names: entries to return; None: all. Collective: every rank of the mesh
+    passes the same names.
     """
     state = module.state_dict(keep_vars=True)
     found: dict[str, Any] = {}
@@ -26,7 +28,11 @@ def whole_state(module: nn.Module, keep: bool, names: Collection[str] | None = N
             continue
         if isinstance(value, DTensor):
             if id(value) not in gathered:
-                gathered[id(value)] = gather_full(value, keep=keep)
+                if frozen_of(value) is None:
+                    gathered[id(value)] = gather_full(value, keep=keep)
+                else:
+                    whole = whole_weight(value)
+                    gathered[id(value)] = whole if keep else torch.empty(0)
             value = gathered[id(value)]
         elif isinstance(value, torch.Tensor):
             value = value.detach().cpu()

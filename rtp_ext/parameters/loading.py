@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rtp_ext._native import shard_sizes
+from rtp_ext.parameters.frozen import load_plain
+from rtp_ext.parameters.sharding import frozen_of
 
 logger = logging.getLogger("rtp_ext")
 
@@ -29,9 +31,9 @@ def load_safetensors(module: nn.Module, files: Files, *, strict: bool = True) ->
     """Loads a checkpoint of the plain model into a converted one, in place.
 
     Every rank reads only the slices of its own shards: it maps files into memory, and copies each slice into the
-    parameter, converted to the parameter's dtype. Besides the model this takes no memory on CPUs, and that of one slice
-    on GPUs. Buffers and unsharded parameters are read whole. All names, shapes and dtypes are checked before the first
-    write.
+    parameter, converted to the parameter's dtype, or to the blocks of a frozen weight. Besides the model this takes no
+    memory on CPUs, and that of one slice on GPUs; for weights in blocks, that of a part of a slice. Buffers and
+    unsharded parameters are read whole. All names, shapes and dtypes are checked before the first write.
 
     Args:
         module: a model converted by `fully_rotate` (or any other), with storage: call `to_empty` on a model on the meta
@@ -179,17 +181,21 @@ def _check(file: Any, path: Path, name: str, target: torch.Tensor) -> None:
         raise ValueError(f"load_safetensors: {name} is on the meta device; call to_empty first")
     entry = file.get_slice(name)
     shape = tuple(entry.get_shape())
-    if shape != tuple(target.shape):
-        raise ValueError(f"load_safetensors: {name}: expected shape {tuple(target.shape)}, got {shape} in {path}")
+    frozen = frozen_of(target)
+    expected, stored = (tuple(target.shape), target.dtype) if frozen is None else (frozen.shape, frozen.dtype)
+    if shape != expected:
+        raise ValueError(f"load_safetensors: {name}: expected shape {expected}, got {shape} in {path}")
     dtype = (entry[:0] if shape else file.get_tensor(name)).dtype
-    if not torch.can_cast(dtype, target.dtype):
-        raise ValueError(f"load_safetensors: {name}: expected {target.dtype}, got {dtype} in {path}")
+    if not torch.can_cast(dtype, stored) or (frozen is not None and not dtype.is_floating_point):
+        raise ValueError(f"load_safetensors: {name}: expected {stored}, got {dtype} in {path}")
     _part(name, target)
 
 
 def _copy(file: Any, name: str, target: torch.Tensor) -> None:
     local = target.to_local() if isinstance(target, DTensor) else target
-    if target.dim() == 0:
+    if frozen_of(target) is not None:
+        load_plain(target, file.get_slice(name))  # type: ignore[arg-type]
+    elif target.dim() == 0:
         local.copy_(file.get_tensor(name))
     elif local.numel() > 0:
         local.copy_(file.get_slice(name)[_part(name, target)])

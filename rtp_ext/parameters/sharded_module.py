@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from rtp_ext.parameters.sharding import placed_as
-from rtp_ext.ring.autograd import GRADIENT_HANDLER, OFFLOADED
+from rtp_ext.parameters.sharding import frozen_of, placed_as
+from rtp_ext.ring.autograd import FROZEN, GRADIENT_HANDLER, OFFLOADED
 from rtp_ext.ring.registry import register
 
 
@@ -42,8 +42,9 @@ class ShardedModule:
 
     `load_state_dict` accepts shards, and whole tensors, which it cuts like the parameters. With `assign=True` it
     replaces the registered parameters. Tied parameters stay tied; if the state dict has several of their names, the
-    last one counts, as in a load that copies. The marks of parameters (GRADIENT_HANDLER, OFFLOADED) survive this, and
-    also `to`, `double` and similar methods, which replace the tensors.
+    last one counts, as in a load that copies. The marks of parameters (GRADIENT_HANDLER, OFFLOADED, FROZEN) survive
+    this, and also `to`, `double` and similar methods, which replace the tensors. A whole floating-point tensor becomes
+    the blocks of a frozen weight.
     """
 
     _rtp_ties: Mapping[str, Tie] = MappingProxyType({})
@@ -55,8 +56,11 @@ class ShardedModule:
 
     def _apply(self: Any, *arguments: Any, **keywords: Any) -> Any:
         marks = {name: _marks(parameter) for name, parameter in self._parameters.items()}
+        function = arguments[0] if arguments else keywords["fn"]
         result = super()._apply(*arguments, **keywords)  # type: ignore[misc]
         for name, known in marks.items():
+            if FROZEN in known:  # bytes stay; `to` changes the dtype of the weight that they stand for
+                known[FROZEN] = known[FROZEN].converted_by(function)
             if known:
                 self._parameters[name].__dict__.update(known)
         return result
@@ -69,7 +73,11 @@ class ShardedModule:
         assign = arguments[0].get("assign_to_params_buffers", False)
         for name, (old, spec, _) in before.items():
             given = state_dict.get(prefix + name)
-            if spec is not None and not assign and _is_whole(given) and given.shape == old.shape:
+            frozen = frozen_of(old)
+            if frozen is not None and spec is not None and _is_plain(given, frozen.shape):
+                given = frozen.encode(given.detach().to(old.device), frozen.packed_shape[0])
+                state_dict[prefix + name] = placed_as(given, spec)
+            elif spec is not None and not assign and _is_whole(given) and given.shape == old.shape:
                 state_dict[prefix + name] = placed_as(given, spec)
         super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
         errors: list[str] = arguments[-1]
@@ -110,13 +118,18 @@ class ShardedModule:
 
 
 def _marks(parameter: Any) -> dict[str, Any]:
-    """Returns the attributes by which an outer policy and offloading identify a sharded parameter."""
+    """Returns the attributes by which an outer policy and offloading identify a sharded parameter, and the description
+    of a frozen weight in blocks."""
     known = parameter.__dict__ if isinstance(parameter, DTensor) else {}
-    return {mark: known[mark] for mark in (GRADIENT_HANDLER, OFFLOADED) if mark in known}
+    return {mark: known[mark] for mark in (GRADIENT_HANDLER, OFFLOADED, FROZEN) if mark in known}
 
 
 def _is_whole(given: Any) -> bool:
     return isinstance(given, torch.Tensor) and not isinstance(given, DTensor)
+
+
+def _is_plain(given: Any, shape: tuple[int, ...]) -> bool:
+    return _is_whole(given) and given.shape == shape and given.is_floating_point()
 
 
 def _fits(tensor: DTensor, spec: DTensorSpec) -> bool:

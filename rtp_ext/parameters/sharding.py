@@ -23,6 +23,7 @@ from rtp_ext.parameters.pieces import gather_local, is_piece
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import (
+    FROZEN,
     as_gradient,
     as_parameter,
     computes_plainly,
@@ -53,6 +54,11 @@ def take_shard(full: torch.Tensor, ring: Ring, dim: int) -> torch.Tensor:
 def held(shard: torch.Tensor) -> torch.Tensor:
     """Returns the local tensor of a DTensor, without the alias and the graph node that to_local() makes."""
     return shard._local_tensor if isinstance(shard, DTensor) else shard
+
+
+def frozen_of(parameter: Any) -> Any:
+    """Returns the description, a `FrozenWeight`, of a weight that is stored in blocks; None for any other tensor."""
+    return parameter.__dict__.get(FROZEN) if isinstance(parameter, torch.Tensor) else None
 
 
 @unseen
@@ -340,6 +346,11 @@ def init_weights(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
     for name, parameter in module.named_parameters():
         if parameter.device.type == "meta":
             raise ValueError(f"init_weights: {name} is on the meta device; call to_empty first")
+        if frozen_of(parameter) is not None:
+            raise ValueError(
+                f"init_weights: expected weights in a floating-point dtype, got {name}, which fully_rotate has stored "
+                f"in {frozen_of(parameter).format}: initialise the model before, or use load_safetensors"
+            )
     for owner in module.modules():
         _init_module(owner, fn)
 

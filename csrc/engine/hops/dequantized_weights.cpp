@@ -2,14 +2,17 @@
 
 #include <utility>
 
+#include "compute/blocks.h"
 #include "compute/quantize.h"
 
 namespace rtp {
 
 namespace {
 
-void dequantize_weight(const at::Tensor& to, const at::Tensor& from, Wire wire) {
-  if (wire == Wire::int8) {
+void dequantize_weight(const at::Tensor& to, const at::Tensor& from, const TensorLayout& layout) {
+  if (layout.frozen) {
+    dequantize_blocks(to, from, *layout.frozen);
+  } else if (layout.wire == Wire::int8) {
     dequantize(to, from);
   } else {
     to.copy_(from);
@@ -28,7 +31,7 @@ std::vector<at::Tensor> DequantizedWeights::of(SlotPool& pool, const std::option
   for (size_t index = 0; index < arrived.size(); ++index) {
     if (!bundle->layouts[index].quantized()) continue;
     const at::Tensor wide = bundle->dequantized(place.slot->memory, step.owner, index);
-    if (!known) dequantize_weight(wide, arrived[index], bundle->layouts[index].wire);
+    if (!known) dequantize_weight(wide, arrived[index], bundle->layouts[index]);
     arrived[index] = wide;
   }
   return arrived;

@@ -1,4 +1,5 @@
-// Scratch memory for weights that travel in fewer bits than the compute dtype.
+// Scratch memory for weights that travel in fewer bits than the compute dtype: rounded for the hop, or frozen in
+// blocks.
 #pragma once
 
 #include <ATen/core/Tensor.h>

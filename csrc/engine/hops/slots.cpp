@@ -73,18 +73,23 @@ struct OwnMemory {
 
 int64_t TensorLayout::elements(int owner) const { return product(shapes[owner]); }
 
-bool TensorLayout::quantized() const { return quantizes(wire, static_cast<int64_t>(c10::elementSize(dtype))); }
+bool TensorLayout::quantized() const {
+  return frozen || quantizes(wire, static_cast<int64_t>(c10::elementSize(dtype)));
+}
+
+bool TensorLayout::casts(at::ScalarType local) const { return !frozen && (local != dtype || quantized()); }
 
 at::ScalarType TensorLayout::wire_dtype() const {
   if (!quantized()) return dtype;
-  return wire == Wire::int8 ? at::kByte : at::kBFloat16;
+  return frozen || wire == Wire::int8 ? at::kByte : at::kBFloat16;
 }
 
 std::vector<int64_t> TensorLayout::wire_shape(int owner) const {
-  return wire == Wire::int8 ? std::vector<int64_t>{bytes(owner)} : shapes[owner];
+  return frozen || wire == Wire::int8 ? std::vector<int64_t>{bytes(owner)} : shapes[owner];
 }
 
 int64_t TensorLayout::bytes(int owner) const {
+  if (frozen) return block_bytes(*frozen, elements(owner));
   return wire_bytes(elements(owner), wire, static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
@@ -179,7 +184,7 @@ void ShardBundle::stage(Streams& streams, const at::Tensor& memory, int rank) {
 
 bool ShardBundle::cast() const {
   for (size_t index = 0; index < layouts.size(); ++index) {
-    if (local[index].scalar_type() != layouts[index].dtype || layouts[index].quantized()) return true;
+    if (layouts[index].casts(local[index].scalar_type())) return true;
   }
   return false;
 }

@@ -7,9 +7,11 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <random>
 #include <vector>
 
+#include "base/blocks.h"
 #include "engine/hops/trace.h"
 #include "schedule/footprint.h"
 #include "schedule/uses.h"
@@ -22,9 +24,11 @@ struct TensorLayout {
   at::ScalarType dtype;
   std::vector<std::vector<int64_t>> shapes;
   Wire wire = Wire::plain;
+  std::optional<BlockFormat> frozen = std::nullopt;  // the local tensor itself holds blocks, which travel unchanged
 
   int64_t elements(int owner) const;
-  bool quantized() const;  // whether it travels in fewer bits than the compute dtype
+  bool quantized() const;                  // whether it travels in fewer bits than the compute dtype
+  bool casts(at::ScalarType local) const;  // whether a local tensor of this dtype differs from the travel format
   // Dtype and shape while it travels; flat bytes if the format includes scales.
   at::ScalarType wire_dtype() const;
   std::vector<int64_t> wire_shape(int owner) const;

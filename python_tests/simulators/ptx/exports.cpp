@@ -2,6 +2,7 @@
 #include <cstdlib>
 
 #include "kernels/activation.h"
+#include "kernels/blocks.h"
 #include "kernels/embedding.h"
 #include "kernels/logits.h"
 #include "kernels/pack.h"
@@ -27,6 +28,9 @@ int pack(const rtp::PackEntry* entries, int count) {
 
 int quantize(const rtp::QuantizeParameters* given) { return rtp::launch_quantize(*given, nullptr); }
 int dequantize(const rtp::DequantizeParameters* given) { return rtp::launch_dequantize(*given, nullptr); }
+int dequantize_blocks(const rtp::DequantizeBlocksParameters* given) {
+  return rtp::launch_dequantize_blocks(*given, nullptr);
+}
 int add_converted(const rtp::AddConvertedParameters* given) { return rtp::launch_add_converted(*given, nullptr); }
 
 // Sizes of the structures above, in order, to verify Python's mirrors of them.
@@ -40,7 +44,8 @@ int structure_bytes(int which) {
                           sizeof(rtp::PackEntry),
                           sizeof(rtp::QuantizeParameters),
                           sizeof(rtp::DequantizeParameters),
-                          sizeof(rtp::AddConvertedParameters)};
+                          sizeof(rtp::AddConvertedParameters),
+                          sizeof(rtp::DequantizeBlocksParameters)};
   return static_cast<int>(bytes[which]);
 }
 

@@ -63,6 +63,11 @@ def _gather_and_write(method: Any, model: Any, given: dict[str, Any]) -> None:
         method(model, **given)
         return
     writes = dist.get_rank() == 0
+    if getattr(model, "hf_quantizer", None) is not None and _names(model, given) is None:
+        raise ValueError(
+            f"save_pretrained of {type(model).__name__}: expected a model of the peft package, to save its adapters, "
+            "got a quantized model: its configuration does not fit the values that the weights in blocks stand for"
+        )
     given["state_dict"] = whole_to_save(model, writes, given)
     given["is_main_process"] = writes
     failure = None

@@ -32,9 +32,10 @@ from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn._tensor_parallel import TensorParallel
 from rtp_ext.nn.linear import RotatedTransposedLinear
 from rtp_ext.parameters.sharded_module import mixin_of, plain_class
-from rtp_ext.parameters.sharding import held
+from rtp_ext.parameters.sharding import frozen_of, held
 from rtp_ext.ring.mesh import ring_dim, ring_shape
 
+WIDE = "_rtp_wide"  # attribute of a module with a frozen weight that is not in blocks, although requested: the reason
 REASON = "_rtp_reason"  # attribute of a module that does not rotate: the reason at its conversion
 
 SCALAR = "a scalar has no dimension to cut"
@@ -71,7 +72,8 @@ class Reader:
     def __init__(self, root: nn.Module, facts: RingFacts, ignored: Iterable[int] = ()) -> None:
         self.root, self.facts = root, facts
         self.ignored = set(ignored)
-        self.names = {id(part): name for name, part in root.named_modules()}
+        self.by_name = dict(root.named_modules())
+        self.names = {id(part): name for name, part in self.by_name.items()}
         self.first: dict[int, str] = {}
         for name, parameter in root.named_parameters(remove_duplicate=False):
             self.first.setdefault(id(parameter), name)
@@ -236,16 +238,18 @@ class Reader:
         first = self.first.get(id(parameter), full)
         placed = isinstance(parameter, DTensor)
         shape = whole = tuple(parameter.shape)
+        frozen = frozen_of(parameter)
         if placed and moved != IGNORED:
             whole = ring_shape(parameter)
         elif dim is not None:  # on an emulated ring, where every owner's shard is this rank's own
             shape = whole = (*shape[:dim], shape[dim] * self.facts.ranks, *shape[dim + 1 :])
         local = held(parameter)
+        owner = self.by_name.get(name)
         return Owned(
             key=key,
-            shape=shape,
+            shape=shape if frozen is None else frozen.shape,
             ring_shape=whole,
-            dtype=parameter.dtype,
+            dtype=parameter.dtype if frozen is None else frozen.dtype,
             trained=parameter.requires_grad,
             moved=moved,
             dim=dim,
@@ -254,6 +258,8 @@ class Reader:
             tied_to=None if first == full else first,
             reason=reason,
             sparse=sparse,
+            frozen=frozen,
+            wide=owner.__dict__.get(WIDE, {}).get(key) if owner is not None else None,
         )
 
     # -- bundles -----------------------------------------------------------------------------------------------------

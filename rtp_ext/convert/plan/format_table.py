@@ -43,19 +43,25 @@ def table(kind: str, ring: Any, rows: Sequence[Any], totals: dict[str, int]) -> 
         f"{_bytes(totals['backward_bytes'])} of weights in backward and {_bytes(totals['gradient_bytes'])} of "
         f"gradients, and by collectives {_bytes(totals['collective_bytes'])}.",
     ]
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        if row.reason is not None:
-            reasons.setdefault(row.reason, []).append(row.name)
-    if reasons:
-        lines += ["", "Not rotated:"]
-        for reason, names in reasons.items():
-            forms = list(dict.fromkeys(map(_without_numbers, names))) if len(names) > 3 else names
-            shown = ", ".join(forms[:4]) + (f" and {len(forms) - 4} more" if len(forms) > 4 else "")
-            lines.append(f"  {shown}: {reason}")
+    lines += _reasons("Not rotated", [(row.reason, row.name) for row in rows])
+    lines += _reasons("Frozen, but not in blocks", [(row.wide, row.name) for row in rows])
     if ring.assumed:
         lines += ["", "No ring exists yet: these are the routes of ranks on one host."]
     return "\n".join(lines)
+
+
+def _reasons(title: str, given: Sequence[tuple[str | None, str]]) -> list[str]:
+    """Returns lines with the names of parameters by reason; none where there are no reasons."""
+    reasons: dict[str, list[str]] = {}
+    for reason, name in given:
+        if reason is not None:
+            reasons.setdefault(reason, []).append(name)
+    lines = ["", f"{title}:"] if reasons else []
+    for reason, names in reasons.items():
+        forms = list(dict.fromkeys(map(_without_numbers, names))) if len(names) > 3 else names
+        shown = ", ".join(forms[:4]) + (f" and {len(forms) - 4} more" if len(forms) > 4 else "")
+        lines.append(f"  {shown}: {reason}")
+    return lines
 
 
 def _title(kind: str, ring: Any, rows: Sequence[Any]) -> str:

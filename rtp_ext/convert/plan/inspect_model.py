@@ -45,8 +45,10 @@ from rtp_ext.convert.tensor_parallel import GATHERED as REPLICATED_STYLE
 from rtp_ext.convert.tensor_parallel import on_tensor_mesh, style_of
 from rtp_ext.families import blocks
 from rtp_ext.families.same_forward import has_same_forward
-from rtp_ext.nn import RotatedEmbedding, RotatedExperts
+from rtp_ext.nn import RotatedEmbedding, RotatedExperts, RotatedLinear
 from rtp_ext.nn.attention import SHARD_DIMS as ATTENTION_DIMS
+from rtp_ext.parameters.bitsandbytes import is_linear_4bit, refusal_of_4bit, weight_of
+from rtp_ext.parameters.frozen import FrozenWeight
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.wrappers import type_name
 
@@ -67,6 +69,8 @@ class Inspection:
         self.extended = extended_parameters(self.modules, request.ignored)
         mesh = request.place.tensor_mesh
         self.styles = {id(part): style_of(part, mesh, request.ignored) for _, part in self.modules}
+        attention = (part for _, part in self.modules if has_same_forward(part, nn.MultiheadAttention))
+        self.projections = {id(part.out_proj) for part in attention}  # type: ignore[union-attr]
         self.reader = Reader(request.root, self.facts, request.not_ours)
         self.first, self.names = self.reader.first, self.reader.names
         self.notes: list[str] = []
@@ -118,7 +122,10 @@ class Inspection:
             block = blocks.mlp_block(part)
             if block is not None:
                 layers = [part.get_submodule(path) for path in block.spec.paths]
-                if self._is_free(part, layers, "layers of its MLP"):
+                if any(self._freezes(layer) for layer in layers):
+                    kind = type(part).__name__
+                    self.notes.append(f"{kind}: layers of its MLP rotate one by one: their weights are in blocks")
+                elif self._is_free(part, layers, "layers of its MLP"):
                     names = tuple(self.names[id(layer)] for layer in layers)
                     found.append(BundlePlan("mlp", name, label, tuple(block.spec.paths), names, recompute, block))
             paths = blocks.shared_inputs(part)
@@ -167,6 +174,8 @@ class Inspection:
             if problem is not None:
                 return self._gathered(name, part, problem, notice="refused")
             return self._rotated(name, part, "experts", {})
+        if is_linear_4bit(part) and refusal_of_4bit(part.weight) is None:
+            return self._rotated(name, part, "linear", {})
         by_inputs = name in down
         if blocks.is_transposed_linear(part):
             problem = stray_parameters(part)
@@ -210,12 +219,44 @@ class Inspection:
             reason = attention_reason(part, key) if layer == "attention" else None
             dim = cuts.get(key, 0)
             if reason is None:
-                rows.append(self._owned(name, key, parameter, ROTATED, dim, None))
+                wide = self._wide(part, parameter, layer)
+                in_blocks = layer == "linear" and key == "weight" and wide is None and self._freezes(part)
+                in_blocks = in_blocks or (key == "weight" and is_linear_4bit(part))
+                rows.append(self._owned(name, key, parameter, ROTATED, dim, None, wide=wide, in_blocks=in_blocks))
             elif self.facts.emulated:
                 rows.append(self._owned(name, key, parameter, REPLICATED, None, EMULATED))
             else:
                 rows.append(self._owned(name, key, parameter, GATHERED, dim, reason))
         return self._made(name, part, ROTATED, rows, layer=layer, transposed=transposed, style=style)
+
+    # -- frozen weights ----------------------------------------------------------------------------------------------
+
+    def _freezes(self, part: nn.Module) -> bool:
+        """Returns whether the weight of a layer will be stored in blocks."""
+        weight = part._parameters.get("weight")
+        if not self._requests_blocks(weight) or drop_in(part) is not RotatedLinear:
+            return False
+        return self._wide(part, weight, "linear") is None
+
+    def _requests_blocks(self, parameter: torch.Tensor | None) -> bool:
+        """Returns whether `frozen` is given, and a parameter is a frozen weight of this call."""
+        if self.request.options.frozen is None or parameter is None or nn.parameter.is_lazy(parameter):
+            return False
+        return not parameter.requires_grad and parameter.dim() > 1 and id(parameter) not in self.request.not_ours
+
+    def _wide(self, part: nn.Module, parameter: torch.Tensor | None, layer: str) -> str | None:
+        """Returns why a frozen weight is not stored in blocks although these are requested; else None."""
+        if parameter is None or not self._requests_blocks(parameter):
+            return None
+        if is_linear_4bit(part):
+            return None
+        if layer != "linear" or id(part) in self.projections:
+            return "blocks are for weights of linear layers that rotate by themselves"
+        if id(parameter) in self.tied:
+            return "it is shared with another module"
+        if drop_in(part) is not RotatedLinear:
+            return "it is stored as [in_features, out_features]"
+        return None if parameter.numel() > 0 else "it is empty"
 
     def _parallel(self, name: str, part: Any, style: str) -> ModulePlan:
         cls = drop_in(part)
@@ -296,6 +337,8 @@ class Inspection:
         *,
         sparse: bool = False,
         placed: bool = True,
+        wide: str | None = None,
+        in_blocks: bool = False,
     ) -> Owned:
         full = f"{name}.{key}" if name else key
         first = self.first.get(id(parameter), full)
@@ -304,18 +347,26 @@ class Inspection:
         if on_tensor_mesh(parameter, self.request.place.tensor_mesh):
             over_tensor, whole = parameter.placements[0], tuple(parameter._local_tensor.shape)
         placements: tuple[Placement, ...] = ()
+        frozen = None
+        if in_blocks:
+            frozen = weight_of(parameter)
+            if frozen is None:
+                assert self.request.options.frozen is not None, "it requests blocks"
+                frozen = FrozenWeight(self.request.options.frozen, shape, parameter.dtype)  # type: ignore[arg-type]
+            shape, whole = frozen.shape, frozen.packed_shape
         if moved == IGNORED:
             placements = tuple(parameter.placements) if isinstance(parameter, DTensor) else ()
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             held = 0 if nn.parameter.is_lazy(local) else local.numel() * local.element_size()
         else:
-            placements, held = self._laid_out(shape, whole, dim, parameter.dtype, over_tensor)
+            stored = parameter.dtype if frozen is None else torch.uint8
+            placements, held = self._laid_out(shape, whole, dim, stored, over_tensor)
             placements = placements if placed and not sparse else ()
         return Owned(
             key=key,
             shape=shape,
             ring_shape=whole,
-            dtype=parameter.dtype,
+            dtype=parameter.dtype if frozen is None else frozen.dtype,
             trained=parameter.requires_grad,
             moved=moved,
             dim=dim,
@@ -324,6 +375,8 @@ class Inspection:
             tied_to=None if first == full else first,
             reason=reason,
             sparse=sparse,
+            frozen=frozen,
+            wide=wide,
         )
 
     def _laid_out(

@@ -49,6 +49,7 @@ class Options:
     in_place: bool = False
     bundle: bool | str = True
     loss_head: str | None = None
+    frozen: str | None = None
     route: str = "auto"
     gradient_route: str = "auto"
     gradient_travel: str | None = None

@@ -14,6 +14,7 @@ from rtp_ext._native import shard_sizes
 from rtp_ext.convert.plan.format_table import table
 from rtp_ext.convert.plan.traffic import Passes, RingFacts, Shards, Traffic, gathered_traffic, rotation_traffic
 from rtp_ext.families.blocks import MLPBlock
+from rtp_ext.parameters.frozen import FrozenWeight
 
 ROTATED, GATHERED, REPLICATED, IGNORED = "rotated", "gathered", "replicated", "ignored"
 
@@ -34,6 +35,8 @@ class Owned:
         tied_to: the first name of the parameter, if this is another one.
         reason: why it does not rotate.
         sparse: whether its gradient has only the rows of the ids that were looked up.
+        frozen: its blocks; `ring_shape` is then that of the bytes. None: it is stored in its dtype.
+        wide: why a frozen weight is not stored in blocks, if blocks were requested.
     """
 
     key: str
@@ -48,6 +51,8 @@ class Owned:
     tied_to: str | None = None
     reason: str | None = None
     sparse: bool = False
+    frozen: FrozenWeight | None = None
+    wide: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,11 @@ class ModulePlan:
     @property
     def label(self) -> str:
         return self.name or self.kind
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether its weight is stored in blocks."""
+        return any(each.frozen is not None for each in self.parameters)
 
     @property
     def cuts(self) -> dict[str, int | None]:
@@ -134,6 +144,7 @@ class ParameterPlan:
             weights in backward, gradients. `Ring.bytes_sent` counts them.
         collective_bytes: bytes that ring collectives of this rank send in a step; None: not known in advance.
         reason: why it does not rotate.
+        wide: why a frozen weight is not stored in blocks, if `frozen` was given.
     """
 
     name: str
@@ -158,6 +169,7 @@ class ParameterPlan:
     gradient_bytes: int
     collective_bytes: int | None
     reason: str | None
+    wide: str | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -247,12 +259,14 @@ class RotationPlan:
             name = bundle.label if bundle.kind == "mlp" else f"{bundle.label}.({', '.join(bundle.paths)})"
             kind = "mlp" if bundle.kind == "mlp" else "linear"
             members = [member for layer in layers for member in _members(layer)]
-            yield bundle.title, _passes(layers[0], kind, name), members
+            in_blocks = any(layer.in_blocks for layer in layers)
+            yield bundle.title, _passes(layers[0], kind, name, in_blocks), members
         for module in self.modules:
             if module.moved == ROTATED and module.name not in together:
                 members = _members(module)
                 if members:
-                    yield module.label, _passes(module, _kind_of(module), module.label), members
+                    passes = _passes(module, _kind_of(module), module.label, module.in_blocks)
+                    yield module.label, passes, members
 
     def _row(
         self, module: ModulePlan, owned: Owned, title: str | None, passes: Passes | None, sent: Traffic
@@ -266,6 +280,8 @@ class RotationPlan:
             bias = len(owned.shape) < (3 if passes.kind == "experts" else 2)
             narrow = facts.travel == "int8" or (facts.travel == "bfloat16" and passes.compute_dtype.itemsize > 2)
             travel = facts.travel if narrow and not bias and ranks > 1 else _name(passes.compute_dtype)
+            if owned.frozen is not None:
+                travel = owned.frozen.format
             quantized = gradient_route == "direct" and facts.gradients.travel is not None
             reduce = facts.gradients.travel if quantized else _name(passes.reduce_dtype)
         elif owned.moved in (GATHERED, REPLICATED) and not facts.emulated:
@@ -281,6 +297,8 @@ class RotationPlan:
             gradient_route = reduce = None
         name = f"{module.name}.{owned.key}" if module.name else owned.key
         sizes = () if owned.dim is None else tuple(shard_sizes(owned.ring_shape[owned.dim], ranks))
+        if owned.frozen is not None:
+            sizes = tuple(owned.frozen.shard_rows(ranks))
         return ParameterPlan(
             name=name,
             shape=owned.shape,
@@ -304,6 +322,7 @@ class RotationPlan:
             gradient_bytes=sent.gradients,
             collective_bytes=collective,
             reason=owned.reason,
+            wide=owned.wide,
         )
 
 
@@ -317,7 +336,7 @@ def _kind_of(module: ModulePlan) -> str:
     return module.layer or "convolution"
 
 
-def _passes(module: ModulePlan, kind: str, name: str) -> Passes:
+def _passes(module: ModulePlan, kind: str, name: str, in_blocks: bool) -> Passes:
     return Passes(
         kind=kind,
         name=name,
@@ -326,6 +345,7 @@ def _passes(module: ModulePlan, kind: str, name: str) -> Passes:
         reduce_dtype=module.reduce_dtype,
         in_place=module.in_place,
         transposed=module.transposed,
+        in_blocks=in_blocks,
     )
 
 
@@ -341,7 +361,8 @@ def _members(module: ModulePlan) -> list[tuple[ModulePlan, Owned, Shards]]:
             continue
         if owned.moved == ROTATED and owned.dim is not None:
             is_bias = len(owned.shape) < dims
-            found.append((module, owned, Shards(owned.ring_shape, owned.dim, is_bias, owned.trained)))
+            shards = Shards(owned.ring_shape, owned.dim, is_bias, owned.trained, owned.frozen)
+            found.append((module, owned, shards))
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP, shard_sizes
+from rtp_ext.parameters.frozen import FrozenWeight
 from rtp_ext.ring import Ring
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 
@@ -164,6 +165,7 @@ class Shards:
     dim: int
     is_bias: bool  # a bias always travels in the compute dtype
     trained: bool
+    frozen: FrozenWeight | None = None  # it travels in blocks
 
     def elements(self, owner: int, ranks: int, chunk: int = 0, rows: int = 0, half: int = 0) -> int:
         """Returns the count of numbers in the shard of `owner`, in a chunk of at most `rows` of its rows, or in a half
@@ -176,6 +178,11 @@ class Shards:
             first = (shape[0] + 1) // 2
             shape[0] = first if half == 1 else shape[0] - first
         return math.prod(shape)
+
+    def blocks_of(self, owner: int, ranks: int) -> int:
+        """Returns the bytes of the shard of `owner` in blocks."""
+        assert self.frozen is not None, "the caller has looked"
+        return self.frozen.travelling_bytes(self.frozen.shard_rows(ranks)[owner])
 
 
 @dataclass(frozen=True)
@@ -193,11 +200,12 @@ class Passes:
     reduce_dtype: torch.dtype
     in_place: bool
     transposed: bool = False
+    in_blocks: bool = False  # a weight is frozen in blocks
 
     @property
     def is_planned(self) -> bool:
         """Whether the route planner decides on it."""
-        return self.kind == "linear" and not self.transposed
+        return self.kind == "linear" and not self.transposed and not self.in_blocks
 
 
 @dataclass(frozen=True)
@@ -245,6 +253,9 @@ def rotation_traffic(passes: Passes, shards: Sequence[Shards], facts: RingFacts)
     def sent(each: Shards, hops: Counter[tuple[int, int]], travel: str | None, itemsize: int) -> int:
         total = 0
         for (owner, half), times in hops.items():
+            if each.frozen is not None:
+                total += times * each.blocks_of(owner, facts.ranks)
+                continue
             for chunk in range(count):
                 numbers = each.elements(owner, facts.ranks, chunk, 0 if alone else rows, half)
                 total += times * _native.wire_bytes(numbers, travel, itemsize)
@@ -285,7 +296,7 @@ def gathered_traffic(
 def _chunks(passes: Passes, shards: Sequence[Shards], route: str, facts: RingFacts) -> tuple[int, int]:
     """Returns the number of chunks in which the shards travel, and the rows of the largest."""
     capped = passes.kind in ("linear", "head") and sum(not each.is_bias for each in shards) == 1
-    if not (capped or passes.kind == "embedding") or passes.transposed:
+    if not (capped or passes.kind == "embedding") or passes.transposed or passes.in_blocks:
         return 1, 0
     parts = []
     for each in shards:

@@ -29,6 +29,7 @@ from rtp_ext.convert.plan.request import (
 from rtp_ext.convert.scopes import is_inside, state_of
 from rtp_ext.convert.tensor_parallel import tensor_dimensions
 from rtp_ext.outer import AllReduce, OuterPolicy
+from rtp_ext.parameters.frozen import FORMATS
 from rtp_ext.ring import Ring, RotationDims
 from rtp_ext.ring.links.options import RingOptions, check_in_place, check_requested
 from rtp_ext.ring.mesh import lay_out_ranks
@@ -49,6 +50,10 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
         raise ValueError(f"fully_rotate: expected bundle to be True, False or 'recompute', got {options.bundle!r}")
     if options.loss_head not in (None, "fused"):
         raise ValueError(f"fully_rotate: expected loss_head to be None or 'fused', got {options.loss_head!r}")
+    if options.frozen not in (None, *FORMATS):
+        raise ValueError(
+            f"fully_rotate: expected frozen to be None, {', '.join(map(repr, FORMATS))}, got {options.frozen!r}"
+        )
     if isinstance(options.ignored_params, torch.Tensor):
         raise TypeError("fully_rotate: expected ignored_params to be several parameters, got a single tensor")
     given_parameters = list(options.ignored_params or ())

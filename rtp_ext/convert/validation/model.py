@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -26,6 +27,7 @@ from rtp_ext.families import blocks
 from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.nn import Flyweight, RotatedEmbedding
 from rtp_ext.outer import AllReduce
+from rtp_ext.parameters.bitsandbytes import is_linear_4bit, refusal_of_4bit
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.wrappers import type_name
@@ -54,8 +56,43 @@ def validate(plan: RotationPlan, request: Request) -> None:
     _check_tables(request, modules)
     _check_ties(request, modules)
     _check_dtypes(plan, dict(modules))
+    if request.options.frozen is not None or any(module.is_new and module.in_blocks for module in plan.modules):
+        _check_frozen(plan, request, dict(modules))
     if request.options.loss_head is not None:
         _check_heads(plan, request, modules)
+
+
+def _check_frozen(plan: RotationPlan, request: Request, modules: dict[str, nn.Module]) -> None:
+    """Raises ValueError where weights in blocks cannot be combined with the other options, and where there is none."""
+    place, options = request.place, request.options
+    what = "weights of bitsandbytes in 4 bits" if options.frozen is None else f"frozen={options.frozen!r}"
+    other = None
+    if options.in_place or (place.ring is None and options.route == "gather") or place.facts.gathers:
+        other = "in_place=True" if options.in_place else "route='gather'"
+    elif request.keeps_on_host:
+        other = "offload_policy=CPUOffloadPolicy()"
+    elif place.tensor_mesh is not None:
+        other = "tensor parallelism"
+    elif place.facts.emulated:
+        other = "an emulated ring"
+    elif type(request.outer) is not AllReduce:
+        other = f"{type(request.outer).__name__}: of the outer policies only outer.AllReduce() takes it"
+    if other is not None:
+        raise ValueError(f"fully_rotate: {what} cannot be combined with {other}")
+    found = [module for module in plan.modules if module.is_new and module.in_blocks]
+    if not found:
+        raise ValueError(
+            f"fully_rotate: frozen={options.frozen!r} expected weights of nn.Linear layers with requires_grad=False, "
+            f"got none in a {type(request.root).__name__} that could be stored in blocks"
+        )
+    for module in found:
+        weight = modules[module.name]._parameters["weight"]
+        assert weight is not None, "it is in the plan"
+        label = f"fully_rotate: {module.label}.weight"
+        if place.device == "cuda" and module.compute_dtype == torch.float64:
+            raise ValueError(f"{label}: {what} expected a compute dtype of 16 or 32 bits on a GPU")
+        if weight.is_floating_point() and weight.device.type != "meta" and not bool(torch.isfinite(weight).all()):
+            raise ValueError(f"{label}: expected finite numbers for frozen={options.frozen!r}, got others")
 
 
 def _refuse_offload(request: Request) -> None:
@@ -78,6 +115,8 @@ def _check_dtypes(plan: RotationPlan, modules: dict[str, nn.Module]) -> None:
         if module.moved != ROTATED or not module.is_new:
             continue
         for key, parameter in modules[module.name]._parameters.items():
+            if key == "weight" and module.in_blocks:
+                continue
             if parameter is not None and not parameter.is_floating_point():
                 raise ValueError(
                     f"fully_rotate: expected floating-point parameters of layers that rotate, got {parameter.dtype} "
@@ -171,6 +210,10 @@ def _check_extended(request: Request) -> None:
             if id(parameter) in request.ignored:
                 continue
             label = f"fully_rotate: {name + '.' if name else ''}{key} of a {type(part).__name__}"
+            if key == "weight" and is_linear_4bit(part):
+                if (problem := refusal_of_4bit(parameter)) is not None:
+                    raise ValueError(f"{label}: {problem}; or pass it in ignored_params")
+                continue
             problem = refusal(parameter)
             if problem is not None:
                 raise ValueError(f"{label} is {problem}: {PLAIN_OR_EXTENDED}")

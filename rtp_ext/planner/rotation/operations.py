@@ -19,20 +19,49 @@ KINDS = ("linear", "embedding", "bundle", "head")
 
 @dataclass(frozen=True)
 class Weight:
-    """A full parameter of shape `shape`, cut along `dim`. Scalars are not cut."""
+    """A full parameter of shape `shape`, cut along `dim`. Scalars are not cut.
+
+    frozen: the format, `nf4`, `mxfp4` or `int8`, of the frozen weight of a linear layer that is stored in blocks.
+    """
 
     shape: tuple[int, ...]
     dim: int = 0
+    frozen: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.frozen is not None and (len(self.shape) != 2 or self.dim != 0):
+            raise ValueError(
+                f"rotation: expected a frozen weight of 2 dimensions that is cut along the first, got {self.shape} cut "
+                f"along {self.dim}"
+            )
 
     def shard_shape(self, ranks: int, rank: int = 0) -> tuple[int, ...]:
         """Returns the shape of one rank's shard. Rank 0 has the largest."""
         if not self.shape:
             return ()
+        if self.frozen is not None:
+            group, (rows, columns) = self._group(), self.shape
+            before = sum(engine().shard_size(-(-rows // group), ranks, other) for other in range(rank)) * group
+            own = engine().shard_size(-(-rows // group), ranks, rank) * group
+            return max(min(rows - before, own), 0), columns
         size = engine().shard_size(self.shape[self.dim], ranks, rank)
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     def shard_elements(self, ranks: int, rank: int = 0) -> int:
         return math.prod(self.shard_shape(ranks, rank))
+
+    def held_bytes(self, ranks: int, rank: int, element_bytes: int) -> int:
+        """Returns the bytes of one rank's shard at rest."""
+        if self.frozen is None:
+            return self.shard_elements(ranks, rank) * element_bytes
+        numbers, size = engine().kernels.block_layout(self.frozen)
+        group = self._group()
+        groups = engine().shard_size(-(-self.shape[0] // group), ranks, rank)
+        return groups * group * self.shape[1] // numbers * size
+
+    def _group(self) -> int:
+        """Returns the fewest rows that fill whole blocks."""
+        return engine().kernels.rows_of_blocks(self.frozen, self.shape[1])
 
     @property
     def is_bias(self) -> bool:
@@ -58,6 +87,8 @@ class RotatedOperation:
         check_known("kind of rotation", self.kind, KINDS)
         if not self.weights:
             raise ValueError("rotation: expected at least one weight, got none")
+        if self.kind != "linear" and any(weight.frozen is not None for weight in self.weights):
+            raise ValueError(f"rotation: expected frozen weights in operations of kind linear, got {self.kind}")
 
     @property
     def bundle(self) -> bool:
@@ -74,8 +105,10 @@ class RotatedOperation:
 
     @property
     def late(self) -> bool:
-        """Whether its gradients may arrive after its pass: for linear layers and MLPs, which deliver them deferred."""
-        return self.kind in ("linear", "bundle") and all(len(weight.shape) < 3 for weight in self.weights)
+        """Whether its gradients may arrive after its pass: for linear layers and MLPs, which deliver them deferred,
+        without frozen weights in blocks."""
+        plain = all(len(weight.shape) < 3 and weight.frozen is None for weight in self.weights)
+        return self.kind in ("linear", "bundle") and plain
 
     def size(self, ranks: int) -> Any:
         """Returns the largest shards as numbers, in the form of csrc/schedule/footprint.h.
@@ -84,7 +117,8 @@ class RotatedOperation:
         are cut along their inputs do not.
         """
         matrices, travelling = [weight for weight in self.weights if not weight.is_bias], self.backward_weights
-        whole = self.kind == "bundle" or len(matrices) != 1 or len(matrices[0].shape) != 2
+        frozen = {place: weight.frozen for place, weight in enumerate(self.weights) if weight.frozen is not None}
+        whole = self.kind == "bundle" or len(matrices) != 1 or len(matrices[0].shape) != 2 or bool(frozen)
         in_chunks = not whole and (self.kind != "linear" or matrices[0].dim == 0)
         parts = []
         for weight in self.weights:
@@ -92,7 +126,7 @@ class RotatedOperation:
             parts.append((rows, math.prod(rest), weight in travelling))
         dims = 3 if any(len(weight.shape) == 3 for weight in self.weights) else 2  # weights of experts have 3
         biases = [place for place, weight in enumerate(self.weights) if len(weight.shape) < dims]
-        return engine().OperationSize(parts, self.bundle, in_chunks, biases, self.late)
+        return engine().OperationSize(parts, self.bundle, in_chunks, biases, self.late, frozen)
 
     def chunks(self, ranks: int, element_bytes: int) -> int:
         """Returns the number of chunks of each shard under the default slot cap of a ring."""
@@ -138,6 +172,7 @@ def rtp_bytes(
 
     Args:
         rotations: all rotated operations of the model in the order of its forward; backward runs them in reverse.
+            Frozen weights in blocks have neither gradients nor optimizer state.
         others: parameters that do not rotate, such as those of norms; they are sharded along dimension 0.
         param_bytes: of a value of the local shards; gradients and optimizer state have the same.
         compute_bytes: of a value that travels, if shards are cast first (a staging slot holds the cast local shard).
@@ -196,8 +231,9 @@ def rtp_bytes(
 
     resident = [weight for rotation in steps if not rotation.shared for weight in rotation.weights]
     states = [*resident, *others]
-    own = sum(weight.shard_elements(ranks, rank) for weight in states) * param_bytes
-    stored = own
+    trained = [weight for weight in states if weight.frozen is None]
+    own = sum(weight.shard_elements(ranks, rank) for weight in trained) * param_bytes
+    stored = own + sum(weight.held_bytes(ranks, rank, param_bytes) for weight in states if weight.frozen is not None)
     if in_place and ranks > 1 and engine().travels_in_place(**reach):
         stored += sum(weight.shard_elements(ranks) - weight.shard_elements(ranks, rank) for weight in resident) * (
             param_bytes
@@ -210,7 +246,7 @@ def rtp_bytes(
         stored,
         own,
         own * optimizer_moments,
-        4 * len(states) if optimizer_moments == 2 else 0,
+        4 * len(trained) if optimizer_moments == 2 else 0,
         held.scratch.peak_bytes,
     )
 

@@ -1,6 +1,7 @@
 """The ring's rules for autograd: refused transforms, double backward, delivery of gradients, checks of operands."""
 
 from rtp_ext.ring.autograd.gradient_delivery import (
+    FROZEN,
     GRADIENT_HANDLER,
     OFFLOADED,
     GradientHandler,
@@ -22,6 +23,7 @@ from rtp_ext.ring.autograd.tensor_memory import computes_plainly, expect_memory,
 from rtp_ext.ring.autograd.transforms import other_modes, refuse_transforms, returns, seen_by, storing_modes, unseen
 
 __all__ = [
+    "FROZEN",
     "GRADIENT_HANDLER",
     "OFFLOADED",
     "GradientHandler",

@@ -18,6 +18,7 @@ from rtp_ext.ring.replicated_gradients import check_replicated_gradient
 # Attributes of parameters: the GradientHandler of an outer policy, and the OffloadedShard of a shard on the host.
 GRADIENT_HANDLER = "_rtp_gradient_handler"
 OFFLOADED = "_rtp_offloaded"
+FROZEN = "_rtp_frozen"  # attribute of a parameter that holds a frozen weight in blocks: its description
 
 
 class GradientHandler(Protocol):
