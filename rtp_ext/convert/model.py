@@ -108,9 +108,9 @@ def fully_rotate(
         frozen: "nf4", "mxfp4" or "int8": weights of linear layers that require no gradient are stored, and travel, in
             blocks of codes with a scale, and are widened where a product needs them; rtp_ext.frozen_weights returns
             their values. Such layers rotate one by one, or with the others of q, k and v, but not as MLP bundles.
-            Frozen weights of other modules, tied ones and those stored [in, out] stay in their dtype: explain and the
-            log name them. Not with in_place, route="gather", offload_policy, tensor parallelism, emulated rings, and
-            outer policies other than AllReduce.
+            Frozen weights of other modules, vocabulary heads of transformers' models, tied weights and those stored
+            [in, out] stay in their dtype: explain and the log name them. Not with in_place, route="gather",
+            offload_policy, tensor parallelism, emulated rings, and outer policies other than AllReduce.
         route, gradient_route, gradient_travel, transport, travel, timeout: see Ring. For a model with converted parts:
             the values of their ring, or the defaults. `travel` does not apply to gathered parameters.
 

@@ -7,6 +7,7 @@ imported here: a model of it has imported it already.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +162,15 @@ def is_experts(module: nn.Module) -> bool:
 def causal_model(module: nn.Module) -> bool:
     """Returns whether a module is a causal language model whose head and loss can be one operation."""
     return _class_name(module) in CAUSAL_MODELS and has_usual_loss(module)
+
+
+def vocabulary_heads(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yields the heads that models of the transformers package name as their output embeddings."""
+    for module in modules:
+        find = getattr(module, "get_output_embeddings", None)
+        head = find() if callable(find) else None
+        if isinstance(head, nn.Module):
+            yield head
 
 
 def has_usual_loss(model: Any) -> bool:

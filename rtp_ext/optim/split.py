@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from rtp_ext.families.blocks import is_experts, is_transposed_linear
+from rtp_ext.families.blocks import is_experts, is_transposed_linear, vocabulary_heads
 from rtp_ext.nn import RotatedExperts, RotatedLinearCrossEntropy
 from rtp_ext.nn.linear import RotatedTransposedLinear
 
@@ -50,10 +50,7 @@ def _outside(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(module, RotatedLinearCrossEntropy):
             yield module
-        find = getattr(module, "get_output_embeddings", None)
-        head = find() if callable(find) else None
-        if isinstance(head, nn.Module):
-            yield head
+    yield from vocabulary_heads(model.modules())
     last = next((module for module in reversed(list(model.modules())) if isinstance(module, nn.Linear)), None)
     if last is not None and any(last.weight.shape == table.weight.shape for table in tables):
         yield last

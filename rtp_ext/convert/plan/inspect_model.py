@@ -70,6 +70,7 @@ class Inspection:
         mesh = request.place.tensor_mesh
         self.styles = {id(part): style_of(part, mesh, request.ignored) for _, part in self.modules}
         attention = (part for _, part in self.modules if has_same_forward(part, nn.MultiheadAttention))
+        self.vocabulary_heads = set(map(id, blocks.vocabulary_heads(part for _, part in self.modules)))
         self.projections = {id(part.out_proj) for part in attention}  # type: ignore[union-attr]
         self.reader = Reader(request.root, self.facts, request.not_ours)
         self.first, self.names = self.reader.first, self.reader.names
@@ -254,6 +255,8 @@ class Inspection:
             return "blocks are for weights of linear layers that rotate by themselves"
         if id(parameter) in self.tied:
             return "it is shared with another module"
+        if id(part) in self.vocabulary_heads:
+            return "it is the vocabulary head, which errors of a few bits would harm most"
         if drop_in(part) is not RotatedLinear:
             return "it is stored as [in_features, out_features]"
         return None if parameter.numel() > 0 else "it is empty"

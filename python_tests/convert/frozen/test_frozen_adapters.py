@@ -103,6 +103,7 @@ def _adapters(rank, ranks):
             plan = rtp_ext.explain(model)
             names = {row.name for row in plan.parameters if row.travel == format}
             assert names == set(rtp_ext.frozen_weights(model))
+            assert next(row.wide for row in plan.parameters if "lm_head" in row.name).startswith("it is the vocabulary")
             before = rtp_ext.explain(twin, frozen=format, mesh=ring)
             assert before == plan
             assert "mlp" not in {bundle.kind for bundle in plan.bundles}
