@@ -22,6 +22,7 @@ from rtp_ext.convert.plan.rotation_plan import ROTATED, RotationPlan
 from rtp_ext.convert.scopes import is_inside, ring_of_module
 from rtp_ext.convert.validation import read_call, validate
 from rtp_ext.nn import Flyweight
+from rtp_ext.parameters.bitsandbytes import is_linear_4bit
 from rtp_ext.ring.autograd import as_parameter
 from rtp_ext.ring.inference import INFERENCE, InferenceRing
 
@@ -112,6 +113,8 @@ def _check_arguments(model: Any, mesh: Any, transport: str, weights: str | None,
         label = f"{name or 'the model'} ({type(part).__name__})"
         if is_inside(part) or ring_of_module(part) is not None:
             raise ValueError(f"rotate_for_inference: expected a plain model, got {label}, which was converted before")
+        if is_linear_4bit(part):
+            raise ValueError(f"rotate_for_inference: expected plain weights, got {label} in 4 bits: not made yet")
         if isinstance(part, Flyweight):
             raise ValueError(f"rotate_for_inference: expected no Flyweight, got {label}: it is not made for inference")
     for name, buffer in model.named_buffers():

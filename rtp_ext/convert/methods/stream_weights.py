@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext._native import RotationError
 from rtp_ext.convert.scopes import ring_of_module
-from rtp_ext.parameters.sharding import gather_full, held
+from rtp_ext.parameters.frozen import whole_weight
+from rtp_ext.parameters.sharding import frozen_of, gather_full, held
 from rtp_ext.ring import Ring
 from rtp_ext.ring.mesh import part_bounds
 
@@ -34,10 +35,16 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
 
     Names are those of the plain model, tied tensors under each of their names. The parts of all ranks of the ring cover
     each cut tensor once; a part may be empty. A tensor that no rank cuts (a buffer, an ignored parameter) is whole on
-    every rank, at offsets 0. Raises ValueError for a model that was not converted.
+    every rank, at offsets 0. Raises ValueError for a model that was not converted, and for one with frozen weights in
+    blocks, whose bytes are no part of a plain tensor.
     """
     _ring(model, "local_shards")
     for name, value in _tensors(model):
+        if frozen_of(value) is not None:
+            raise ValueError(
+                f"local_shards: expected plain weights, got {name} in blocks of {frozen_of(value).format}: "
+                "stream_weights yields their values"
+            )
         offsets = [0] * value.dim()
         if isinstance(value, DTensor):
             mesh = value.device_mesh
@@ -57,8 +64,9 @@ def stream_weights(
 
     A tensor is gathered when it is asked for, and belongs to the caller; the iterator holds none. Besides it, this
     rank holds one bucket (and the caller's loop variable the tensor before it, unless it is deleted). Tied tensors come
-    once, under the first of their names. Tensors are on the device of the model. Every rank iterates
-    to the end, also where it gets nothing:
+    once, under the first of their names. Frozen weights in blocks come as the values that they stand for; each rank
+    holds the blocks of one whole weight meanwhile. Tensors are on the device of the model. Every rank iterates to the
+    end, also where it gets nothing:
 
         for name, tensor in rtp_ext.stream_weights(model, dtype=torch.bfloat16, ranks=[0]):
             engine.load(name, tensor)  # on rank 0 only
@@ -89,11 +97,16 @@ def _stream(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     seen: set[int] = set()
     tensors = [(n, value) for n, value in _tensors(model) if id(value) not in seen and not seen.add(id(value))]  # type: ignore[func-returns-value]
-    looks = [(name, tuple(value.shape), str(value.dtype)) for name, value in tensors]
+    looks = [(name, tuple(value.shape), str(value.dtype), str(frozen_of(value))) for name, value in tensors]
     _agree(ring, (str(dtype), bucket_bytes, receivers, hashlib.sha256(repr(looks).encode()).hexdigest()))
     for name, value in tensors:
         _go_on(ring, name)
-        whole = gather_full(value, keep=keep, dtype=dtype, block=bucket_bytes, device=held(value).device)
+        device = held(value).device
+        if frozen_of(value) is None:
+            whole = gather_full(value, keep=keep, dtype=dtype, block=bucket_bytes, device=device)
+        else:
+            whole = whole_weight(value)
+            whole = whole.to(device, dtype) if keep else whole.new_empty(0)
         if keep:
             try:
                 yield name, whole
