@@ -58,7 +58,8 @@ class Muon(Optimizer):
 
     The first step is collective over all ranks that share parameters, and makes a process group. Every step compares
     learning rates, other options and the parameters with gradients, and raises ValueError on every rank if they differ.
-    If all learning rates are 0, a step updates the momentum and sends nothing.
+    It recognises parameters by their names if the optimizer was built from named ones, otherwise by their order, which
+    all ranks must share. If all learning rates are 0, a step updates the momentum, and no matrix travels.
 
     Raises ValueError or TypeError for parameters that are no matrices, DTensors on meshes of others, or unknown
     options.
@@ -169,6 +170,7 @@ class Muon(Optimizer):
         if self._plans[0] != key:
             by_layout: dict[Layout, list[Any]] = {}
             for (index, layout, _, dtype, blocks, iteration), (_, p, _) in zip(described, parameters, strict=True):
+                expect_matrices(p, blocks)
                 found = matrices_of(index, p, blocks, layout)
                 by_layout.setdefault(layout, []).extend((matrix, iteration, dtype) for matrix in found)
             plans = [make_plan(each, some, self._exchange, self._round_bytes) for each, some in by_layout.items()]
@@ -187,7 +189,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Takes a step. Collective over the ranks that share parameters, unless all learning rates are 0."""
+        """Takes a step. Collective over the ranks that share parameters."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -196,8 +198,11 @@ class Muon(Optimizer):
         for _, parameter, _ in parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise RuntimeError("Muon does not support sparse gradients")
-        sends = any(float(group["lr"]) != 0.0 for group in self.param_groups)
-        plans = self._agreed(parameters) if sends else []  # before anything changes
+        for group in self.param_groups:
+            _check_options(group)
+        plans = self._agreed(parameters)  # before anything changes
+        if all(float(group["lr"]) == 0.0 for group in self.param_groups):
+            plans = []
         entries = {index: self._learn(parameter, group) for index, parameter, group in parameters}
         for plan, sharers in plans:
             first = entries[plan.tasks[0].matrix.parameter]

@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 
 
+# The largest growth of a small singular value over all steps, c0 to their number, for which the Gram form is accurate:
+# it rounds squares of singular values, and each step lets that error grow with them. At 485 (5 steps of 3.4445) the
+# error of the iterate is below 1e-3 for any matrix, at 2e4 (8 steps) above 0.1.
+GRAM_GROWTH = {torch.float32: 500.0, torch.float64: 500.0 * 2**14}
+
+
 def iteration_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of the iteration for updates of `dtype`: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
@@ -26,6 +32,10 @@ class Iteration:
     @classmethod
     def of(cls, group: dict[str, Any]) -> Iteration:
         return cls(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
+
+    def allows_gram(self, dtype: torch.dtype) -> bool:
+        """Returns whether the Gram form is accurate for updates of `dtype`."""
+        return abs(self.coefficients[0]) ** self.steps <= GRAM_GROWTH[iteration_dtype(dtype)]
 
     def gram_flops(self, long: int, short: int) -> int:
         """Floating-point operations on the Gram matrix: all of these are the owner's."""
@@ -61,6 +71,7 @@ class Iteration:
         c0, c1, c2 = self.coefficients
         norm = gram.trace().clamp(min=0.0).sqrt().clamp(min=self.eps)  # of X; the trace of a sum is never much below 0
         gram.div_(norm).div_(norm)
+        gram = torch.where(norm.isinf(), 0.0, gram)  # X divided by its norm is zero then, as in torch.optim.Muon
         result: Tensor | None = None
         for step in range(self.steps):
             factor = torch.addmm(gram, gram, gram, beta=c1, alpha=c2)

@@ -106,6 +106,13 @@ def choose(matrix: Matrix, iteration: Iteration, dtype: torch.dtype, exchange: s
         return LOCAL
     if exchange == "whole" or matrix.long_cut is None:
         return "whole"
+    if not iteration.allows_gram(dtype):
+        if exchange == "gram":
+            raise ValueError(
+                f"Muon: expected ns_coefficients and ns_steps with which exchange='gram' is accurate, got a first "
+                f"coefficient of {iteration.coefficients[0]} and {iteration.steps} steps: take 'auto', or fewer steps"
+            )
+        return "whole"
     if exchange == "gram":
         return "gram"
     both = [Task(matrix, iteration, each, matrix.holders[0], dtype) for each in ("gram", "whole")]
