@@ -65,7 +65,8 @@ def stream_weights(
 
     Args:
         dtype: floating-point tensors are cast to it before they travel; None: their own.
-        bucket_bytes: the most bytes that travel at once, but at least one row of a tensor.
+        bucket_bytes: the most bytes that travel at once, but at least one row of a tensor. Ranks make sure that all go
+            on after each bucket of tensors.
         ranks: ranks of the default process group that get the tensors; None: all.
 
     Raises ValueError for a model that was not converted, and on every rank where the arguments or the tensors of ranks
@@ -91,18 +92,38 @@ def _stream(
     tensors = [(n, value) for n, value in _tensors(model) if id(value) not in seen and not seen.add(id(value))]  # type: ignore[func-returns-value]
     looks = [(name, tuple(value.shape), str(value.dtype)) for name, value in tensors]
     _agree(ring, (str(dtype), bucket_bytes, receivers, hashlib.sha256(repr(looks).encode()).hexdigest()))
-    for name, value in tensors:
-        _go_on(ring, name)
-        whole = gather_full(value, keep=keep, dtype=dtype, block=bucket_bytes, device=held(value).device)
-        if keep:
-            try:
-                yield name, whole
-            except GeneratorExit:
-                if ring.alive:
-                    ring.exchange(f"it left after {name}")
-                raise
-        del whole
+    largest = max((value.numel() * value.element_size() for _, value in tensors), default=0)
+    # one for all: a process group may keep tensors alive for a while after it has sent them
+    buffer = torch.empty(min(bucket_bytes, largest), dtype=torch.uint8, device=ring.device)
+    for bucket in _buckets(tensors, bucket_bytes):
+        _go_on(ring, bucket[0][0])
+        for place, (name, value) in enumerate(bucket, start=1):
+            whole = gather_full(value, keep=keep, dtype=dtype, buffer=buffer, device=held(value).device)
+            if keep:
+                try:
+                    yield name, whole
+                except GeneratorExit:
+                    if ring.alive:  # the other ranks are in this bucket
+                        for _, rest in bucket[place:]:
+                            gather_full(rest, keep=False, dtype=dtype, buffer=buffer)
+                        ring.exchange(f"it left after {name}")
+                    raise
+            del whole
     _go_on(ring)
+
+
+def _buckets(tensors: list[tuple[str, torch.Tensor]], bucket_bytes: int) -> list[list[tuple[str, torch.Tensor]]]:
+    """Returns runs of tensors of at most so many bytes, or of one tensor."""
+    buckets: list[list[tuple[str, torch.Tensor]]] = []
+    size = bucket_bytes
+    for name, value in tensors:
+        own = value.numel() * value.element_size()
+        if size + own > bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((name, value))
+        size += own
+    return buckets
 
 
 def _agree(ring: Ring, mine: tuple) -> None:
