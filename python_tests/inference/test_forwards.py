@@ -69,7 +69,7 @@ def computes(rank, ranks, kinds, transport):
     cases = Cases()
     for kind in kinds:
         plain = build(kind)
-        model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport=transport, timeout=20.0)
+        model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport=transport, timeout=60.0)
         ring = rtp_ext.ring_of(model)
         assert ring.transport == ("shm" if transport == "auto" else transport)
         other = copy.deepcopy(plain)
@@ -113,8 +113,8 @@ def bitwise(rank, ranks):
     with torch.no_grad():
         for seed, parameter in enumerate(plain.parameters()):
             parameter.copy_(random(*parameter.shape, dtype=torch.float32, seed=50 + seed))
-    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=20.0)
-    trained = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=20.0, route="direct")
+    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=60.0)
+    trained = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=60.0, route="direct")
     with torch.no_grad():
         with cases.case("as the ring that trains"):
             assert torch.equal(model(x), trained(x))
@@ -130,7 +130,7 @@ def bitwise(rank, ranks):
     with cases.case("layers"):
         torch.manual_seed(3)
         plain = Layers().double()
-        model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=20.0)
+        model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=60.0)
         with torch.no_grad():
             assert_same(model(rank), plain(rank), 1e-12, "layers")
         whole = {name for name, p in model.named_parameters() if type(p) is nn.Parameter}
@@ -141,7 +141,7 @@ def bitwise(rank, ranks):
     with cases.case("backward"):
         x.requires_grad_()
         with pytest.raises(ValueError, match=r"rotate_for_inference .* forwards only, got a backward: fully_rotate"):
-            rtp_ext.rotate_for_inference(nn.Sequential(nn.Linear(13, 11)), timeout=20.0)(x).sum().backward()
+            rtp_ext.rotate_for_inference(nn.Sequential(nn.Linear(13, 11)), timeout=60.0)(x).sum().backward()
         x.grad = None
     cases.finish()
 
@@ -153,7 +153,7 @@ def test_bitwise_autocast_and_other_layers():
 def generates(rank, ranks):
     rtp_ext.fully_rotate(nn.Linear(2, 2))  # control: it patches `generate` of models that train, whose ranks wait
     plain = make("llama").eval()
-    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=20.0)
+    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=60.0)
     prompt = torch.arange(1, 4 + rank).unsqueeze(0)
     options = {"max_new_tokens": 3 + 3 * rank, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))

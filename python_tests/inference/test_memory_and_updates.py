@@ -47,7 +47,7 @@ def holds_once(rank, ranks):
     with LiveBytes() as live:
         with torch.device("meta"):
             model = wide()
-        model = rtp_ext.rotate_for_inference(model, timeout=20.0)
+        model = rtp_ext.rotate_for_inference(model, timeout=60.0)
         whole = sum(p.numel() * p.element_size() for p in model.parameters())
         assert rtp_ext.update_weights(model, values()) == 6
         x = random(3, 1024, dtype=torch.float32, seed=rank)
@@ -85,8 +85,8 @@ def reads_chosen_experts(rank, ranks):
     block.num_experts, block.hidden_dim, block.intermediate_dim = experts, features, rows
     block.gate_up_proj = nn.Parameter(random(experts, 2 * rows, features, dtype=torch.float32, seed=1))
     block.down_proj = nn.Parameter(random(experts, features, rows, dtype=torch.float32, seed=2))
-    pulling = rtp_ext.rotate_for_inference(copy.deepcopy(block), transport="tcp", timeout=20.0)
-    model = rtp_ext.rotate_for_inference(copy.deepcopy(block), timeout=20.0)
+    pulling = rtp_ext.rotate_for_inference(copy.deepcopy(block), transport="tcp", timeout=60.0)
+    model = rtp_ext.rotate_for_inference(copy.deepcopy(block), timeout=60.0)
     assert isinstance(model, RotatedExperts)
     x, weights = random(6, features, dtype=torch.float32, seed=rank), torch.ones(6, 1)
     own = torch.full((6, 1), rank * experts // ranks)
@@ -115,8 +115,8 @@ def test_experts_without_tokens_are_not_read():
 def updates(rank, ranks, transport, file):
     cases = Cases()
     plain = make_model(tied=True)
-    training = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=20.0)
-    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport=transport, timeout=20.0)
+    training = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=60.0)
+    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport=transport, timeout=60.0)
     ids = torch.arange(6 + rank).unsqueeze(0)
     with torch.no_grad():
         for parameter in (*plain.parameters(), *training.parameters()):
@@ -135,7 +135,7 @@ def updates(rank, ranks, transport, file):
                 save_file(dict(plain.named_parameters()), file)
             with torch.device("meta"):
                 empty = make_model(tied=True)
-            empty = rtp_ext.rotate_for_inference(empty, transport=transport, timeout=20.0)
+            empty = rtp_ext.rotate_for_inference(empty, transport=transport, timeout=60.0)
             assert not empty(ids).any(), "zero"
             dist.barrier()
             rtp_ext.load_safetensors(empty, file)
@@ -146,7 +146,7 @@ def updates(rank, ranks, transport, file):
         with cases.case("parameters that a layer shares with a module that stays whole"):
             tied = nn.Sequential(nn.Linear(3, 4), nn.Module(), nn.Linear(3, 4), nn.Linear(4, 5))
             tied[1].bias, tied[2].weight = tied[0].bias, tied[0].weight
-            rtp_ext.rotate_for_inference(tied, transport=transport, timeout=20.0)
+            rtp_ext.rotate_for_inference(tied, transport=transport, timeout=60.0)
             assert [type(part) is nn.Linear for part in tied] == [True, False, True, False]
             assert tied[2].weight is tied[0].weight and tied[1].bias is tied[0].bias
             rtp_ext.update_weights(tied, [("0.weight", torch.full((4, 3), 2.0))])
@@ -204,7 +204,7 @@ def refuses(rank, ranks):
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got list"):
         rtp_ext.rotate_for_inference([plain])
     with pytest.raises(ValueError, match="expected a layer that can be cut, got none in a LayerNorm"):
-        rtp_ext.rotate_for_inference(nn.LayerNorm(3), timeout=20.0)
+        rtp_ext.rotate_for_inference(nn.LayerNorm(3), timeout=60.0)
     with torch.device("meta"):
         norm = nn.BatchNorm1d(3)
     with pytest.raises(ValueError, match=r"expected buffers with values, got 0\.running_mean on the meta device"):
@@ -213,14 +213,14 @@ def refuses(rank, ranks):
         rtp_ext.update_weights(plain, [])
     other = make_model(width=10 + 2 * rank)
     with pytest.raises(ValueError, match=r"differs between ranks: expected .*\(rank 0\), got .* on rank 1"):  # on both
-        rtp_ext.rotate_for_inference(other, timeout=20.0)
+        rtp_ext.rotate_for_inference(other, timeout=60.0)
     assert all(type(p) is nn.Parameter for p in other.parameters()), "a refused model does not change"
     if rank == 1:  # a refusal on one rank ends the wait of the other
         with pytest.raises(ValueError, match="expected a layer that can be cut"):
-            rtp_ext.rotate_for_inference(nn.LayerNorm(3), timeout=20.0)
+            rtp_ext.rotate_for_inference(nn.LayerNorm(3), timeout=60.0)
     else:
         with pytest.raises(rtp_ext.RotationError):
-            rtp_ext.rotate_for_inference(make_model(), timeout=20.0)
+            rtp_ext.rotate_for_inference(make_model(), timeout=60.0)
     model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=1.0)
     for convert in (rtp_ext.rotate_for_inference, rtp_ext.fully_rotate):
         with pytest.raises(ValueError, match="converted"):

@@ -226,6 +226,24 @@ def refusals(rank, cases, ring, mesh):
         ):
             pair.optimizer.step()
         assert torch.equal(pair.parameters[0].to_local(), before) and not pair.optimizer.state, "nothing has changed"
+    with cases.case("a rate of 0 on one rank"):
+        pair = Pair(ring, LONG, lr=0.1 * (rank == 1))
+        pair.gradients()
+        with pytest.raises(ValueError, match=r"same step on all ranks.*'lr': 0\.0.*on rank 0 and .*'lr': 0\.1"):
+            pair.optimizer.step()
+        assert not pair.optimizer.state
+    for name, option, words in (
+        ("blocks", 5, "rows are 5 blocks of equal size"),
+        ("adjust_lr_fn", "none", "expected adjust_lr_fn of"),
+        ("ns_steps", 7, "with which exchange='gram' is accurate, got a first coefficient of 3.4445 and 7 steps"),
+    ):
+        with cases.case(f"{name} that are edited"):
+            pair = Pair(ring, LONG, lr=0.1, exchange="gram")
+            pair.take_steps(1)
+            pair.optimizer.param_groups[0][name] = option
+            pair.gradients()
+            with pytest.raises(ValueError, match=words):
+                pair.optimizer.step()
     for missing in (1, 2):
         pair = Pair(ring, LONG[:2], lr=0.1)
         pair.gradients()

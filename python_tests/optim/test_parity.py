@@ -70,6 +70,17 @@ def _parity(rank, ranks):
                 pair.optimizer.step()
                 pair.stock.step()
             pair.assert_alike()
+        with cases.case("more steps than the Gram form allows"):
+            pair = Pair(ring, LONG, lr=0.5, ns_steps=7)
+            pair.take_steps(1)
+            pair.assert_alike()
+            assert {row.exchange for row in pair.optimizer.plan().rows} <= {"whole", "local"}
+        with cases.case("gradients whose squares overflow"):
+            pair = Pair(ring, LONG, lr=0.5)
+            pair.gradients(1e25)
+            pair.optimizer.step()
+            pair.stock.step()
+            pair.assert_alike()
         with cases.case("gradients of zero"):
             pair = Pair(ring, LONG, lr=0.5)
             pair.gradients(0.0)

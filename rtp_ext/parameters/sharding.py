@@ -236,7 +236,7 @@ def gather_full(
     *,
     keep: bool = True,
     dtype: torch.dtype | None = None,
-    block: int | None = None,
+    buffer: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Returns the whole parameter on every rank that passes `keep`, an empty tensor on the others. Collective.
@@ -245,10 +245,10 @@ def gather_full(
 
     Args:
         dtype: shards of floating-point numbers are cast to it before they travel; None: their own.
-        block: bytes of one broadcast, at least one row; None: 1 MiB.
+        buffer: bytes [n] on the device of the shards, through which at most n bytes travel at once, at least one row;
+            None: a new one of 1 MiB.
         device: of the result.
     """
-    block = block or _BLOCK
     with torch.no_grad():
         if not isinstance(parameter, DTensor):
             part = _cast(parameter.detach(), dtype)
@@ -262,7 +262,7 @@ def gather_full(
                     f"wrappers of plain ones of their shape that have __tensor_flatten__, got a {type_name(part)}, of "
                     "which no whole tensor can be made"
                 )
-            options: dict[str, Any] = {"keep": keep, "dtype": dtype, "block": block, "device": device}
+            options: dict[str, Any] = {"keep": keep, "dtype": dtype, "buffer": buffer, "device": device}
             wholes = [gather_full(as_gradient(each, parameter._spec), **options) for each in inner]
             return with_inner(part, wholes) if keep else torch.empty(0)
         part = _cast(part, dtype)
@@ -274,7 +274,7 @@ def gather_full(
                 shape = tuple(parameter.shape)
             keeps = keep or index != cut[0][0]  # what another dimension cuts as well travels again
             target = torch.device(device) if keeps else None
-            part = _gather_along(part, mesh, index, dim, shape, block, held(parameter).device, target)
+            part = _gather_along(part, mesh, index, dim, shape, buffer, held(parameter).device, target)
         if not keep:
             return part.new_empty(0)
         return part if cut else part.to(device, copy=True)
@@ -290,7 +290,7 @@ def _gather_along(
     index: int,
     dim: int,
     shape: tuple[int, ...],
-    block: int,
+    buffer: torch.Tensor | None,
     device: torch.device,
     target: torch.device | None,
 ) -> torch.Tensor:
@@ -301,12 +301,15 @@ def _gather_along(
         return whole
     pieces = whole.split(shard_sizes(whole.shape[dim], mesh.size(index)), dim)
     # one buffer for all blocks: a process group may keep tensors alive for a while after it has sent them
-    rows = max(1, block // pieces[0][0].nbytes)
-    buffer = torch.empty(pieces[0][:rows].numel(), dtype=part.dtype, device=device)
+    rows = max(1, (_BLOCK if buffer is None else buffer.numel()) // pieces[0][0].nbytes)
+    needed = pieces[0][:rows].nbytes
+    if buffer is None or buffer.numel() < needed or buffer.device != device:
+        buffer = torch.empty(needed, dtype=torch.uint8, device=device)
+    blocks = buffer[:needed].view(part.dtype)
     for owner, piece in enumerate(pieces):
         for start in range(0, piece.shape[0] if piece.numel() else 0, rows):
             of_block = piece[start : start + rows]
-            flat = buffer[: of_block.numel()]
+            flat = blocks[: of_block.numel()]
             if owner == mesh.get_local_rank(index):
                 flat.view(of_block.shape).copy_(part[start : start + rows])
             dist.broadcast(flat.view(torch.uint8), group=mesh.get_group(index), group_src=owner)

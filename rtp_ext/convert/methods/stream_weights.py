@@ -73,7 +73,8 @@ def stream_weights(
 
     Args:
         dtype: floating-point tensors are cast to it before they travel; None: their own.
-        bucket_bytes: the most bytes that travel at once, but at least one row of a tensor.
+        bucket_bytes: the most bytes that travel at once, but at least one row of a tensor. Ranks make sure that all go
+            on after each bucket of tensors.
         ranks: ranks of the default process group that get the tensors; None: all.
 
     Raises ValueError for a model that was not converted, and on every rank where the arguments or the tensors of ranks
@@ -99,23 +100,46 @@ def _stream(
     tensors = [(n, value) for n, value in _tensors(model) if id(value) not in seen and not seen.add(id(value))]  # type: ignore[func-returns-value]
     looks = [(name, tuple(value.shape), str(value.dtype), str(frozen_of(value))) for name, value in tensors]
     _agree(ring, (str(dtype), bucket_bytes, receivers, hashlib.sha256(repr(looks).encode()).hexdigest()))
-    for name, value in tensors:
-        _go_on(ring, name)
-        device = held(value).device
-        if frozen_of(value) is None:
-            whole = gather_full(value, keep=keep, dtype=dtype, block=bucket_bytes, device=device)
-        else:
-            whole = whole_weight(value)
-            whole = whole.to(device, dtype) if keep else whole.new_empty(0)
-        if keep:
-            try:
-                yield name, whole
-            except GeneratorExit:
-                if ring.alive:
-                    ring.exchange(f"it left after {name}")
-                raise
-        del whole
+    largest = max((value.numel() * value.element_size() for _, value in tensors), default=0)
+    # one for all: a process group may keep tensors alive for a while after it has sent them
+    buffer = torch.empty(min(bucket_bytes, largest), dtype=torch.uint8, device=ring.device)
+    for bucket in _buckets(tensors, bucket_bytes):
+        _go_on(ring, bucket[0][0])
+        for place, (name, value) in enumerate(bucket, start=1):
+            whole = _whole(value, keep, dtype, buffer)
+            if keep:
+                try:
+                    yield name, whole
+                except GeneratorExit:
+                    if ring.alive:  # the other ranks are in this bucket
+                        for _, rest in bucket[place:]:
+                            _whole(rest, False, dtype, buffer)
+                        ring.exchange(f"it left after {name}")
+                    raise
+            del whole
     _go_on(ring)
+
+
+def _buckets(tensors: list[tuple[str, torch.Tensor]], bucket_bytes: int) -> list[list[tuple[str, torch.Tensor]]]:
+    """Returns runs of tensors of at most so many bytes, or of one tensor."""
+    buckets: list[list[tuple[str, torch.Tensor]]] = []
+    size = bucket_bytes
+    for name, value in tensors:
+        own = value.numel() * value.element_size()
+        if size + own > bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((name, value))
+        size += own
+    return buckets
+
+
+def _whole(value: torch.Tensor, keep: bool, dtype: torch.dtype | None, buffer: torch.Tensor) -> torch.Tensor:
+    """Returns a whole tensor; without `keep` an empty one. Collective."""
+    if frozen_of(value) is None:
+        return gather_full(value, keep=keep, dtype=dtype, buffer=buffer, device=held(value).device)
+    whole = whole_weight(value)
+    return whole.to(held(value).device, dtype) if keep else whole.new_empty(0)
 
 
 def _agree(ring: Ring, mine: tuple) -> None:
