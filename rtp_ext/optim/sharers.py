@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +14,14 @@ from rtp_ext._native import RotationError
 from rtp_ext.optim.layout import Layout
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import gradient_handler_of
-from rtp_ext.ring.links.communicator import Communicator
+from rtp_ext.ring.links.companion import Companion
 from rtp_ext.ring.mesh import live_ring
 
 
-class Sharers(Communicator):
+class Sharers(Companion):
     """The ranks that hold parts of the same matrices: a ring, or with ZeroOuter the rings of all replicas.
 
-    Collective: every rank makes it in its first step. A failure ends the ring, and the reverse.
+    Collective: every rank makes it in its first step.
     """
 
     _member, _others = "rank", "a rank that shares matrices"
@@ -30,38 +29,13 @@ class Sharers(Communicator):
     def __init__(self, layout: Layout, parameter: Any) -> None:
         ring = _ring_of(layout, parameter)
         members, me = layout.members(), dist.get_rank()
-        self._ring = weakref.ref(ring)
-        super().__init__(members.index(me), len(members), ring.device, ring.timeout, members)
-        ring.communicator.companions += (self,)
+        super().__init__(ring, members.index(me), members)
 
     def leave(self) -> None:
         """Drops the groups of an optimizer that is gone, perhaps on this rank alone."""
         ring = self._ring()
         if ring is not None:
             ring.communicator.companions = tuple(each for each in ring.companions if each is not self)
-
-    def check_alive(self, operation: str) -> None:
-        ring = self._ring()
-        if ring is not None:
-            ring.check_alive(operation)
-        if self._control is None:
-            raise RotationError(f"{operation}: the ring was closed")
-
-    def end(
-        self,
-        error: Exception,
-        suspects: Sequence[int] | None = None,
-        near: Sequence[int] | None = None,
-        ended: float | None = None,
-    ) -> None:
-        """Ends the ring, so that its ranks stop too."""
-        ring = self._ring()
-        if ring is not None:
-            ring.end(error, suspects, self.members if near is None else near, ended)
-
-    def last_hop(self) -> str:
-        ring = self._ring()
-        return "" if ring is None else ring.communicator.last_hop()
 
     def agree(self, facts: Sequence[str]) -> None:
         """Raises ValueError on every rank if ranks are about to take different steps. `facts`: lines that describe the

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rtp_ext._native import RotationError
 from rtp_ext.ring import Ring
-from rtp_ext.ring.links.communicator import Communicator
+from rtp_ext.ring.links.companion import Companion
 from rtp_ext.ring.links.failure_report import this_process
 from rtp_ext.ring.links.groups import all_gather_single
 from rtp_ext.ring.links.hosts import find_hosts
@@ -21,8 +18,8 @@ from rtp_ext.ring.links.hosts import find_hosts
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Replicas(Communicator):
-    """The group of rank r of every ring, in mesh order. A failure here also ends the ring, which informs its ranks.
+class Replicas(Companion):
+    """The group of rank r of every ring, in mesh order.
 
     Attributes:
         rank, size: index of this rank's ring, and K, the number of rings.
@@ -34,19 +31,9 @@ class Replicas(Communicator):
         mesh = ring.parameter_mesh
         assert mesh is not None and ring.replicas > 1, "a ring without replicas"
         group = mesh.get_group(0)
-        self._ring = weakref.ref(ring)
-        members = dist.get_process_group_ranks(group)
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), ring.device, ring.timeout, members)
-        ring.communicator.companions += (self,)
+        super().__init__(ring, dist.get_rank(group), dist.get_process_group_ranks(group))
         if ring.failure_report is not None:
             ring.failure_report.add_processes(self.members, self.exchange(this_process()), find_hosts(self).of)
-
-    def check_alive(self, operation: str) -> None:
-        ring = self._ring()
-        if ring is not None:
-            ring.check_alive(operation)
-        if self.size > 1 and self._control is None:
-            raise RotationError(f"{operation}: the ring was closed")
 
     def exchange(self, value: Any) -> list[Any]:
         """Gathers `value` from every replica, in order. Collective."""
@@ -85,19 +72,3 @@ class Replicas(Communicator):
             work.wait()
         except RuntimeError as error:
             raise self._lost("a reduction of gradients", time.monotonic() - start, error) from error
-
-    def end(
-        self,
-        error: Exception,
-        suspects: Sequence[int] | None = None,
-        near: Sequence[int] | None = None,
-        ended: float | None = None,
-    ) -> None:
-        """Ends the ring, so that its ranks stop too."""
-        ring = self._ring()
-        if ring is not None:
-            ring.end(error, suspects, self.members if near is None else near, ended)
-
-    def last_hop(self) -> str:
-        ring = self._ring()
-        return "" if ring is None else ring.communicator.last_hop()
