@@ -98,7 +98,7 @@ def pack_triangle(matrix: Tensor, out: Tensor) -> None:
     """Writes one triangle of a symmetric matrix [n, n], diagonal included, to `out` [n (n + 1) / 2].
 
     The layout is that of LAPACK's rectangular full packed format: the off-diagonal block, and then a rectangle of the
-    two diagonal blocks, of which one is in the upper and one in the lower triangle. No index tensors are needed.
+    two diagonal blocks, one in the upper and one in the lower triangle. No index tensors are needed.
     """
     corner, rectangle, upper, lower = _areas(out, len(matrix))
     half = len(matrix) // 2

@@ -180,11 +180,20 @@ def load_plain(parameter: DTensor, rows: Any) -> None:
         local.copy_(weight.encode(rows[begin:end], sizes[place]))
 
 
-def whole_weight(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the values that a parameter in blocks stands for, whole on the CPU, in the plain dtype. Collective."""
+def gather_plain(
+    parameter: torch.Tensor,
+    *,
+    keep: bool = True,
+    dtype: torch.dtype | None = None,
+    buffer: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """As `gather_full`; for a parameter in blocks, the values that it stands for. Collective."""
     weight = frozen_of(parameter)
-    assert weight is not None, "the caller has looked"
-    return weight.decode(gather_full(parameter))
+    if weight is None:
+        return gather_full(parameter, keep=keep, dtype=dtype, buffer=buffer, device=device)
+    blocks = gather_full(parameter, keep=keep, buffer=buffer)
+    return weight.decode(blocks).to(device, dtype) if keep else blocks
 
 
 def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -197,4 +206,4 @@ def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"frozen_weights: expected a torch.nn.Module, got {type(model).__name__}")
     named = model.named_parameters(remove_duplicate=False)
-    return {name: whole_weight(parameter) for name, parameter in named if frozen_of(parameter) is not None}
+    return {name: gather_plain(parameter) for name, parameter in named if frozen_of(parameter) is not None}

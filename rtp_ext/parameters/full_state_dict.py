@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rtp_ext.parameters.frozen import whole_weight
-from rtp_ext.parameters.sharding import frozen_of, gather_full
+from rtp_ext.parameters.frozen import gather_plain
 
 
 def whole_state(module: nn.Module, keep: bool, names: Collection[str] | None = None) -> dict[str, Any]:
@@ -28,11 +27,7 @@ def whole_state(module: nn.Module, keep: bool, names: Collection[str] | None = N
             continue
         if isinstance(value, DTensor):
             if id(value) not in gathered:
-                if frozen_of(value) is None:
-                    gathered[id(value)] = gather_full(value, keep=keep)
-                else:
-                    whole = whole_weight(value)
-                    gathered[id(value)] = whole if keep else torch.empty(0)
+                gathered[id(value)] = gather_plain(value, keep=keep)
             value = gathered[id(value)]
         elif isinstance(value, torch.Tensor):
             value = value.detach().cpu()

@@ -41,7 +41,6 @@ Lane lane_of(const Step& step) {
 
 bool computes(Lane lane) { return lane == Lane::compute || lane == Lane::side; }
 
-// Channel of the hops in a row.
 }  // namespace
 
 const char* name(Lane lane) {

@@ -1,7 +1,5 @@
 #include "engine/shards/pulled_shards.h"
 
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -125,8 +123,6 @@ void PulledShards::accept() {
 
 // A thread that answers the requests of one connection, and ends with it.
 void PulledShards::answer(const Socket& socket) {
-  const int at_once = 1;  // otherwise the last bytes of an answer wait for an acknowledgement, up to 40 ms
-  setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &at_once, sizeof at_once);
   try {
     Request request;
     auto* text = reinterpret_cast<std::byte*>(&request);

@@ -1,4 +1,4 @@
-// Shards that a rank pulls from their owners over sockets: threads of the owner answer, whatever the owner does.
+// Shards that a rank pulls from their owners over sockets: threads of the owner answer, also while it computes.
 #pragma once
 
 #include <chrono>

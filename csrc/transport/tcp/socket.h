@@ -48,7 +48,7 @@ std::string address_toward(const std::string& host);
 
 Socket listen_at(const std::string& host, int backlog);
 int port_of(const Socket& listener);
-// Returns the next pending connection of `listener`; an empty socket if there is none.
+// Returns the next pending connection of `listener`, which sends without delay; an empty socket if there is none.
 Socket accept_at(const Socket& listener);
 
 // An event for waits that is raised once and stays raised.

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext._native import RotationError
 from rtp_ext.convert.scopes import ring_of_module
-from rtp_ext.parameters.frozen import whole_weight
-from rtp_ext.parameters.sharding import frozen_of, gather_full, held
+from rtp_ext.parameters.frozen import gather_plain
+from rtp_ext.parameters.sharding import frozen_of, held
 from rtp_ext.ring import Ring
 from rtp_ext.ring.mesh import part_bounds
 
@@ -106,14 +106,14 @@ def _stream(
     for bucket in _buckets(tensors, bucket_bytes):
         _go_on(ring, bucket[0][0])
         for place, (name, value) in enumerate(bucket, start=1):
-            whole = _whole(value, keep, dtype, buffer)
+            whole = gather_plain(value, keep=keep, dtype=dtype, buffer=buffer, device=held(value).device)
             if keep:
                 try:
                     yield name, whole
                 except GeneratorExit:
                     if ring.alive:  # the other ranks are in this bucket
                         for _, rest in bucket[place:]:
-                            _whole(rest, False, dtype, buffer)
+                            gather_plain(rest, keep=False, dtype=dtype, buffer=buffer)
                         ring.exchange(f"it left after {name}")
                     raise
             del whole
@@ -132,14 +132,6 @@ def _buckets(tensors: list[tuple[str, torch.Tensor]], bucket_bytes: int) -> list
         buckets[-1].append((name, value))
         size += own
     return buckets
-
-
-def _whole(value: torch.Tensor, keep: bool, dtype: torch.dtype | None, buffer: torch.Tensor) -> torch.Tensor:
-    """Returns a whole tensor; without `keep` an empty one. Collective."""
-    if frozen_of(value) is None:
-        return gather_full(value, keep=keep, dtype=dtype, buffer=buffer, device=held(value).device)
-    whole = whole_weight(value)
-    return whole.to(held(value).device, dtype) if keep else whole.new_empty(0)
 
 
 def _agree(ring: Ring, mine: tuple) -> None:
