@@ -292,10 +292,12 @@ class AllReduce(MicroBatches):
         for replica, theirs in enumerate(answers):
             if theirs.comparable() != answers[0].comparable():
                 model = "" if theirs.model == answers[0].model else ", of a model with other parameters or settings"
-                raise ValueError(
+                error = ValueError(
                     f"replicas disagree: expected {answers[0]} (replica 0), got {theirs} in replica {replica}{model}: "
                     "every rank has to call backward the same number of times, with the same settings"
                 )
+                self.replicas.end(error)  # sums that one of them has begun never end
+                raise error
         while current.launched < max(theirs.launched for theirs in answers):
             self._launch_next(current)
         return answers

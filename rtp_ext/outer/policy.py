@@ -287,16 +287,19 @@ class OuterPolicy:
         return self._fingerprint
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gathers `value` from every replica. Raises ValueError if the types of the values differ. Collective."""
+        """Gathers `value` from every replica. Raises ValueError, and ends the ring, if the types of the values differ.
+        Collective."""
         assert self.replicas is not None, "one replica exchanges nothing"
         answers = self.replicas.exchange(value)
         for replica, theirs in enumerate(answers):
             if type(theirs) is not type(answers[0]):
-                raise ValueError(
+                error = ValueError(
                     f"replicas disagree on what comes next: replica 0 is at {answers[0]}, replica {replica} at "
                     f"{theirs}: every rank has to do the same with its model, at the same step: "
                     "optimizer steps, freezing and thawing, loading of checkpoints"
                 )
+                self.replicas.end(error)  # sums that one of them has begun never end
+                raise error
         return answers
 
     def verify(self) -> None:
