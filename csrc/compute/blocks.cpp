@@ -49,17 +49,16 @@ RTP_INLINE void look_up(float* values, const float* table, const int32_t* codes)
 }
 #endif
 
-// Writes the numbers of one block, in float32.
+// Writes the numbers of one block, in float32. `numbers`: those of the codes, if these have 4 bits.
 template <BlockFormat kFormat, bool kShuffle>
-RTP_INLINE void dequantize_block(float* values, const uint8_t* block) {
+RTP_INLINE void dequantize_block(float* values, const uint8_t* block, const float* numbers) {
   constexpr BlockLayout kLayout = block_layout(kFormat);
   const float scale = scale_of_block<kFormat>(block);
   if constexpr (kFormat == BlockFormat::int8) {
     for (int64_t i = 0; i < kLayout.numbers; ++i) values[i] = static_cast<float>(static_cast<int8_t>(block[i])) * scale;
   } else {
-    constexpr bool kHighFirst = kFormat == BlockFormat::nf4;
     float table[16];
-    for (int code = 0; code < 16; ++code) table[code] = (kHighFirst ? kNf4[code] : kE2m1[code]) * scale;
+    for (int code = 0; code < 16; ++code) table[code] = numbers[code] * scale;
     int32_t high[kLayout.codes], low[kLayout.codes];
     for (int64_t i = 0; i < kLayout.codes; ++i) high[i] = block[i] >> 4, low[i] = block[i] & 15;
     float of_high[kLayout.codes], of_low[kLayout.codes];
@@ -73,18 +72,19 @@ RTP_INLINE void dequantize_block(float* values, const uint8_t* block) {
       for (int64_t i = 0; i < kLayout.codes; ++i) of_high[i] = table[high[i]], of_low[i] = table[low[i]];
     }
     for (int64_t i = 0; i < kLayout.codes; ++i) {
-      values[2 * i] = kHighFirst ? of_high[i] : of_low[i];
-      values[2 * i + 1] = kHighFirst ? of_low[i] : of_high[i];
+      values[2 * i] = kHighFirst<kFormat> ? of_high[i] : of_low[i];
+      values[2 * i + 1] = kHighFirst<kFormat> ? of_low[i] : of_high[i];
     }
   }
 }
 
 template <BlockFormat kFormat, bool kShuffle, typename Value>
-RTP_INLINE void dequantize_range(Value* to, const uint8_t* from, int64_t numbers, int64_t first, int64_t last) {
+RTP_INLINE void dequantize_range(Value* to, const uint8_t* from, const float* codes, int64_t numbers, int64_t first,
+                                 int64_t last) {
   constexpr BlockLayout kLayout = block_layout(kFormat);
   float values[kLayout.numbers];
   for (int64_t index = first; index < last; ++index) {
-    dequantize_block<kFormat, kShuffle>(values, from + index * kLayout.bytes);
+    dequantize_block<kFormat, kShuffle>(values, from + index * kLayout.bytes, codes);
     Value* const out = to + index * kLayout.numbers;
     const int64_t count = std::min(numbers - index * kLayout.numbers, kLayout.numbers);
     if (count == kLayout.numbers) {
@@ -95,8 +95,9 @@ RTP_INLINE void dequantize_range(Value* to, const uint8_t* from, int64_t numbers
   }
 }
 
+// `codes`: the numbers of the codes of a format with the layout of kFormat.
 template <BlockFormat kFormat>
-void dequantize_on_cpu(const at::Tensor& out, const uint8_t* from) {
+void dequantize_on_cpu(const at::Tensor& out, const uint8_t* from, const float* codes) {
   constexpr BlockLayout kLayout = block_layout(kFormat);
   const int64_t numbers = out.numel();
   const int64_t blocks = (numbers + kLayout.numbers - 1) / kLayout.numbers;
@@ -106,10 +107,10 @@ void dequantize_on_cpu(const at::Tensor& out, const uint8_t* from) {
 #ifdef RTP_SHUFFLES
       if (instruction_set() == InstructionSet::avx512) {
         return run_with_avx512(
-            [=]() RTP_INLINE_LAMBDA { dequantize_range<kFormat, true>(to, from, numbers, first, last); });
+            [=]() RTP_INLINE_LAMBDA { dequantize_range<kFormat, true>(to, from, codes, numbers, first, last); });
       }
 #endif
-      vectorised([=]() RTP_INLINE_LAMBDA { dequantize_range<kFormat, false>(to, from, numbers, first, last); });
+      vectorised([=]() RTP_INLINE_LAMBDA { dequantize_range<kFormat, false>(to, from, codes, numbers, first, last); });
     });
   });
 }
@@ -137,13 +138,14 @@ void dequantize_blocks(const at::Tensor& out, const at::Tensor& blocks, BlockFor
     return launch_on_device_of(out, [&](void* stream) { return launch_dequantize_blocks(parameters, stream); });
   }
 #endif
+  const float* const codes = code_numbers(format);
   switch (format) {
-    case BlockFormat::nf4:
-      return dequantize_on_cpu<BlockFormat::nf4>(out, from);
     case BlockFormat::mxfp4:
-      return dequantize_on_cpu<BlockFormat::mxfp4>(out, from);
+      return dequantize_on_cpu<BlockFormat::mxfp4>(out, from, codes);
     case BlockFormat::int8:
-      return dequantize_on_cpu<BlockFormat::int8>(out, from);
+      return dequantize_on_cpu<BlockFormat::int8>(out, from, codes);
+    default:
+      return dequantize_on_cpu<BlockFormat::nf4>(out, from, codes);
   }
 }
 

@@ -11,8 +11,7 @@ constexpr int kWidth = 8;  // numbers per thread; every block is a multiple of i
 template <BlockFormat kFormat, int kFirst = 0, int kCount = 16>
 __device__ float number_of(uint32_t code) {
   if constexpr (kCount == 1) {
-    constexpr float kNumber = kFormat == BlockFormat::nf4 ? kNf4[kFirst] : kE2m1[kFirst];
-    return kNumber;
+    return kCodeNumber<kFormat, kFirst>;
   } else {
     const float low = number_of<kFormat, kFirst, kCount / 2>(code);
     const float high = number_of<kFormat, kFirst + kCount / 2, kCount / 2>(code);
@@ -39,7 +38,7 @@ __device__ void dequantize_window(float (&values)[kWidth], const uint8_t* block,
   } else {
     uint8_t codes[kWidth / 2];
     float scale;
-    if constexpr (kFormat == BlockFormat::nf4) {
+    if constexpr (kHighFirst<kFormat>) {
       load_words<uint32_t>(codes, block + place / 2);
       scale = *reinterpret_cast<const float*>(block + kBlockCodes<kFormat>);
     } else {
@@ -49,7 +48,7 @@ __device__ void dequantize_window(float (&values)[kWidth], const uint8_t* block,
     }
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      const bool high = (i % 2 == 0) == (kFormat == BlockFormat::nf4);
+      const bool high = (i % 2 == 0) == kHighFirst<kFormat>;
       const uint32_t code = high ? codes[i / 2] >> 4 : codes[i / 2] & 15;
       values[i] = number_of<kFormat>(code) * scale;
     }
@@ -79,6 +78,12 @@ int launch_to(const DequantizeBlocksParameters& parameters, void* stream) {
       return launch(dequantize_blocks<T, BlockFormat::mxfp4>, shape, stream, parameters);
     case BlockFormat::int8:
       return launch(dequantize_blocks<T, BlockFormat::int8>, shape, stream, parameters);
+    case BlockFormat::fp4:
+      return launch(dequantize_blocks<T, BlockFormat::fp4>, shape, stream, parameters);
+    case BlockFormat::nf4_torchao:
+      return launch(dequantize_blocks<T, BlockFormat::nf4_torchao>, shape, stream, parameters);
+    case BlockFormat::nf4_torchao_bfloat16:
+      return launch(dequantize_blocks<T, BlockFormat::nf4_torchao_bfloat16>, shape, stream, parameters);
   }
   return 0;
 }

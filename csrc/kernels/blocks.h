@@ -13,7 +13,7 @@ struct DequantizeBlocksParameters {
   Element type;  // type of `out`
   BlockFormat format;
   int64_t numbers;
-  const uint8_t* blocks;  // nf4 and int8: aligned to 4 bytes
+  const uint8_t* blocks;  // aligned to 4 bytes, except mxfp4
   void* out;
 };
 

@@ -8,16 +8,6 @@
 namespace rtp {
 namespace {
 
-// Returns the rows of every owner's shard of a weight.
-std::vector<int64_t> weight_rows(const LinearShape& shape, int ranks) {
-  if (!shape.frozen) return shard_sizes(shape.out_features, ranks);
-  const int64_t group = rows_of_blocks(*shape.frozen, shape.in_features);
-  std::vector<int64_t> rows = shard_sizes((shape.out_features + group - 1) / group, ranks);
-  int64_t left = shape.out_features;
-  for (int64_t& count : rows) left -= count = std::min(count * group, left);
-  return rows;
-}
-
 enum class Kind : uint8_t { weight, bias };
 
 // Sizes and starts of every owner's shard of the weight of each layer, or of its bias, for whole shards, one chunk or
@@ -25,7 +15,7 @@ enum class Kind : uint8_t { weight, bias };
 struct BundleCut {
   BundleCut(const LinearBundle& bundle, int ranks, Kind kind) {
     for (const LinearShape& shape : bundle.shapes) {
-      sizes.push_back(kind == Kind::weight ? weight_rows(shape, ranks) : shard_sizes(shape.out_features, ranks));
+      sizes.push_back(kind == Kind::weight ? cut_features(shape, ranks) : shard_sizes(shape.out_features, ranks));
       starts.push_back(shard_starts(sizes.back()));
     }
   }
@@ -107,14 +97,12 @@ std::vector<TensorLayout> layouts_of(const LinearBundle& bundle, const Cuts& cut
   std::vector<TensorLayout> layouts;
   for (size_t layer = 0; layer < bundle.shapes.size(); ++layer) {
     layouts.push_back(weight_layout(bundle.shapes[layer], cuts.weight.sizes[layer], dtype));
-    layouts.back().frozen = bundle.shapes[layer].frozen;
     if (bundle.biased[layer]) layouts.push_back(bias_layout(bundle.shapes[layer], cuts.bias.sizes[layer], dtype));
   }
   return layouts;
 }
 
-// Checks the local shards of a bundle. Returns them as they travel: of frozen weights, the bytes without those of rows
-// that the last group lacks.
+// Checks the local shards of a bundle. Returns them as they travel.
 std::vector<at::Tensor> travelling_shards(const Executor& executor, const RotationOptions& options,
                                           const LinearBundle& bundle, const Places& places,
                                           const std::vector<TensorLayout>& layouts,
@@ -123,21 +111,8 @@ std::vector<at::Tensor> travelling_shards(const Executor& executor, const Rotati
     const LinearShape& shape = bundle.shapes[layer];
     const int weight = places.weight[layer], bias = places.bias[layer];
     if (bias >= 0) check_local(executor, options, "bias", parameters[bias], layouts[bias]);
-    at::Tensor& local = parameters[weight];
-    if (!shape.frozen) {
-      check_local(executor, options, "weight", local, layouts[weight]);
-      continue;
-    }
-    RTP_CHECK_VALUE(!shape.transposed, options.name, ": expected a frozen weight stored [out, in]");
-    const int64_t group = rows_of_blocks(*shape.frozen, shape.in_features);
-    const int64_t rows = layouts[weight].shapes[executor.rank()][0];
-    TensorLayout stored{at::kByte, layouts[weight].shapes};
-    stored.shapes[executor.rank()] = {(rows + group - 1) / group,
-                                      block_bytes(*shape.frozen, group * shape.in_features)};
-    check_local(executor, options, "frozen weight", local, stored);
-    RTP_CHECK_TYPE(local.scalar_type() == at::kByte, options.name, ": expected a frozen weight in uint8, got ",
-                   local.scalar_type());
-    local = local.view(-1).narrow(0, 0, layouts[weight].bytes(executor.rank()));
+    RTP_CHECK_VALUE(!shape.transposed || !shape.frozen, options.name, ": expected a frozen weight stored [out, in]");
+    parameters[weight] = travelling_local(executor, options, "weight", parameters[weight], layouts[weight]);
   }
   return parameters;
 }
@@ -173,10 +148,6 @@ class BundleBackward {
         gradients_(executor, options, layouts_of(bundle, whole_, options.reduce_dtype), needs_parameter),
         weight_place_(bundle.shapes.size(), -1),
         sums_(inputs.size()) {
-    for (size_t layer = 0; layer < bundle.shapes.size(); ++layer) {
-      RTP_CHECK_VALUE(!bundle.shapes[layer].frozen || !gradients_.wants(places_.weight[layer]), options.name,
-                      ": expected no gradient of a frozen weight");
-    }
     // Only weights that some dgrad needs and only the needed gradients travel.
     for (size_t k = 0; k < projections.size(); ++k) {
       const Projection& projection = projections[k];
@@ -300,11 +271,24 @@ class BundleBackward {
 
 }  // namespace
 
+std::vector<int64_t> cut_features(const LinearShape& shape, int ranks) {
+  int64_t left = shape.by_outputs ? shape.out_features : shape.in_features;
+  if (!shape.frozen) return shard_sizes(left, ranks);
+  const bool by_blocks = shape.in_mlp || !shape.by_outputs;
+  const int64_t group =
+      by_blocks ? block_layout(*shape.frozen).numbers : rows_of_blocks(*shape.frozen, shape.in_features);
+  std::vector<int64_t> sizes = shard_sizes((left + group - 1) / group, ranks);
+  for (int64_t& size : sizes) left -= size = std::min(size * group, left);
+  return sizes;
+}
+
 TensorLayout weight_layout(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype) {
   const int64_t outputs = shape.out_features;
   const int64_t inputs = shape.in_features;
-  if (shape.transposed) return cut_layout(dtype, {inputs, outputs}, shape.by_outputs ? 1 : 0, sizes);
-  return cut_layout(dtype, {outputs, inputs}, shape.by_outputs ? 0 : 1, sizes);
+  TensorLayout layout = shape.transposed ? cut_layout(dtype, {inputs, outputs}, shape.by_outputs ? 1 : 0, sizes)
+                                         : cut_layout(dtype, {outputs, inputs}, shape.by_outputs ? 0 : 1, sizes);
+  layout.frozen = shape.frozen;
+  return layout;
 }
 
 TensorLayout bias_layout(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype) {

@@ -16,10 +16,16 @@ struct LinearShape {
   int64_t in_features = 0;
   bool by_outputs = true;   // W is cut along its output features, else along its input features
   bool transposed = false;  // W is stored as [in_features, out_features]
-  // W is stored in blocks: a local shard is uint8 [groups, bytes], where a group is the fewest rows that fill whole
-  // blocks; see base/blocks.h. The last group may lack rows; shards are cut between groups.
+  // W is stored in blocks, [out_features, in_features]; see base/blocks.h. Cut by outputs, a local shard is uint8
+  // [groups, bytes]: a group is the fewest rows that fill whole blocks, or, in an MLP, a block's count of rows; the
+  // last group may lack rows. Cut by inputs, of which there are whole blocks, it is uint8 [out_features, blocks,
+  // bytes].
   std::optional<BlockFormat> frozen = std::nullopt;
+  bool in_mlp = false;
 };
+
+// Returns the features of every owner's shard of a weight, along the dimension that is cut.
+std::vector<int64_t> cut_features(const LinearShape& shape, int ranks);
 
 // The layouts of a linear layer's weight and bias in a bundle.
 TensorLayout weight_layout(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype);

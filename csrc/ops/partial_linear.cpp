@@ -10,7 +10,7 @@ namespace {
 // Sizes and starts of every owner's shards of a layer that is cut along its input features.
 struct PartialCut {
   PartialCut(const LinearShape& shape, int ranks)
-      : sizes(shard_sizes(shape.in_features, ranks)),
+      : sizes(cut_features(shape, ranks)),
         starts(shard_starts(sizes)),
         bias_sizes(shard_sizes(shape.out_features, ranks)),
         bias_starts(shard_starts(bias_sizes)) {}
@@ -42,7 +42,8 @@ at::Tensor partial_linear_forward(Executor& executor, const at::Tensor& x, const
   }
   ShardBundle bundle = travelling_weights(executor, options, std::move(layouts), std::move(local));
   for (size_t index = 0; index < bundle.layouts.size(); ++index) {
-    check_local(executor, options, index == 0 ? "weight" : "bias", bundle.local[index], bundle.layouts[index]);
+    const char* const what = index == 0 ? "weight" : "bias";
+    bundle.local[index] = travelling_local(executor, options, what, bundle.local[index], bundle.layouts[index]);
   }
 
   ProductSum sum(x.size(0), shape.out_features, x.options());
@@ -77,7 +78,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> partial_linear_backward(Executor&
   at::Tensor dx;
   if (needs.x) {
     weights = travelling_weights(executor, options, {weight_layout(shape, cut.sizes, options.compute_dtype)}, {weight});
-    check_local(executor, options, "weight", weight, weights->layouts[0]);
+    weights->local[0] = travelling_local(executor, options, "weight", weight, weights->layouts[0]);
     dx = executor.results().empty({dy.size(0), shape.in_features}, dy.options());
   }
 

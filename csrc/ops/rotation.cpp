@@ -84,6 +84,27 @@ void check_local(const Executor& executor, const RotationOptions& options, const
                  executor.device().str(), ", the device of the ring, got ", local.device().str());
 }
 
+at::Tensor travelling_local(const Executor& executor, const RotationOptions& options, const char* what,
+                            const at::Tensor& local, const TensorLayout& layout) {
+  if (!layout.frozen) {
+    check_local(executor, options, what, local, layout);
+    return local;
+  }
+  const int rank = executor.rank();
+  const int64_t rows = layout.shapes[rank][0];
+  const int64_t row_numbers = c10::multiply_integers(layout.shapes[rank].begin() + 1, layout.shapes[rank].end());
+  const int64_t group = rows_of_blocks(*layout.frozen, row_numbers);
+  const int64_t expected = block_bytes(*layout.frozen, (rows + group - 1) / group * group * row_numbers);
+  RTP_CHECK_TYPE(local.scalar_type() == at::kByte, options.name, ": expected a frozen weight in uint8, got ",
+                 local.scalar_type());
+  RTP_CHECK_VALUE(local.numel() == expected && local.is_contiguous(), options.name, ": expected ", expected,
+                  " contiguous bytes of a frozen weight's shard of shape ", at::IntArrayRef(layout.shapes[rank]),
+                  " on rank ", rank, " of ", executor.ranks(), ", got shape ", local.sizes());
+  RTP_CHECK_TYPE(local.device() == executor.device(), options.name, ": expected a frozen weight on ",
+                 executor.device().str(), ", the device of the ring, got ", local.device().str());
+  return local.view(-1).narrow(0, 0, layout.bytes(rank));
+}
+
 const Schedule& forward_schedule(Executor& executor, const RotationOptions& options, const ShardBundle& weights,
                                  bool two_streams) {
   ScheduleOptions schedule;
@@ -133,6 +154,7 @@ Gradients::Gradients(Executor& executor, const RotationOptions& rotation, std::v
     : scale_(1.0 / executor.ranks()), options_(rotation), place_(layouts.size(), -1) {
   for (size_t parameter = 0; parameter < layouts.size(); ++parameter) {
     if (!wanted[parameter]) continue;
+    RTP_CHECK_VALUE(!layouts[parameter].frozen, rotation.name, ": expected no gradient of a frozen weight");
     place_[parameter] = static_cast<int>(layouts_.size());
     layouts_.push_back(std::move(layouts[parameter]));
     const at::TensorOptions options = at::TensorOptions().dtype(rotation.local_dtype()).device(executor.device());

@@ -73,6 +73,11 @@ ShardBundle travelling_weights(const Executor& executor, const RotationOptions& 
 void check_local(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& local,
                  const TensorLayout& layout);
 
+// Checks this rank's shard of a parameter, and returns it as it travels. A frozen weight, uint8 with the bytes of whole
+// groups (the fewest rows of `layout` that fill whole blocks), travels flat, without those that its last group lacks.
+at::Tensor travelling_local(const Executor& executor, const RotationOptions& options, const char* what,
+                            const at::Tensor& local, const TensorLayout& layout);
+
 // Return the schedule of a pass over `weights`, in place if requested and supported: see Travel.
 const Schedule& forward_schedule(Executor& executor, const RotationOptions& options, const ShardBundle& weights,
                                  bool two_streams = false);

@@ -286,11 +286,11 @@ void bind_operations(py::module_& m) {
       .def_property_readonly("local_dtype", &RotationOptions::local_dtype);
   py::class_<LinearShape>(m, "LinearShape")
       .def(py::init([](int64_t out_features, int64_t in_features, bool by_outputs, bool transposed,
-                       const std::optional<BlockFormat>& frozen) {
-             return LinearShape{out_features, in_features, by_outputs, transposed, frozen};
+                       const std::optional<BlockFormat>& frozen, bool in_mlp) {
+             return LinearShape{out_features, in_features, by_outputs, transposed, frozen, in_mlp};
            }),
            py::arg("out_features"), py::arg("in_features"), py::arg("by_outputs"), py::arg("transposed"),
-           py::arg("frozen") = std::nullopt);
+           py::arg("frozen") = std::nullopt, py::arg("in_mlp") = false);
   py::class_<LinearBundle>(m, "LinearBundle")
       .def(py::init([](const std::vector<LinearShape>& shapes, const std::vector<bool>& biased) {
              return LinearBundle{shapes, biased};

@@ -20,6 +20,7 @@ void bind_bundles(py::module_& m) {
       .required("up_bias", &MlpShape::up_bias)
       .required("down_bias", &MlpShape::down_bias)
       .required("activation", &MlpShape::activation)
+      .optional("frozen", &MlpShape::frozen)
       .bind(m);
   py::class_<MlpResult>(m, "MlpResult")
       .def(py::init([](const at::Tensor& y, const std::vector<at::Tensor>& kept) { return MlpResult{y, kept}; }),
@@ -41,6 +42,7 @@ void bind_bundles(py::module_& m) {
       .required("label_smoothing", &CrossEntropyShape::label_smoothing)
       .required("soft_cap", &CrossEntropyShape::soft_cap)
       .required("z_loss", &CrossEntropyShape::z_loss)
+      .optional("frozen", &CrossEntropyShape::frozen)
       .bind(m);
   py::class_<CrossEntropyResult>(m, "CrossEntropyResult")
       .def_readonly("loss", &CrossEntropyResult::loss)
@@ -66,6 +68,8 @@ void bind_bundles(py::module_& m) {
       .required("interleaved", &ExpertsShape::interleaved)
       .required("activation", &ExpertsShape::activation)
       .required("clamped", &ExpertsShape::clamped)
+      .optional("up_frozen", &ExpertsShape::up_frozen)
+      .optional("down_frozen", &ExpertsShape::down_frozen)
       .bind(m);
   py::class_<ExpertsResult>(m, "ExpertsResult")
       .def(py::init([](const std::optional<at::Tensor>& kept, const at::Tensor& order, const at::Tensor& ends,

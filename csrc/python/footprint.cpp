@@ -19,18 +19,24 @@ void parse(const std::string& text, Wire& parsed) {
   parsed = text == "int8" ? Wire::int8 : Wire::bfloat16;
 }
 
+namespace {
+
+// by BlockFormat
+constexpr const char* kBlockFormats[] = {"nf4", "mxfp4", "int8", "fp4", "nf4-torchao", "nf4-torchao-bfloat16"};
+
+}  // namespace
+
 void parse(const std::string& text, BlockFormat& parsed) {
-  for (const BlockFormat format : {BlockFormat::nf4, BlockFormat::mxfp4, BlockFormat::int8}) {
-    if (text != name(format)) continue;
-    parsed = format;
-    return;
+  std::string names;
+  for (size_t format = 0; format < std::size(kBlockFormats); ++format) {
+    parsed = static_cast<BlockFormat>(format);
+    if (text == name(parsed)) return;
+    names.append(format == 0 ? "" : ", ").append(name(parsed));
   }
-  RTP_CHECK_VALUE(false, "expected nf4, mxfp4 or int8, got ", text);
+  RTP_CHECK_VALUE(false, "expected one of ", names, ", got ", text);
 }
 
-const char* name(BlockFormat format) {
-  return format == BlockFormat::nf4 ? "nf4" : format == BlockFormat::mxfp4 ? "mxfp4" : "int8";
-}
+const char* name(BlockFormat format) { return kBlockFormats[static_cast<size_t>(format)]; }
 
 void bind_footprint(py::module_& m) {
   py::class_<SlotCount>(m, "SlotCount")

@@ -91,8 +91,8 @@ void bind_kernels(py::module_& parent) {
   m.def(
       "code_numbers",
       [](BlockFormat format) {
-        RTP_CHECK_VALUE(format != BlockFormat::int8, "expected nf4 or mxfp4, whose codes have 4 bits, got int8");
-        const float* const numbers = format == BlockFormat::nf4 ? kNf4 : kE2m1;
+        RTP_CHECK_VALUE(format != BlockFormat::int8, "expected a format whose codes have 4 bits, got int8");
+        const float* const numbers = code_numbers(format);
         return std::vector<float>(numbers, numbers + 16);
       },
       py::arg("format"));

@@ -145,13 +145,30 @@ def bytes_array(rng: np.random.Generator, numbers: int) -> Array:
     return Array(None, "float32", words, int(rng.integers(16 // BYTES["float32"])), (1, words))
 
 
-BLOCKS = {"nf4": (64, 36), "mxfp4": (32, 17), "int8": (128, 132)}  # numbers and bytes of a block of frozen weights
+# Numbers and bytes of a block of frozen weights, in the order of BlockFormat.
+BLOCKS = {
+    "nf4": (64, 36),
+    "mxfp4": (32, 17),
+    "int8": (128, 132),
+    "fp4": (64, 36),
+    "nf4-torchao": (64, 36),
+    "nf4-torchao-bfloat16": (64, 36),
+}
 NF4 = (
     "-1 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635 -0.18477343022823334 "
     "-0.09105003625154495 0 0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224 "
     "0.44070982933044434 0.5626170039176941 0.7229568362236023 1"
 )  # bitsandbytes.functional.get_4bit_type("nf4")
 E2M1 = "0 0.5 1 1.5 2 3 4 6 -0 -0.5 -1 -1.5 -2 -3 -4 -6"
+# torchao.quantization.NF4Tensor.from_tensor
+NF4_TORCHAO = "-1 -0.6962 -0.5251 -0.3949 -0.2844 -0.1848 -0.0911 0 0.0796 0.1609 0.2461 0.3379 0.4407 0.5626 0.7230 1"
+CODES = {
+    "nf4": np.array(NF4.split(), np.float32),
+    "mxfp4": np.array(E2M1.split(), np.float32),
+    "fp4": np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12),
+    "nf4-torchao": np.array(NF4_TORCHAO.split(), np.float32),
+    "nf4-torchao-bfloat16": rounded(np.array(NF4_TORCHAO.split(), np.float64), "bfloat16").astype(np.float32),
+}
 
 
 def decoded_blocks(packed: np.ndarray, numbers: int, kind: str, *, swapped: bool = False) -> np.ndarray:
@@ -162,9 +179,8 @@ def decoded_blocks(packed: np.ndarray, numbers: int, kind: str, *, swapped: bool
         values = blocks[:, :size].view(np.int8).astype(np.float32)
     else:
         both = [blocks[:, : size // 2] >> 4, blocks[:, : size // 2] & 15]
-        ordered = both if (kind == "nf4") != swapped else both[::-1]
-        table = np.array((NF4 if kind == "nf4" else E2M1).split(), np.float32)
-        values = table[np.stack(ordered, 2).reshape(len(blocks), size)]
+        ordered = both if (kind != "mxfp4") != swapped else both[::-1]
+        values = CODES[kind][np.stack(ordered, 2).reshape(len(blocks), size)]
     if kind == "mxfp4":
         exponents = blocks[:, -1:].astype(np.int32)
         scales = np.where(exponents == 255, np.nan, np.ldexp(1.0, exponents - 127)).astype(np.float32)

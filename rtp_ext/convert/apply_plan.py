@@ -18,6 +18,7 @@ from rtp_ext.convert.modules.refused import guard_parametrizations
 from rtp_ext.convert.modules.shared_input import join
 from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
 from rtp_ext.convert.plan.converted import REASON, WIDE
+from rtp_ext.convert.plan.in_blocks import is_taken
 from rtp_ext.convert.plan.layers import DROP_INS, drop_in, extended_parameters
 from rtp_ext.convert.plan.request import Request
 from rtp_ext.convert.plan.rotation_plan import (
@@ -33,7 +34,6 @@ from rtp_ext.convert.tensor_parallel import parallel_class
 from rtp_ext.nn import Flyweight, RotatedExperts
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.linear import RotatedTransposedLinear
-from rtp_ext.parameters.bitsandbytes import is_linear_4bit
 from rtp_ext.parameters.sharded_module import ShardedModule, Tie, mixed_class
 from rtp_ext.ring import Ring
 
@@ -122,13 +122,14 @@ class Application:
         elif module.transposed:
             mixed, options = RotatedTransposedLinear, {"shard_dim": 1 - (module.cuts["weight"] or 0)}
         else:
-            mixed = RotatedLinear4bit if is_linear_4bit(part) else drop_in(part)
+            mixed = RotatedLinear4bit if is_taken(part) else drop_in(part)
             if module.layer in ("linear", "embedding"):
                 options = {"shard_dim": module.cuts["weight"]}
-            if module.in_blocks:
-                options["frozen"] = next(each.frozen.format for each in module.parameters if each.frozen is not None)
-                self.ring.traceable = False  # a compiler would look into the parameter
-                self.counts[f"weights in blocks of {options['frozen']}"] += 1
+        if module.in_blocks:
+            options["frozen"] = {each.key: each.frozen for each in module.parameters if each.frozen is not None}
+            self.ring.traceable = False  # a compiler would look into the parameter
+            for frozen in options["frozen"].values():
+                self.counts[f"weights in blocks of {frozen.format}"] += 1
         part.__class__ = mixed if type(part) in DROP_INS else mixed_class(mixed, type(part))
         part._rotate(
             self.ring,

@@ -167,7 +167,7 @@ class ShardedParameter:
         if not in_blocks and (not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point):
             raise TypeError(f"{label} of floating-point numbers, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
         expect_memory(f"{call.name}: {self.what}", (held(tensor),))
-        if tensor.dim() != self.dims:
+        if not in_blocks and tensor.dim() != self.dims:
             raise ValueError(f"{label} of {self.dims} dimensions, got shape {tuple(tensor.shape)}")
         if isinstance(tensor, DTensor):
             ranks = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)  # replicas come first, the ring last

@@ -16,6 +16,7 @@ from rtp_ext.functional._call import (
     prepare,
     saved,
 )
+from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
 
@@ -74,24 +75,32 @@ def prepare_cross_entropy(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     transposed: bool,
-) -> tuple[list[ShardedParameter], tuple[int, int]]:
-    """Returns the local shards, and (vocabulary, features)."""
+) -> tuple[list[ShardedParameter], tuple[int, int, str | None]]:
+    """Returns the local shards, and (vocabulary, features, the format of the weight if it is in blocks)."""
     params = [ShardedParameter("weight", weight, 1 if transposed else 0, 2)]
     if bias is not None:
         params.append(ShardedParameter("bias", bias, 0, 1))
 
-    def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
-        vocabulary, features = reversed(shapes[0]) if transposed else shapes[0]
+    frozen = frozen_of(weight)
+    if frozen is not None and (transposed or call.in_place):
+        expected = "a weight stored [vocabulary, features]" if transposed else "in_place=False"
+        raise ValueError(f"{call.name}: expected {expected} for a frozen weight in blocks")
+
+    def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int, str | None]:
+        whole = shapes[0] if frozen is None else frozen.shape
+        vocabulary, features = reversed(whole) if transposed else whole
         if bias is not None:
             expect_shape(call, params[1], shapes[1], (vocabulary,))
-        return vocabulary, features
+        return vocabulary, features, None if frozen is None else frozen.format
 
-    return params, prepare(call, prepared, "linear cross-entropy", params, [x], (("transposed", transposed),), derive)
+    facts = (("transposed", transposed), ("frozen", frozen))
+    return params, prepare(call, prepared, "linear cross-entropy", params, [x], facts, derive)
 
 
 def native_shape(
     vocabulary: int,
     features: int,
+    frozen: str | None,
     biased: bool,
     transposed: bool,
     ignore_index: int,
@@ -108,6 +117,7 @@ def native_shape(
         label_smoothing=label_smoothing,
         soft_cap=soft_cap or 0.0,
         z_loss=z_loss,
+        frozen=frozen,
     )
 
 
@@ -147,6 +157,9 @@ def rotated_linear_cross_entropy(
         soft_cap: logits are `soft_cap * tanh(logits / soft_cap)` (Gemma 2, arXiv 2408.00118).
         z_loss: `z_loss * logsumexp(logits) ** 2` is added for every token (PaLM, arXiv 2204.02311, section 5).
 
+    The weight may be the parameter of a frozen one in blocks, as in `rotated_linears`; it travels in one piece. With a
+    bias, its rows must fill whole blocks.
+
     Raises IndexError for targets out of range (on CUDA: a device assertion); everything else as in `rotated_linear`.
     Source: RTP, arXiv 2311.01635; online softmax: Milakov and Gimelshein, arXiv 1805.02867.
     """
@@ -159,11 +172,11 @@ def rotated_linear_cross_entropy(
         raise TypeError(f"{name}: expected integer targets, got {getattr(targets, 'dtype', type(targets).__name__)}")
     if targets.shape != x.shape[:-1]:
         raise ValueError(f"{name}: expected targets of shape {tuple(x.shape[:-1])}, got {tuple(targets.shape)}")
-    params, (vocabulary, features) = prepare_cross_entropy(call, prepared, x, weight, bias, transposed)
+    params, (vocabulary, features, frozen) = prepare_cross_entropy(call, prepared, x, weight, bias, transposed)
     if x.shape[-1] != features:
         raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
     shape = native_shape(
-        vocabulary, features, bias is not None, transposed, ignore_index, label_smoothing, soft_cap, z_loss
+        vocabulary, features, frozen, bias is not None, transposed, ignore_index, label_smoothing, soft_cap, z_loss
     )
     flat = targets.reshape(-1).to(torch.int64).contiguous()
     loss = LinearCrossEntropy.apply(call, shape, flat, call.rows(x).contiguous(), *(param.local for param in params))

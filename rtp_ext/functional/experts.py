@@ -20,6 +20,7 @@ from rtp_ext.functional._call import (
     watched_where_read,
 )
 from rtp_ext.functional.mlp import ACTIVATIONS
+from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
 
@@ -120,9 +121,9 @@ def rotated_experts(
         alpha, limit: parameters of clamped_swiglu.
         recompute: as in `rotated_mlp`.
 
-    Biases travel in the same hops. The gradient of `weights` is exact. On CUDA a forward synchronises once, because
-    the host reads the number of tokens of each expert. Raises IndexError for an index above E; everything else is as
-    in `rotated_linear`.
+    up and down may be the parameters of frozen weights in blocks, as in `rotated_linears`. Biases travel in the same
+    hops. The gradient of `weights` is exact. On CUDA a forward synchronises once, because the host reads the number of
+    tokens of each expert. Raises IndexError for an index above E; everything else is as in `rotated_linear`.
     Source: RTP, arXiv 2311.01635 (expert partition).
     """
     if activation not in _ACTIVATIONS:
@@ -151,7 +152,13 @@ def rotated_experts(
     ]
     params = [ShardedParameter(what, tensor, 0, dims) for what, tensor, dims in candidates if tensor is not None]
 
+    frozen = tuple([frozen_of(param.tensor) for param in params])
+    if any(frozen) and in_place:
+        raise ValueError(f"{name}: expected in_place=False for frozen weights in blocks")
+    formats = {param.what: each.format for param, each in zip(params, frozen, strict=True) if each is not None}
+
     def derive(shapes: list[tuple[int, ...]]) -> Any:
+        shapes = [shape if each is None else each.shape for shape, each in zip(shapes, frozen, strict=True)]
         experts, *matrix = shapes[0]
         features, up_rows = matrix if transposed else reversed(matrix)
         hidden = up_rows // 2 if gated else up_rows
@@ -176,6 +183,8 @@ def rotated_experts(
             interleaved=interleaved,
             activation=function,
             clamped=None if clamped is None else _native.ClampedGate(alpha=clamped[0], limit=clamped[1]),
+            up_frozen=formats.get("up weight"),
+            down_frozen=formats.get("down weight"),
         )
         return experts, features, shape
 
@@ -185,6 +194,7 @@ def rotated_experts(
         ("transposed", transposed),
         ("interleaved", interleaved),
         ("clamped", clamped),
+        ("frozen", frozen),
     )
     experts, features, shape = prepare(call, prepared, "experts", params, [x, weights], facts, derive)
     if x.shape[-1] != features:

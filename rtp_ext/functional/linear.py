@@ -161,8 +161,6 @@ def rotated_linear(
         raise ValueError(f"{name}: expected shard_dim 0 or 1, got {shard_dim}")
     if shard_dim == 0:
         return rotated_linears([x], [weight], [bias], ring=ring, transposed=transposed, prepared=prepared, **options)[0]
-    if frozen_of(weight) is not None:
-        raise ValueError(f"{name}: expected shard_dim 0 for a frozen weight in blocks, got {shard_dim}")
     call = Call.of(weight, ring=ring, **options)
     x = call.operand(x)
     params, (outputs, inputs, native) = prepare_partial(call, prepared, [x], weight, bias, transposed)
@@ -241,14 +239,19 @@ def prepare_partial(
     transposed: bool,
 ) -> tuple[list[ShardedParameter], tuple[int, int, Any]]:
     """Returns the local shards of a layer cut along its inputs, and (out features, in features, native shape)."""
+    frozen = frozen_of(weight)
+    _check_frozen(call, [frozen], transposed)
+    format = None if frozen is None else frozen.format
     params = _local_shards([weight], [bias], 0 if transposed else 1)
 
     def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int, Any]:
+        shapes = [*shapes] if frozen is None else [frozen.shape, *shapes[1:]]
         outputs, features = reversed(shapes[0]) if transposed else shapes[0]
         _check_biases(call, params, shapes, transposed)
-        return outputs, features, _native.LinearShape(outputs, features, by_outputs=False, transposed=transposed)
+        native = _native.LinearShape(outputs, features, by_outputs=False, transposed=transposed, frozen=format)
+        return outputs, features, native
 
-    facts = (("transposed", transposed),)
+    facts = (("transposed", transposed), ("frozen", frozen))
     return params, prepare(call, prepared, "partial linear", params, inputs, facts, derive, late=True)
 
 
@@ -267,9 +270,7 @@ def prepare_linears(
         projections = tuple(map(tuple, projections))  # type: ignore[arg-type]
     frozen = tuple([frozen_of(weight) for weight in weights])
     in_blocks = any([each is not None for each in frozen])
-    if in_blocks and (transposed or call.in_place):
-        expected = "a weight stored [out, in]" if transposed else "in_place=False"
-        raise ValueError(f"{call.name}: expected {expected} for a frozen weight in blocks")
+    _check_frozen(call, frozen, transposed)
 
     def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
         return _bundle(call, params, shapes, biases, len(inputs), projections, transposed)
@@ -280,6 +281,13 @@ def prepare_linears(
         {} if transposed or in_blocks else {"tokens": tokens, "size": lambda shapes: _size(call, shapes)}
     )
     return params, prepare(call, prepared, "linears", params, inputs, facts, derive, late=True, **planned)
+
+
+def _check_frozen(call: Call, frozen: Sequence[FrozenWeight | None], transposed: bool) -> None:
+    """Raises ValueError for options that frozen weights in blocks do not take."""
+    if any(frozen) and (transposed or call.in_place):
+        expected = "a weight stored [out, in]" if transposed else "in_place=False"
+        raise ValueError(f"{call.name}: expected {expected} for a frozen weight in blocks")
 
 
 def _size(call: Call, shapes: Sequence[tuple[int, ...]]) -> LayerSize:
@@ -333,9 +341,7 @@ def _bundle(
     shapes = [shape if each is None else each.shape for shape, each in zip(shapes, frozen, strict=True)]
     _check_biases(call, params, shapes, transposed)
     weights = [shape for shape in shapes if len(shape) == 2]
-    formats = [
-        None if each is None else each.format for each, param in zip(frozen, params, strict=True) if param.dims == 2
-    ]
+    blocks = [each for each, param in zip(frozen, params, strict=True) if param.dims == 2]
     outputs = [(shape[1], shape[0]) if transposed else (shape[0], shape[1]) for shape in weights]
     biased = [bias is not None for bias in biases]
     if projections is None:
@@ -350,8 +356,8 @@ def _bundle(
         if with_bias:
             multiplied.append(set())
     layers = [
-        _native.LinearShape(*sizes, by_outputs=True, transposed=transposed, frozen=format)
-        for sizes, format in zip(outputs, formats, strict=True)
+        _native.LinearShape(*sizes, by_outputs=True, transposed=transposed, **_native_blocks(each))
+        for sizes, each in zip(outputs, blocks, strict=True)
     ]
     return _Bundle(
         _native.LinearBundle(layers, biased),
@@ -361,6 +367,10 @@ def _bundle(
         [(which, end - begin) for which, _, begin, end in projections],
         multiplied,
     )
+
+
+def _native_blocks(frozen: FrozenWeight | None) -> dict[str, Any]:
+    return {} if frozen is None else {"frozen": frozen.format, "in_mlp": frozen.rows > 0}
 
 
 def _expect_features(call: Call, x: torch.Tensor, features: int) -> None:

@@ -18,6 +18,7 @@ from rtp_ext.functional._call import (
     saved,
     watched_where_read,
 )
+from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
 
@@ -110,7 +111,18 @@ def prepare_mlp(
     ]
     params = [ShardedParameter(what, tensor, dim, dims) for what, tensor, dim, dims in candidates if tensor is not None]
 
+    frozen = tuple([frozen_of(param.tensor) for param in params])
+    formats = {
+        None if each is None else each.format for each, param in zip(frozen, params, strict=True) if param.dims > 1
+    }
+    if any(frozen) and (transposed or call.in_place or len(formats) > 1):
+        raise ValueError(
+            f"{call.name}: expected weights of one format, stored [out, in], and in_place=False for frozen weights in "
+            f"blocks, got formats {', '.join(map(str, formats))}"
+        )
+
     def derive(shapes: list[tuple[int, ...]]) -> Any:
+        shapes = [shape if each is None else each.shape for shape, each in zip(shapes, frozen, strict=True)]
         whole = {param.what: shape for param, shape in zip(params, shapes, strict=True)}
         hidden, features = whole["up weight"][outputs], whole["up weight"][inputs]
         out_features = whole["down weight"][outputs]
@@ -133,10 +145,11 @@ def prepare_mlp(
             up_bias=parameters.up_bias is not None,
             down_bias=parameters.down_bias is not None,
             activation=function,
+            frozen=next(iter(formats)),
         )
         return features, out_features, shape
 
-    facts = (("activation", activation), ("recompute", recompute))
+    facts = (("activation", activation), ("recompute", recompute), ("frozen", frozen))
     return params, prepare(call, prepared, "mlp", params, [x], facts, derive, late=True)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from rtp_ext._native import RotationError
 from rtp_ext.convert.agreement import Mode, agree_on_model, checksums, compare_weights
 from rtp_ext.convert.apply_plan import apply_plan
+from rtp_ext.convert.plan.in_blocks import is_taken
 from rtp_ext.convert.plan.inspect_model import inspect_model
 from rtp_ext.convert.plan.request import TIMEOUT, Options, Request
 from rtp_ext.convert.plan.rotation_plan import ROTATED, RotationPlan
@@ -113,7 +114,7 @@ def _check_arguments(model: Any, mesh: Any, transport: str, weights: str | None,
         label = f"{name or 'the model'} ({type(part).__name__})"
         if is_inside(part) or ring_of_module(part) is not None:
             raise ValueError(f"rotate_for_inference: expected a plain model, got {label}, which was converted before")
-        if is_linear_4bit(part):
+        if is_taken(part) or is_linear_4bit(part):
             raise ValueError(f"rotate_for_inference: expected plain weights, got {label} in 4 bits: not made yet")
         if isinstance(part, Flyweight):
             raise ValueError(f"rotate_for_inference: expected no Flyweight, got {label}: it is not made for inference")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rtp_ext.families.same_forward import has_same_forward
-from rtp_ext.parameters.bitsandbytes import blocks_of, weight_of
-from rtp_ext.parameters.frozen import freeze, keep
+from rtp_ext.parameters import bitsandbytes, torchao
+from rtp_ext.parameters.frozen import FrozenWeight, freeze, keep
 from rtp_ext.parameters.sharded_module import ShardedModule, mixed_class
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_parameter
 from rtp_ext.ring import Prepared, Ring
@@ -44,11 +45,11 @@ class RotatedModule(ShardedModule):
         name: str | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
         memo: dict[int, nn.Parameter] | None = None,
-        frozen: str | None = None,
+        frozen: Mapping[str, FrozenWeight] | None = None,
     ) -> None:
         """Shards the module's whole parameters. `memo` maps ids of whole parameters to shards (for tied weights).
-        `frozen`: the format of its weight, which is then stored in blocks; a weight that is in blocks already, of
-        another package, keeps its bits."""
+        `frozen`: by name, the weights that are stored in blocks; one that is in blocks already, of another package,
+        keeps its bits."""
         assert isinstance(self, nn.Module)
         self.ring = ring
         self.in_place = in_place
@@ -61,10 +62,8 @@ class RotatedModule(ShardedModule):
         for key, parameter in self._parameters.items():
             if parameter is None:
                 continue
-            if key == "weight" and frozen is not None:
-                known = weight_of(parameter)
-                new = freeze(parameter, ring, frozen) if known is None else keep(known, blocks_of(parameter), ring)
-                memo[id(parameter)] = new
+            if frozen is not None and key in frozen:
+                memo[id(parameter)] = _in_blocks(parameter, ring, frozen[key])
             elif id(parameter) not in memo:
                 memo[id(parameter)] = shard_parameter(parameter, ring, shard_dims[key])
             self._parameters[key] = memo[id(parameter)]
@@ -105,3 +104,11 @@ class RotatedModule(ShardedModule):
         plain: Any = super(ShardedModule, type(self))
         with torch.no_grad():  # only this module: a subclass may have child modules
             init_weights(self, lambda module: plain.reset_parameters(module) if module is self else None)
+
+
+def _in_blocks(parameter: nn.Parameter, ring: Ring, weight: FrozenWeight) -> nn.Parameter:
+    """Returns the sharded parameter of a weight that is stored in blocks."""
+    for package in (bitsandbytes, torchao):
+        if package.weight_of(parameter) is not None:
+            return keep(weight, package.blocks_of(parameter, weight), ring)
+    return freeze(parameter, ring, weight)

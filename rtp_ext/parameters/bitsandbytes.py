@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from rtp_ext._native import kernels
-from rtp_ext.parameters.frozen import FrozenWeight, join_blocks
+from rtp_ext.parameters.frozen import FrozenWeight, join_blocks, repeated_scales
 
-_ZERO = 7 << 4 | 7  # two codes of zero
+_ZERO = {"nf4": 7 << 4 | 7, "fp4": 0}  # two codes of zero
 
 
 def is_linear_4bit(module: nn.Module) -> bool:
@@ -27,8 +27,10 @@ def refusal_of_4bit(weight: Any) -> str | None:
         return "its weight is not quantized yet: move the model to a device before"
     if getattr(state, "packing_format_for_cpu", False):
         return "a forward in evaluation has repacked its weight: convert the model before"
-    if state.quant_type != "nf4" or state.blocksize != 64:
-        return f"expected nf4 in blocks of 64, got {state.quant_type} in blocks of {state.blocksize}"
+    if state.quant_type not in _ZERO or state.blocksize % kernels.block_layout("nf4")[0]:
+        return (
+            f"expected nf4 or fp4 in blocks of a multiple of 64, got {state.quant_type} in blocks of {state.blocksize}"
+        )
     if len(state.shape) != 2 or weight.requires_grad:
         return f"expected a frozen weight of 2 dimensions, got shape {tuple(state.shape)}"
     return None
@@ -37,25 +39,22 @@ def refusal_of_4bit(weight: Any) -> str | None:
 def weight_of(parameter: Any) -> FrozenWeight | None:
     """Returns the description of a 4-bit weight of bitsandbytes; None for any other parameter."""
     state = getattr(parameter, "quant_state", None)
-    return None if state is None else FrozenWeight("nf4", tuple(state.shape), state.dtype)
+    return None if state is None else FrozenWeight(state.quant_type, tuple(state.shape), state.dtype)
 
 
-def blocks_of(parameter: Any) -> torch.Tensor:
+def blocks_of(parameter: Any, weight: FrozenWeight) -> torch.Tensor:
     """Returns the blocks [groups, bytes] of a whole 4-bit weight, with its codes and its scales.
 
     Scales that are quantized themselves are dequantized first, by bitsandbytes, to the float32 numbers with which it
-    computes.
+    computes. A larger block becomes several blocks of 64 with its scale.
     """
-    state, weight = parameter.quant_state, weight_of(parameter)
-    assert weight is not None, "the caller has looked"
+    state = parameter.quant_state
     scales = state.absmax
     if state.nested:
         functional: Any = sys.modules["bitsandbytes.functional"]
         scales = functional.dequantize_blockwise(scales, state.state2) + state.offset
-    groups, size = weight.packed_shape
-    numbers, block = kernels.block_layout("nf4")
-    count = groups * size // block
+    numbers, _ = weight.block
     codes = parameter.detach().as_subclass(torch.Tensor).contiguous().view(torch.uint8).reshape(-1)
-    codes = torch.cat([codes, codes.new_full((count * numbers // 2 - codes.numel(),), _ZERO)])
-    scales = torch.cat([scales.float(), scales.new_zeros(count - scales.numel(), dtype=torch.float32)])
-    return join_blocks(codes.view(count, -1), scales.view(-1, 1)).view(groups, size)
+    count = -(-2 * codes.numel() // numbers)
+    codes = torch.cat([codes, codes.new_full((count * numbers // 2 - codes.numel(),), _ZERO[weight.format])])
+    return weight.grouped(join_blocks(codes.view(count, -1), repeated_scales(scales, state.blocksize, count)))

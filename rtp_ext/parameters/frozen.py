@@ -1,12 +1,17 @@
-"""Frozen weights of linear layers in 4 or 8 bits: blocks of codes, each with a scale, that a parameter holds as bytes.
+"""Frozen weights in 4 or 8 bits: blocks of codes, each with a scale, that a parameter holds as bytes.
 
-A parameter of such a weight [O, I] is uint8 [groups, bytes]. A group is the fewest rows that fill whole blocks; the
+A parameter of such a weight [O, ...] is uint8 [groups, bytes]. A group is the fewest rows that fill whole blocks; the
 last group is filled with zeros. The ring shards groups, as DTensor's Shard(0) does, so that no shard cuts a block, and
 checkpoints store and reshard the bytes. csrc/base/blocks.h has the layout of a block.
+
+The weights of an MLP that rotates as a bundle are cut along its hidden features, between multiples of the block: gate
+and up in groups of as many rows as a block has numbers; down [O, I] along its inputs, as uint8 [O, I / block, bytes of
+a block], Shard(1).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rtp_ext._native import kernels, shard_sizes
-from rtp_ext.parameters.sharding import as_sharded, frozen_of, gather_full, shard_bounds
+from rtp_ext.parameters.sharding import as_sharded, frozen_of, gather_full, shard_bounds, take_shard
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import FROZEN, as_parameter
 
@@ -29,91 +34,125 @@ _SECTION = 1 << 22  # numbers that are encoded at once
 
 @dataclass(frozen=True)
 class FrozenWeight:
-    """A weight in blocks: `nf4`, `mxfp4` or `int8`; its shape [O, I]; the dtype of the plain weight."""
+    """A weight in blocks.
+
+    Attributes:
+        format: of its blocks: one of FORMATS, or of another package: `fp4`, `nf4-torchao`, `nf4-torchao-bfloat16`.
+        shape: [O, ...], of the plain weight; [E, ...] of stacked experts.
+        dtype: of the plain weight.
+        dim: the dimension that the ring cuts: 0, or 1 for [O, I] with a multiple of the block in each row.
+        rows: of a group; 0: the fewest that fill whole blocks. `dim` 0 only.
+    """
 
     format: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
+    dim: int = 0
+    rows: int = 0
 
     def shard_rows(self, ranks: int) -> list[int]:
-        """Returns the rows of every rank's shard."""
+        """Returns the rows of every rank's shard; the columns where `dim` is 1."""
         starts, rows = 0, []
-        for groups in shard_sizes(self.packed_shape[0], ranks):
+        for groups in shard_sizes(self.packed_shape[self.dim], ranks):
             begin, end = self.rows_of(starts, groups)
             rows.append(end - begin)
             starts += groups
         return rows
 
     def travelling_bytes(self, rows: int) -> int:
-        """Returns the bytes of so many rows in a hop."""
-        numbers, size = kernels.block_layout(self.format)
-        return -(-rows * self.shape[1] // numbers) * size
+        """Returns the bytes of so many rows, or columns, in a hop."""
+        numbers, size = self.block
+        others = math.prod(self.shape[1:]) if self.dim == 0 else self.shape[0]
+        return -(-rows * others // numbers) * size
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The numbers and the bytes of a block."""
+        return kernels.block_layout(self.format)
 
     @property
     def group_rows(self) -> int:
-        return kernels.rows_of_blocks(self.format, self.shape[1])
+        """The rows of a group; its columns where `dim` is 1."""
+        if self.dim == 1:
+            return self.block[0]
+        return self.rows or kernels.rows_of_blocks(self.format, math.prod(self.shape[1:]))
 
     @property
-    def packed_shape(self) -> tuple[int, int]:
+    def packed_shape(self) -> tuple[int, ...]:
         """The shape of the parameter."""
-        numbers, size = kernels.block_layout(self.format)
+        numbers, size = self.block
+        if self.dim == 1:
+            return self.shape[0], self.shape[1] // numbers, size
         rows = self.group_rows
-        return -(-self.shape[0] // rows), rows * self.shape[1] // numbers * size
+        return -(-self.shape[0] // rows), rows * math.prod(self.shape[1:]) // numbers * size
 
     def rows_of(self, first: int, groups: int) -> tuple[int, int]:
         """Returns the first row, and the row behind the last, of groups [first, first + groups)."""
-        rows, limit = self.group_rows, self.shape[0]
+        rows, limit = self.group_rows, self.shape[self.dim]
         return min(first * rows, limit), min((first + groups) * rows, limit)
+
+    def part(self, first: int, groups: int) -> tuple[slice, ...]:
+        """Returns the slices of the plain weight that these groups hold."""
+        return (*[slice(None)] * self.dim, slice(*self.rows_of(first, groups)))
+
+    def grouped(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Returns the parameter [groups, bytes] for the blocks [blocks, bytes] of a whole weight; the last group is
+        filled with zeros."""
+        lacking = math.prod(self.packed_shape) // self.block[1] - len(blocks)
+        zeros = encode_blocks(torch.zeros(lacking, self.block[0], device=blocks.device), self.format)
+        return torch.cat([blocks, zeros]).view(self.packed_shape)
 
     def converted_by(self, function: Callable[[torch.Tensor], torch.Tensor]) -> FrozenWeight:
         """Returns the description after a call of nn.Module._apply, such as `to`, with `function`."""
         dtype = function(torch.empty(0, dtype=self.dtype)).dtype
         return replace(self, dtype=dtype) if dtype.is_floating_point else self
 
-    def encode(self, rows: torch.Tensor, groups: int) -> torch.Tensor:
-        """Returns the bytes [groups, bytes] of rows [<= groups * group_rows, I]; missing rows are zeros."""
-        size = groups, self.packed_shape[1]
-        if rows.device.type == "meta":
-            return torch.empty(size, dtype=torch.uint8, device="meta")
-        numbers, _ = kernels.block_layout(self.format)
-        packed = torch.empty(size, dtype=torch.uint8, device=rows.device)
-        step = max(1, _SECTION // max(1, self.group_rows * self.shape[1]))
-        for first in range(0, groups, step):
-            count = min(step, groups - first)
-            begin, end = first * self.group_rows, (first + count) * self.group_rows
-            part = rows[begin : min(end, rows.shape[0])].float()
-            if (lacking := end - begin - part.shape[0]) > 0:
-                part = torch.cat([part, part.new_zeros(lacking, self.shape[1])])
-            blocks = encode_blocks(part.reshape(-1, numbers), self.format)
-            packed[first : first + count] = blocks.view(count, size[1])
+    def encode(self, values: torch.Tensor, groups: int) -> torch.Tensor:
+        """Returns the bytes of so many groups: of rows [<= groups * group_rows, ...], where missing rows are zeros, or
+        of columns [O, groups * group_rows]."""
+        size = [*self.packed_shape]
+        size[self.dim] = groups
+        packed = torch.empty(size, dtype=torch.uint8, device=values.device)
+        if packed.is_meta:
+            return packed
+        numbers, block = self.block
+        flat, blocks = values.reshape(-1), packed.view(-1, block)
+        step = max(1, _SECTION // numbers)
+        for first in range(0, len(blocks), step):
+            count = min(step, len(blocks) - first)
+            part = flat[first * numbers : (first + count) * numbers].float()
+            if (lacking := count * numbers - len(part)) > 0:
+                part = torch.cat([part, part.new_zeros(lacking)])
+            blocks[first : first + count] = encode_blocks(part.view(count, numbers), self.format)
         return packed
 
     def decode(self, packed: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns the weight [O, I] from the bytes of all groups, in `dtype`, or in that of the plain weight."""
-        out = torch.empty(self.packed_shape[0] * self.group_rows, self.shape[1], dtype=dtype or self.dtype)
-        kernels.dequantize_blocks(out.view(-1), packed.reshape(-1).to(out.device), self.format)
-        return out[: self.shape[0]]
+        """Returns the weight from the bytes of all groups, in `dtype`, or in that of the plain weight."""
+        numbers, size = self.block
+        out = torch.empty(math.prod(self.packed_shape) // size * numbers, dtype=dtype or self.dtype)
+        kernels.dequantize_blocks(out, packed.reshape(-1).to(out.device), self.format)
+        return out[: math.prod(self.shape)].view(self.shape)
 
 
 def encode_blocks(values: torch.Tensor, format: str) -> torch.Tensor:
     """Returns float32 values [blocks, numbers of a block] as bytes [blocks, bytes of a block].
 
-    nf4: the codes of bitsandbytes. mxfp4: those of torchao, whose exponent is the floor. int8: those of weights that
-    travel in int8. Raises ValueError for values that are not finite.
+    nf4, fp4: the codes of bitsandbytes. mxfp4: those of torchao, whose exponent is the floor. int8: those of weights
+    that travel in int8. The nearest numbers in the other formats. Raises ValueError for values that are not finite.
     """
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"expected finite numbers to store in {format}, got an infinity or a NaN")
-    if format == "nf4":
-        return _encode_nf4(values)
-    return _encode_mxfp4(values) if format == "mxfp4" else _encode_int8(values)
+    if format == "mxfp4":
+        return _encode_mxfp4(values)
+    return _encode_int8(values) if format == "int8" else _encode_nearest(values, format)
 
 
-def _encode_nf4(values: torch.Tensor) -> torch.Tensor:
-    numbers = torch.tensor(kernels.code_numbers("nf4"), device=values.device)
+def _encode_nearest(values: torch.Tensor, format: str) -> torch.Tensor:
+    numbers, order = torch.tensor(kernels.code_numbers(format), device=values.device).sort(stable=True)
     bounds = (numbers[1:] + numbers[:-1]) / 2
     largest = values.abs().amax(1, keepdim=True)
     scaled = (values * (1.0 / largest.clamp(min=_NF4_LEAST))).clamp_(-1, 1)
-    codes = torch.bucketize(scaled, bounds, out_int32=True).to(torch.uint8)
+    codes = order[torch.bucketize(scaled, bounds, out_int32=True)].to(torch.uint8)
     return join_blocks(codes[:, ::2] << 4 | codes[:, 1::2], largest)
 
 
@@ -143,41 +182,42 @@ def join_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return torch.cat([codes, scales.to(torch.float32).contiguous().view(torch.uint8)], 1)
 
 
-def freeze(parameter: nn.Parameter, ring: Ring, format: str) -> nn.Parameter:
-    """Returns a sharded parameter in blocks for a whole plain weight [O, I] (meta device included)."""
-    weight = FrozenWeight(format, tuple(parameter.shape), parameter.dtype)  # type: ignore[arg-type]
-    first, groups = shard_bounds(weight.packed_shape[0], ring)
-    begin, end = weight.rows_of(first, groups)
-    return _with_blocks(weight, weight.encode(parameter.detach()[begin:end], groups), ring)
+def repeated_scales(scales: torch.Tensor, block: int, count: int) -> torch.Tensor:
+    """Returns float32 scales [count, 1] of blocks of 64 for those of larger blocks, a multiple of 64 numbers each."""
+    return scales.float().repeat_interleave(block // kernels.block_layout("nf4")[0])[:count].view(-1, 1)
+
+
+def freeze(parameter: nn.Parameter, ring: Ring, weight: FrozenWeight) -> nn.Parameter:
+    """Returns a sharded parameter in blocks for a whole plain weight (meta device included)."""
+    first, groups = shard_bounds(weight.packed_shape[weight.dim], ring)
+    return _with_blocks(weight, weight.encode(parameter.detach()[weight.part(first, groups)], groups), ring)
 
 
 def keep(weight: FrozenWeight, blocks: torch.Tensor, ring: Ring) -> nn.Parameter:
     """Returns a sharded parameter for a whole weight that is in blocks already, uint8 [groups, bytes]."""
-    first, groups = shard_bounds(weight.packed_shape[0], ring)
-    return _with_blocks(weight, blocks[first : first + groups].clone(), ring)
+    return _with_blocks(weight, take_shard(blocks, ring, weight.dim), ring)
 
 
 def _with_blocks(weight: FrozenWeight, local: torch.Tensor, ring: Ring) -> nn.Parameter:
-    """Returns the sharded parameter whose local shard is `local`, uint8 [groups of this rank, bytes]."""
-    sharded = as_parameter(as_sharded(local, torch.Size(weight.packed_shape), ring, 0), False)
+    """Returns the sharded parameter whose local shard is `local`, with the groups of this rank."""
+    sharded = as_parameter(as_sharded(local, torch.Size(weight.packed_shape), ring, weight.dim), False)
     sharded.__dict__[FROZEN] = weight
     return sharded
 
 
 def load_plain(parameter: DTensor, rows: Any) -> None:
-    """Encodes the rows of a plain weight into this rank's shard of a parameter in blocks.
+    """Encodes its part of a plain weight into this rank's shard of a parameter in blocks.
 
-    rows: a tensor [O, I], or a slice of a file; only this rank's rows are read.
+    rows: a tensor of the weight's shape, or a slice of a file, of which only this rank's part is read.
     """
     weight = frozen_of(parameter)
     assert weight is not None, "the caller has looked"
     mesh = parameter.device_mesh
-    sizes = shard_sizes(weight.packed_shape[0], mesh.size(mesh.ndim - 1))
+    sizes = shard_sizes(weight.packed_shape[weight.dim], mesh.size(mesh.ndim - 1))
     place = mesh.get_local_rank(mesh.ndim - 1)
-    begin, end = weight.rows_of(sum(sizes[:place]), sizes[place])
     local = parameter._local_tensor
     with torch.no_grad():
-        local.copy_(weight.encode(rows[begin:end], sizes[place]))
+        local.copy_(weight.encode(rows[weight.part(sum(sizes[:place]), sizes[place])], sizes[place]))
 
 
 def gather_plain(
@@ -199,9 +239,9 @@ def gather_plain(
 def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the values that the frozen weights of a converted model stand for, by name in the plain model.
 
-    For weights that `fully_rotate(model, frozen=...)` keeps in blocks: each [out_features, in_features], on the CPU of
-    every rank, in the dtype of the plain weight. Products are computed with these values, rounded to another compute
-    dtype where there is one. Whole weights, for small models and tests. Collective.
+    For weights that are in blocks, by `fully_rotate(model, frozen=...)` or by another package: each in the shape and
+    dtype of the plain weight, on the CPU of every rank. Products are computed with these values, rounded to another
+    compute dtype where there is one. Whole weights, for small models and tests. Collective.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"frozen_weights: expected a torch.nn.Module, got {type(model).__name__}")

@@ -75,7 +75,7 @@ class ShardedModule:
             given = state_dict.get(prefix + name)
             frozen = frozen_of(old)
             if frozen is not None and spec is not None and _is_plain(given, frozen.shape):
-                given = frozen.encode(given.detach().to(old.device), frozen.packed_shape[0])
+                given = frozen.encode(given.detach().to(old.device), frozen.packed_shape[frozen.dim])
                 state_dict[prefix + name] = placed_as(given, spec)
             elif spec is not None and not assign and _is_whole(given) and given.shape == old.shape:
                 state_dict[prefix + name] = placed_as(given, spec)

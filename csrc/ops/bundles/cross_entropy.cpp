@@ -59,8 +59,8 @@ class VocabularyShard {
 // Sizes and starts of every owner's vocabulary shard, or of one chunk of it, and the number of tokens per chunk.
 struct VocabularyCut {
   VocabularyCut(const CrossEntropyShape& shape, int ranks)
-      : linear{shape.vocabulary, shape.features, true, shape.transposed},
-        sizes(shard_sizes(shape.vocabulary, ranks)),
+      : linear{shape.vocabulary, shape.features, true, shape.transposed, shape.frozen},
+        sizes(cut_features(linear, ranks)),
         starts(shard_starts(sizes)) {}
   VocabularyCut(const VocabularyCut& whole, const Chunk& chunk)
       : linear(whole.linear), sizes(chunk.sizes), starts(whole.starts) {
@@ -74,7 +74,7 @@ struct VocabularyCut {
   }
   std::vector<Chunk> chunks(const CrossEntropyShape& shape, const RotationOptions& options) const {
     RotationOptions capped = options;
-    if (shape.transposed) capped.slot_cap = 0;  // a chunk would not be contiguous
+    if (shape.transposed || shape.frozen) capped.slot_cap = 0;  // a chunk would not be contiguous, or cut blocks
     return chunks_of(capped, sizes, shape.features + (shape.bias ? 1 : 0));
   }
   int64_t most() const { return *std::max_element(sizes.begin(), sizes.end()); }
@@ -90,11 +90,18 @@ struct VocabularyCut {
   std::vector<int64_t> sizes, starts;
 };
 
-void check_local_all(const Executor& executor, const VocabularyCut& cut, const CrossEntropyShape& shape,
-                     const std::vector<at::Tensor>& parameters, const RotationOptions& options) {
+// Checks the local shards of a head. Returns them as they travel.
+std::vector<at::Tensor> travelling_shards(const Executor& executor, const VocabularyCut& cut,
+                                          const CrossEntropyShape& shape, std::vector<at::Tensor> parameters,
+                                          const RotationOptions& options) {
   const std::vector<TensorLayout> layouts = cut.layouts(shape, options.compute_dtype);
-  check_local(executor, options, "weight", parameters[0], layouts[0]);
   if (shape.bias) check_local(executor, options, "bias", parameters[1], layouts[1]);
+  RTP_CHECK_VALUE(
+      !shape.frozen || (!shape.transposed && (!shape.bias || rows_of_blocks(*shape.frozen, shape.features) == 1)),
+      options.name, ": expected a frozen weight stored [vocabulary, features], and with a bias one whose rows ",
+      "fill whole blocks, got rows of ", shape.features);
+  parameters[0] = travelling_local(executor, options, "weight", parameters[0], layouts[0]);
+  return parameters;
 }
 
 void check_targets(const at::Tensor& x, const at::Tensor& targets, const CrossEntropyShape& shape,
@@ -141,7 +148,7 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
   const int64_t tokens = x.size(0);
   const auto sums = x.options().dtype(accumulation_dtype(options.compute_dtype));
   const VocabularyCut whole(shape, executor.ranks());
-  check_local_all(executor, whole, shape, parameters, options);
+  const std::vector<at::Tensor> shards = travelling_shards(executor, whole, shape, parameters, options);
 
   // Running maximum, sum of exp(z - maximum), z of the target, sum of z. The maximum starts finite: if all logits of a
   // shard are -inf (a masked part of the vocabulary), this avoids -inf - -inf.
@@ -157,7 +164,7 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
     const int64_t tokens_at_once = cut.chunk_rows(tokens, sum_dtype);
     const at::Tensor buffer = at::empty({std::min(tokens_at_once, tokens) * cut.buffer_columns(sum_dtype)}, sums);
     ShardBundle bundle = travelling_weights(executor, options, cut.layouts(shape, options.compute_dtype),
-                                            chunk.of(parameters, executor.rank()));
+                                            chunk.of(shards, executor.rank()));
     const Schedule& schedule = forward_schedule(executor, chunked(options, chunk), bundle);
     Execution pass(executor, schedule, std::move(bundle), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
@@ -193,7 +200,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
   const int64_t tokens = x.size(0);
   const at::ScalarType sum_dtype = accumulation_dtype(options.compute_dtype);
   const VocabularyCut whole(shape, executor.ranks());
-  check_local_all(executor, whole, shape, parameters, options);
+  const std::vector<at::Tensor> shards = travelling_shards(executor, whole, shape, parameters, options);
   const Gradients gradients(executor, options, whole.layouts(shape, options.reduce_dtype), needs_parameter);
   constexpr int kWeight = 0, kBias = 1;
 
@@ -225,7 +232,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
     tokens_at_once = cut.chunk_rows(tokens, sum_dtype);
     const at::Tensor buffer = at::empty({std::min(tokens_at_once, tokens) * cut.buffer_columns(sum_dtype)}, sums);
     std::optional<ShardBundle> weights = travelling_weights(
-        executor, options, cut.layouts(shape, options.compute_dtype), chunk.of(parameters, executor.rank()));
+        executor, options, cut.layouts(shape, options.compute_dtype), chunk.of(shards, executor.rank()));
     std::optional<ShardBundle> travelling =
         gradients.bundle(cut.layouts(shape, options.reduce_dtype),
                          [&](const at::Tensor& local) { return chunk.of(local, executor.rank()); });

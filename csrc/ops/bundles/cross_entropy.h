@@ -19,6 +19,8 @@ struct CrossEntropyShape {
   double label_smoothing = 0;
   double soft_cap = 0;  // logits are cap * tanh(logits / cap); 0: not capped
   double z_loss = 0;
+  // The weight is stored in blocks, as in LinearShape; with a bias, a row fills whole blocks.
+  std::optional<BlockFormat> frozen = std::nullopt;
 };
 
 struct CrossEntropyResult {

@@ -20,27 +20,35 @@ struct ExpertsCut {
       : up_rows((shape.gated ? 2 : 1) * shape.hidden_features),
         sizes(shard_sizes(shape.experts, ranks)),
         starts(shard_starts(sizes)) {
-    add(up, shape.transposed ? std::vector{shape.experts, shape.features, up_rows}
-                             : std::vector{shape.experts, up_rows, shape.features});
+    add(up,
+        shape.transposed ? std::vector{shape.experts, shape.features, up_rows}
+                         : std::vector{shape.experts, up_rows, shape.features},
+        shape.up_frozen);
     if (shape.up_bias) add(up_bias, {shape.experts, up_rows});
-    add(down, shape.transposed ? std::vector{shape.experts, shape.hidden_features, shape.features}
-                               : std::vector{shape.experts, shape.features, shape.hidden_features});
+    add(down,
+        shape.transposed ? std::vector{shape.experts, shape.hidden_features, shape.features}
+                         : std::vector{shape.experts, shape.features, shape.hidden_features},
+        shape.down_frozen);
     if (shape.down_bias) add(down_bias, {shape.experts, shape.features});
   }
 
   TensorLayout parameter(size_t place, at::ScalarType dtype) const {
-    return cut_layout(dtype, shapes[place], 0, sizes);
+    TensorLayout layout = cut_layout(dtype, shapes[place], 0, sizes);
+    layout.frozen = formats[place];
+    return layout;
   }
 
   int64_t up_rows;
   std::vector<int64_t> sizes, starts;
   std::vector<std::vector<int64_t>> shapes;
+  std::vector<std::optional<BlockFormat>> formats;
   int up = -1, up_bias = -1, down = -1, down_bias = -1;
 
  private:
-  void add(int& place, std::vector<int64_t> shape) {
+  void add(int& place, std::vector<int64_t> shape, std::optional<BlockFormat> format = std::nullopt) {
     place = static_cast<int>(shapes.size());
     shapes.push_back(std::move(shape));
+    formats.push_back(format);
   }
 };
 
@@ -162,16 +170,16 @@ void route(const at::Tensor& index, const ExpertsShape& shape, const RotationOpt
   result.starts.assign(first, first + shape.experts + 1);
 }
 
-ShardBundle weight_bundle(const Executor& executor, const ExpertsCut& cut, const std::vector<at::Tensor>& parameters,
+ShardBundle weight_bundle(const Executor& executor, const ExpertsCut& cut, std::vector<at::Tensor> parameters,
                           const RotationOptions& options) {
   RTP_ASSERT(parameters.size() == cut.shapes.size(), "parameters of experts");
   std::vector<TensorLayout> layouts;
   for (size_t place = 0; place < parameters.size(); ++place) {
     layouts.push_back(cut.parameter(place, options.compute_dtype));
-    check_local(executor, options, cut.shapes[place].size() == 2 ? "bias" : "weight", parameters[place],
-                layouts[place]);
+    const char* const what = cut.shapes[place].size() == 2 ? "bias" : "weight";
+    parameters[place] = travelling_local(executor, options, what, parameters[place], layouts[place]);
   }
-  return travelling_weights(executor, options, std::move(layouts), parameters, 3);
+  return travelling_weights(executor, options, std::move(layouts), std::move(parameters), 3);
 }
 
 // The biases of a shard's experts; undefined if there are none.

@@ -34,6 +34,8 @@ struct ExpertsShape {
   bool interleaved = false;
   Activation activation = Activation::silu;
   std::optional<ClampedGate> clamped;  // replaces the activation
+  // The weights are stored in blocks, uint8 [experts, bytes]; an expert fills whole blocks.
+  std::optional<BlockFormat> up_frozen, down_frozen;
 };
 
 struct ExpertsResult {

@@ -13,9 +13,9 @@ namespace {
 // The layers of an MLP, their places among its parameters (-1: absent), and their cuts.
 struct MlpLayout {
   MlpLayout(const MlpShape& shape, int ranks)
-      : up{shape.hidden_features, shape.in_features, true, shape.transposed},
-        down{shape.out_features, shape.hidden_features, false, shape.transposed},
-        sizes(shard_sizes(shape.hidden_features, ranks)),
+      : up{shape.hidden_features, shape.in_features, true, shape.transposed, shape.frozen},
+        down{shape.out_features, shape.hidden_features, false, shape.transposed, shape.frozen},
+        sizes(cut_features(down, ranks)),
         starts(shard_starts(sizes)),
         bias_sizes(shard_sizes(shape.out_features, ranks)),
         bias_starts(shard_starts(bias_sizes)) {
@@ -53,12 +53,20 @@ struct MlpLayout {
   int count = 0;
 };
 
+void check_blocks(const MlpShape& shape, const RotationOptions& options) {
+  if (!shape.frozen) return;
+  const int64_t block = block_layout(*shape.frozen).numbers;
+  RTP_CHECK_VALUE(!shape.transposed && shape.hidden_features % block == 0, options.name,
+                  ": expected frozen weights stored [out, in] with a multiple of ", block, " hidden features, got ",
+                  shape.hidden_features);
+}
+
 ShardBundle weight_bundle(const Executor& executor, const MlpLayout& layout, const std::vector<at::Tensor>& parameters,
                           const RotationOptions& options) {
   ShardBundle bundle = travelling_weights(executor, options, layout.layouts(options.compute_dtype), parameters);
   for (size_t index = 0; index < bundle.layouts.size(); ++index) {
-    check_local(executor, options, bundle.layouts[index].shapes[0].size() == 1 ? "bias" : "weight", bundle.local[index],
-                bundle.layouts[index]);
+    const char* const what = bundle.layouts[index].shapes[0].size() == 1 ? "bias" : "weight";
+    bundle.local[index] = travelling_local(executor, options, what, bundle.local[index], bundle.layouts[index]);
   }
   return bundle;
 }
@@ -95,6 +103,7 @@ at::Tensor project_activated(const at::Tensor& x, const std::vector<at::Tensor>&
 MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector<at::Tensor>& parameters,
                       const MlpShape& shape, bool keep, const RotationOptions& options) {
   check_operand(executor, options, "an input", x, shape.in_features);
+  check_blocks(shape, options);
   const MlpLayout layout(shape, executor.ranks());
   ShardBundle bundle = weight_bundle(executor, layout, parameters, options);
   const int64_t rows = x.size(0);
@@ -139,6 +148,7 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
                                      const MlpShape& shape, bool needs_x, const std::vector<bool>& needs_parameter,
                                      const RotationOptions& options) {
   check_operand(executor, options, "an output gradient", dy, shape.out_features);
+  check_blocks(shape, options);
   const MlpLayout layout(shape, executor.ranks());
   std::optional<ShardBundle> weights = weight_bundle(executor, layout, parameters, options);
 

@@ -19,6 +19,9 @@ struct MlpShape {
   bool up_bias = false;     // applies to the gate, too
   bool down_bias = false;
   Activation activation = Activation::gelu;
+  // All weights are stored in blocks, [out, in], and cut along the hidden features between multiples of the block, of
+  // which these are one: gate and up uint8 [hidden / block, bytes], down uint8 [out, hidden / block, bytes].
+  std::optional<BlockFormat> frozen = std::nullopt;
 };
 
 struct MlpResult {

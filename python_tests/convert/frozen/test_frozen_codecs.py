@@ -26,7 +26,7 @@ def _values(format: str, blocks: int = 600) -> torch.Tensor:
 
 
 def _decoded(packed: torch.Tensor, format: str) -> torch.Tensor:
-    out = torch.empty(packed.shape[0], BLOCK[format])
+    out = torch.empty(packed.shape[0], kernels.block_layout(format)[0])
     kernels.dequantize_blocks(out.view(-1), packed.view(-1), format)
     return out
 
@@ -53,14 +53,17 @@ def test_errors_are_those_of_the_codes(format):
             encode_blocks(torch.full((1, BLOCK[format]), number), format)
 
 
-def test_nf4_is_that_of_bitsandbytes():
+@pytest.mark.parametrize("format", ["nf4", "fp4"])
+def test_codes_are_those_of_bitsandbytes(format):
     functional = pytest.importorskip("bitsandbytes.functional")
     values = _values("nf4")
-    theirs, state = functional.quantize_4bit(values, blocksize=64, quant_type="nf4")
-    packed = encode_blocks(values, "nf4")
+    theirs, state = functional.quantize_4bit(values, blocksize=64, quant_type=format)
+    packed = encode_blocks(values, format)
     assert torch.equal(packed[:, :32], theirs.view(-1, 32)), "codes"
     assert torch.equal(packed[:, 32:].contiguous().view(torch.float32).view(-1), state.absmax), "scales"
-    assert torch.equal(_decoded(packed, "nf4"), functional.dequantize_4bit(theirs, state)), "values"
+    assert torch.equal(_decoded(packed, format), functional.dequantize_4bit(theirs, state)), "values"
+    other = "fp4" if format == "nf4" else "nf4"
+    assert not torch.equal(_decoded(packed, other), functional.dequantize_4bit(theirs, state)), "control"
 
 
 def test_mxfp4_is_that_of_torchao():

@@ -150,7 +150,7 @@ def _refusals(rank, ranks):
         ("in place", _model(), {"in_place": True}, "'nf4' cannot be combined with in_place=True"),
         ("gather", _model(), {"route": "gather"}, "cannot be combined with route='gather'"),
         ("outer policy", _model(), {**dims, "outer": rtp_ext.outer.ZeroOuter()}, "with ZeroOuter"),
-        ("nothing frozen", nn.Linear(64, 64), {}, "expected weights of nn.Linear layers with requires_grad=False"),
+        ("nothing frozen", nn.Linear(64, 64), {}, "expected weights of nn.Linear layers or experts with requires_grad"),
         ("tied", nn.ModuleList([tied[2], tied[3]]), {}, "expected weights of nn.Linear layers"),
         ("infinite", infinite, {}, "0.weight: expected finite numbers for frozen='nf4'"),
     ):

@@ -1,4 +1,4 @@
-"""Linear layers of bitsandbytes whose blocks rotate."""
+"""Linear layers with weights in 4 bits of other packages, whose blocks rotate."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from rtp_ext.nn import RotatedLinear
 
 
 class RotatedLinear4bit(RotatedLinear):
-    """Mixin of `Linear4bit`; the layer's own class comes second. Its bits do not change.
+    """Mixin of `Linear4bit` of bitsandbytes, and of nn.Linear with an NF4Tensor of torchao; the layer's own class comes
+    second. Its bits do not change.
 
-    As there, products are computed in the layer's `compute_dtype`, or in the dtype of the input, and the output has the
-    dtype of the input. A `param_dtype` of the policy and torch.autocast take precedence.
+    As there, products are computed in the layer's `compute_dtype`, which layers of torchao have not, or in the dtype of
+    the input, and the output has the dtype of the input. A `param_dtype` of the policy and torch.autocast take
+    precedence.
     """
 
-    compute_dtype: torch.dtype | None
+    compute_dtype: torch.dtype | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.mp_policy.param_dtype is not None or torch.is_autocast_enabled(input.device.type):

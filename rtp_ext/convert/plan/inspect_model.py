@@ -19,6 +19,7 @@ from rtp_ext.convert.plan.converted import (
     attention_reason,
     dtypes_of,
 )
+from rtp_ext.convert.plan.in_blocks import InBlocks, is_taken, taken_parameters
 from rtp_ext.convert.plan.layers import (
     drop_in,
     extended_parameters,
@@ -45,9 +46,8 @@ from rtp_ext.convert.tensor_parallel import GATHERED as REPLICATED_STYLE
 from rtp_ext.convert.tensor_parallel import on_tensor_mesh, style_of
 from rtp_ext.families import blocks
 from rtp_ext.families.same_forward import has_same_forward
-from rtp_ext.nn import RotatedEmbedding, RotatedExperts, RotatedLinear
+from rtp_ext.nn import RotatedEmbedding, RotatedExperts
 from rtp_ext.nn.attention import SHARD_DIMS as ATTENTION_DIMS
-from rtp_ext.parameters.bitsandbytes import is_linear_4bit, refusal_of_4bit, weight_of
 from rtp_ext.parameters.frozen import FrozenWeight
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.wrappers import type_name
@@ -66,12 +66,13 @@ class Inspection:
         self.named = list(request.root.named_modules())
         self.modules = [(name, part) for name, part in self.named if not is_inside(part)]
         self.tied = tied_parameters(self.modules)
-        self.extended = extended_parameters(self.modules, request.ignored)
+        self.extended = extended_parameters(self.modules, request.ignored) - taken_parameters(self.modules)
         mesh = request.place.tensor_mesh
         self.styles = {id(part): style_of(part, mesh, request.ignored) for _, part in self.modules}
         attention = (part for _, part in self.modules if has_same_forward(part, nn.MultiheadAttention))
-        self.vocabulary_heads = set(map(id, blocks.vocabulary_heads(part for _, part in self.modules)))
-        self.projections = {id(part.out_proj) for part in attention}  # type: ignore[union-attr]
+        heads = set(map(id, blocks.vocabulary_heads(part for _, part in self.modules)))
+        projections = {id(part.out_proj) for part in attention}  # type: ignore[union-attr]
+        self.in_blocks = InBlocks(request, self.tied, heads, projections)
         self.reader = Reader(request.root, self.facts, request.not_ours)
         self.first, self.names = self.reader.first, self.reader.names
         self.notes: list[str] = []
@@ -123,16 +124,17 @@ class Inspection:
             block = blocks.mlp_block(part)
             if block is not None:
                 layers = [part.get_submodule(path) for path in block.spec.paths]
-                if any(self._freezes(layer) for layer in layers):
-                    kind = type(part).__name__
-                    self.notes.append(f"{kind}: layers of its MLP rotate one by one: their weights are in blocks")
-                elif self._is_free(part, layers, "layers of its MLP"):
+                if not self._is_free(part, layers, "layers of its MLP"):
+                    continue
+                if (problem := self.in_blocks.bundle(layers)) is not None:
+                    self.notes.append(f"{type(part).__name__}: layers of its MLP rotate one by one: {problem}")
+                else:
                     names = tuple(self.names[id(layer)] for layer in layers)
                     found.append(BundlePlan("mlp", name, label, tuple(block.spec.paths), names, recompute, block))
             paths = blocks.shared_inputs(part)
             if paths is not None:
                 layers = [part.get_submodule(path) for path in paths]
-                if self._is_free(part, layers, ", ".join(paths)):
+                if self._is_free(part, layers, ", ".join(paths)) and not any(map(is_taken, layers)):
                     names = tuple(self.names[id(layer)] for layer in layers)
                     found.append(BundlePlan("shared input", name, label, paths, names))
         return found
@@ -175,7 +177,7 @@ class Inspection:
             if problem is not None:
                 return self._gathered(name, part, problem, notice="refused")
             return self._rotated(name, part, "experts", {})
-        if is_linear_4bit(part) and refusal_of_4bit(part.weight) is None:
+        if is_taken(part):
             return self._rotated(name, part, "linear", {})
         by_inputs = name in down
         if blocks.is_transposed_linear(part):
@@ -220,46 +222,13 @@ class Inspection:
             reason = attention_reason(part, key) if layer == "attention" else None
             dim = cuts.get(key, 0)
             if reason is None:
-                wide = self._wide(part, parameter, layer)
-                in_blocks = layer == "linear" and key == "weight" and wide is None and self._freezes(part)
-                in_blocks = in_blocks or (key == "weight" and is_linear_4bit(part))
-                rows.append(self._owned(name, key, parameter, ROTATED, dim, None, wide=wide, in_blocks=in_blocks))
+                wide, frozen = self.in_blocks.wide(part, key, layer), self.in_blocks.weight(part, key, layer)
+                rows.append(self._owned(name, key, parameter, ROTATED, dim, None, wide=wide, frozen=frozen))
             elif self.facts.emulated:
                 rows.append(self._owned(name, key, parameter, REPLICATED, None, EMULATED))
             else:
                 rows.append(self._owned(name, key, parameter, GATHERED, dim, reason))
         return self._made(name, part, ROTATED, rows, layer=layer, transposed=transposed, style=style)
-
-    # -- frozen weights ----------------------------------------------------------------------------------------------
-
-    def _freezes(self, part: nn.Module) -> bool:
-        """Returns whether the weight of a layer will be stored in blocks."""
-        weight = part._parameters.get("weight")
-        if not self._requests_blocks(weight) or drop_in(part) is not RotatedLinear:
-            return False
-        return self._wide(part, weight, "linear") is None
-
-    def _requests_blocks(self, parameter: torch.Tensor | None) -> bool:
-        """Returns whether `frozen` is given, and a parameter is a frozen weight of this call."""
-        if self.request.options.frozen is None or parameter is None or nn.parameter.is_lazy(parameter):
-            return False
-        return not parameter.requires_grad and parameter.dim() > 1 and id(parameter) not in self.request.not_ours
-
-    def _wide(self, part: nn.Module, parameter: torch.Tensor | None, layer: str) -> str | None:
-        """Returns why a frozen weight is not stored in blocks although these are requested; else None."""
-        if parameter is None or not self._requests_blocks(parameter):
-            return None
-        if is_linear_4bit(part):
-            return None
-        if layer != "linear" or id(part) in self.projections:
-            return "blocks are for weights of linear layers that rotate by themselves"
-        if id(parameter) in self.tied:
-            return "it is shared with another module"
-        if id(part) in self.vocabulary_heads:
-            return "it is the vocabulary head, which errors of a few bits would harm most"
-        if drop_in(part) is not RotatedLinear:
-            return "it is stored as [in_features, out_features]"
-        return None if parameter.numel() > 0 else "it is empty"
 
     def _parallel(self, name: str, part: Any, style: str) -> ModulePlan:
         cls = drop_in(part)
@@ -341,7 +310,7 @@ class Inspection:
         sparse: bool = False,
         placed: bool = True,
         wide: str | None = None,
-        in_blocks: bool = False,
+        frozen: FrozenWeight | None = None,
     ) -> Owned:
         full = f"{name}.{key}" if name else key
         first = self.first.get(id(parameter), full)
@@ -350,12 +319,7 @@ class Inspection:
         if on_tensor_mesh(parameter, self.request.place.tensor_mesh):
             over_tensor, whole = parameter.placements[0], tuple(parameter._local_tensor.shape)
         placements: tuple[Placement, ...] = ()
-        frozen = None
-        if in_blocks:
-            frozen = weight_of(parameter)
-            if frozen is None:
-                assert self.request.options.frozen is not None, "it requests blocks"
-                frozen = FrozenWeight(self.request.options.frozen, shape, parameter.dtype)  # type: ignore[arg-type]
+        if frozen is not None:
             shape, whole = frozen.shape, frozen.packed_shape
         if moved == IGNORED:
             placements = tuple(parameter.placements) if isinstance(parameter, DTensor) else ()

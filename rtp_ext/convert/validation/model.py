@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
 from rtp_ext.convert.optimizers import REPLACED
+from rtp_ext.convert.plan.in_blocks import is_taken, refusal_of_package
 from rtp_ext.convert.plan.layers import extended_parameters, own_parameters, table_problem
 from rtp_ext.convert.plan.request import (
     Request,
@@ -27,7 +28,6 @@ from rtp_ext.families import blocks
 from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.nn import Flyweight, RotatedEmbedding
 from rtp_ext.outer import AllReduce
-from rtp_ext.parameters.bitsandbytes import is_linear_4bit, refusal_of_4bit
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.wrappers import type_name
@@ -65,7 +65,7 @@ def validate(plan: RotationPlan, request: Request) -> None:
 def _check_frozen(plan: RotationPlan, request: Request, modules: dict[str, nn.Module]) -> None:
     """Raises ValueError where weights in blocks cannot be combined with the other options, and where there is none."""
     place, options = request.place, request.options
-    what = "weights of bitsandbytes in 4 bits" if options.frozen is None else f"frozen={options.frozen!r}"
+    what = "weights in 4 bits of another package" if options.frozen is None else f"frozen={options.frozen!r}"
     other = None
     if options.in_place or (place.ring is None and options.route == "gather") or place.facts.gathers:
         other = "in_place=True" if options.in_place else "route='gather'"
@@ -82,17 +82,18 @@ def _check_frozen(plan: RotationPlan, request: Request, modules: dict[str, nn.Mo
     found = [module for module in plan.modules if module.is_new and module.in_blocks]
     if not found:
         raise ValueError(
-            f"fully_rotate: frozen={options.frozen!r} expected weights of nn.Linear layers with requires_grad=False, "
-            f"got none in a {type(request.root).__name__} that could be stored in blocks"
+            f"fully_rotate: frozen={options.frozen!r} expected weights of nn.Linear layers or experts with "
+            f"requires_grad=False, got none in a {type(request.root).__name__} that could be stored in blocks"
         )
     for module in found:
-        weight = modules[module.name]._parameters["weight"]
-        assert weight is not None, "it is in the plan"
-        label = f"fully_rotate: {module.label}.weight"
-        if place.device == "cuda" and module.compute_dtype == torch.float64:
-            raise ValueError(f"{label}: {what} expected a compute dtype of 16 or 32 bits on a GPU")
-        if weight.is_floating_point() and weight.device.type != "meta" and not bool(torch.isfinite(weight).all()):
-            raise ValueError(f"{label}: expected finite numbers for frozen={options.frozen!r}, got others")
+        part = modules[module.name]
+        for key in (each.key for each in module.parameters if each.frozen is not None):
+            weight: Any = part._parameters[key]
+            label = f"fully_rotate: {module.label}.{key}"
+            if place.device == "cuda" and module.compute_dtype == torch.float64:
+                raise ValueError(f"{label}: {what} expected a compute dtype of 16 or 32 bits on a GPU")
+            if not is_taken(part) and weight.device.type != "meta" and not bool(torch.isfinite(weight).all()):
+                raise ValueError(f"{label}: expected finite numbers for frozen={options.frozen!r}, got others")
 
 
 def _refuse_offload(request: Request) -> None:
@@ -210,10 +211,10 @@ def _check_extended(request: Request) -> None:
             if id(parameter) in request.ignored:
                 continue
             label = f"fully_rotate: {name + '.' if name else ''}{key} of a {type(part).__name__}"
-            if key == "weight" and is_linear_4bit(part):
-                if (problem := refusal_of_4bit(parameter)) is not None:
-                    raise ValueError(f"{label}: {problem}; or pass it in ignored_params")
+            if key == "weight" and is_taken(part):
                 continue
+            if key == "weight" and (problem := refusal_of_package(part, parameter)) is not None:
+                raise ValueError(f"{label}: {problem}; or pass it in ignored_params")
             problem = refusal(parameter)
             if problem is not None:
                 raise ValueError(f"{label} is {problem}: {PLAIN_OR_EXTENDED}")
