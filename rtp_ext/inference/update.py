@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rtp_ext._native import RotationError
-from rtp_ext.parameters.sharding import held
+from rtp_ext.parameters.frozen import load_plain
+from rtp_ext.parameters.sharding import frozen_of, held
 from rtp_ext.ring.inference import INFERENCE, InferenceRing
 from rtp_ext.ring.mesh import own_part
 
@@ -22,7 +23,7 @@ def update_weights(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Te
     Collective: every rank passes the same names, in any order, each with the whole tensor, and keeps its part. A rank
     begins when all ranks have called, so that no forward runs meanwhile, and returns when all have ended. Tensors are
     consumed one by one: `update_weights(inference, rtp_ext.stream_weights(training))` holds one of them. Names that do
-    not come keep their values; other dtypes are cast.
+    not come keep their values; other dtypes are cast, and values of weights in blocks are encoded again.
 
     Raises ValueError for a model that was not converted, and for an unknown name, another shape or names that differ
     between ranks; RotationError on the other ranks. The weights are then partly new: update again. RingTimeout, which
@@ -59,9 +60,14 @@ def _update(name: str, tensor: torch.Tensor, targets: dict[str, torch.Tensor]) -
     target = targets.get(name)
     if target is None:
         raise ValueError(f"update_weights: expected names of the model's state_dict, got {name!r}")
-    if tensor.shape != target.shape:
-        raise ValueError(f"update_weights: {name}: expected shape {tuple(target.shape)}, got {tuple(tensor.shape)}")
-    if isinstance(target, DTensor):
+    frozen = frozen_of(target)
+    shape = target.shape if frozen is None else torch.Size(frozen.shape)
+    if tensor.shape != shape:
+        raise ValueError(f"update_weights: {name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    if frozen is not None:
+        assert isinstance(target, DTensor), "blocks are cut"
+        load_plain(target, tensor)
+    elif isinstance(target, DTensor):
         held(target).copy_(own_part(tensor, target.device_mesh, target.placements))
     else:
         target.copy_(tensor)

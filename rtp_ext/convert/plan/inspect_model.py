@@ -243,7 +243,8 @@ class Inspection:
         """Returns whether `frozen` is given, and a parameter is a frozen weight of this call."""
         if self.request.options.frozen is None or parameter is None or nn.parameter.is_lazy(parameter):
             return False
-        return not parameter.requires_grad and parameter.dim() > 1 and id(parameter) not in self.request.not_ours
+        frozen = not (parameter.requires_grad and self.request.trains)
+        return frozen and parameter.dim() > 1 and id(parameter) not in self.request.not_ours
 
     def _wide(self, part: nn.Module, parameter: torch.Tensor | None, layer: str) -> str | None:
         """Returns why a frozen weight is not stored in blocks although these are requested; else None."""
