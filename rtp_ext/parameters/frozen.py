@@ -89,8 +89,9 @@ class FrozenWeight:
         return packed
 
     def decode(self, packed: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns the weight [O, I] from the bytes of all groups, in `dtype`, or in that of the plain weight."""
-        out = torch.empty(self.packed_shape[0] * self.group_rows, self.shape[1], dtype=dtype or self.dtype)
+        """Returns the weight [O, I] from the bytes of all groups, in `dtype`, or in that of the plain weight. From the
+        bytes of some groups: their rows, with those that the last group lacks."""
+        out = torch.empty(packed.shape[0] * self.group_rows, self.shape[1], dtype=dtype or self.dtype)
         kernels.dequantize_blocks(out.view(-1), packed.reshape(-1).to(out.device), self.format)
         return out[: self.shape[0]]
 
@@ -169,15 +170,27 @@ def load_plain(parameter: DTensor, rows: Any) -> None:
 
     rows: a tensor [O, I], or a slice of a file; only this rank's rows are read.
     """
+    weight, begin, end = _own_rows(parameter)
+    local = parameter._local_tensor
+    with torch.no_grad():
+        local.copy_(weight.encode(rows[begin:end], local.shape[0]))
+
+
+def local_plain(parameter: DTensor) -> tuple[torch.Tensor, int]:
+    """Returns the values that this rank's shard of a parameter in blocks stands for, as rows [rows, I] of the plain
+    weight, and the first of these rows."""
+    weight, begin, end = _own_rows(parameter)
+    return weight.decode(parameter._local_tensor)[: end - begin], begin
+
+
+def _own_rows(parameter: DTensor) -> tuple[FrozenWeight, int, int]:
+    """Returns the description of a weight in blocks, this rank's first row, and the row behind its last."""
     weight = frozen_of(parameter)
-    assert weight is not None, "the caller has looked"
+    assert isinstance(weight, FrozenWeight), "the caller has looked"
     mesh = parameter.device_mesh
     sizes = shard_sizes(weight.packed_shape[0], mesh.size(mesh.ndim - 1))
     place = mesh.get_local_rank(mesh.ndim - 1)
-    begin, end = weight.rows_of(sum(sizes[:place]), sizes[place])
-    local = parameter._local_tensor
-    with torch.no_grad():
-        local.copy_(weight.encode(rows[begin:end], sizes[place]))
+    return weight, *weight.rows_of(sum(sizes[:place]), sizes[place])
 
 
 def gather_plain(
