@@ -7,6 +7,7 @@
     python benchmarks/plot.py rates benchmarks/results/cpu-2core/hosts.jsonl --model mlp --output docs/figures/rates
     python benchmarks/plot.py outer benchmarks/results/cpu-2core/outer.jsonl --output docs/figures/outer
     python benchmarks/plot.py travel benchmarks/results/cpu-2core/travel_curves.jsonl --output docs/figures/travel
+    python benchmarks/plot.py forwards benchmarks/results/cpu-2core/forwards.jsonl --output docs/figures/forwards
     python benchmarks/plot.py planned benchmarks/results/cpu-2core/planner_grid.jsonl --output docs/figures/planner_grid
     python benchmarks/plot.py capacity benchmarks/results/cpu-2core/capacity.jsonl --output docs/figures/capacity
 
@@ -28,6 +29,7 @@ from planner.planner_figures import capacity, planned
 from report import Row, last_runs, read_lines
 from shared.hosts import bits_per_second
 from shared.reports.figure import GREYS, HOLLOW, CannotPlot, canvas, style, token_axis
+from shared.reports.forwards_report import last_forwards
 from shared.reports.names import NAMES
 from shared.reports.outer_report import last_outer_run
 from shared.reports.travel_report import last_travel_run, ways_of
@@ -262,8 +264,33 @@ def travel(rows: list[Row], args: argparse.Namespace) -> Any:
     return figure, rows, f"{whole['shape']}: R = {whole['ranks']}, {whole['tokens']} tokens per rank"
 
 
+def forwards(rows: list[Row], args: argparse.Namespace) -> Any:
+    """Tokens a second of forwards alone over the tokens of a pass, of the last run; a panel for each kind of links."""
+    if not (rows := last_forwards(rows, ["equal"])):
+        raise CannotPlot("expected a run of forwards.py, found none")
+    links = list(dict.fromkeys(row.get("rate") for row in rows))
+    names = list(dict.fromkeys(row["strategy"] for row in rows))
+    figure, panels = canvas(len(links))
+    for axes, link in zip(panels, links, strict=True):
+        for name in names:
+            mine = sorted(
+                (r for r in rows if (r.get("rate"), r["strategy"]) == (link, name)), key=lambda r: r["tokens"]
+            )
+            tokens, look = [row["tokens"] for row in mine], style(names.index(name))
+            label = NAMES[name].replace("`", "")
+            axes.plot(tokens, [row["tokens_per_s"] for row in mine], label=label, linewidth=1.2, **look)
+            if name == "rtp-tcp" and link is not None:
+                most = [row["tokens_per_s"] * row["step_ms"] / row["roof_ms"] for row in mine]
+                axes.plot(tokens, most, label="its roof", **{**look, **HOLLOW})
+        token_axis(axes, sorted({row["tokens"] for row in rows}))
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"tokens a second, {'one host' if link is None else link}", fontsize=9, loc="left")
+        axes.legend(fontsize=6, frameon=False)
+    return figure, rows, f"{rows[0]['shape']}, {rows[0]['ranks']} ranks"
+
+
 FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling, "rates": rates, "outer": outer, "travel": travel}
-FIGURES |= {"planned": planned, "capacity": capacity}
+FIGURES |= {"forwards": forwards, "planned": planned, "capacity": capacity}
 
 
 def main(argv: list[str] | None = None) -> None:

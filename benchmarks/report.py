@@ -23,10 +23,12 @@ results/ and TABLE one of:
     travel          runs of travel_curves.py, of the last command
     muon            strategies with Muon, of the last run for each number of ranks, on one host; `muon hosts`: between
                     emulated hosts, for each rate
+    forwards equal, forwards unequal   forwards alone, of the last command of forwards.py
     calls           calls of the driver as gpu/driver_calls.py counted them last
 
 A block contains the commands that made the results, the machine of the measurement, and the table. Columns without
-values are left out. A block of `hosts`, `outer`, `travel` or `muon` is empty as long as there is no such result.
+values are left out. A block of `hosts`, `outer`, `travel`, `muon` or `forwards` is empty as long as there is no such
+result.
 """
 
 import argparse
@@ -60,6 +62,7 @@ FILES = {
     "outer": "outer.jsonl",
     "travel": "travel_curves.jsonl",
     "muon": "muon.jsonl",
+    "forwards": "forwards.jsonl",
     "calls": "driver_calls.jsonl",
 }
 
@@ -346,8 +349,11 @@ def block(wish: str, results: Path) -> str:
     if kind not in FILES or wrong:
         expected = "<!-- report: MACHINE compare MODEL|scaling MODEL|brief MODEL WORDS|overlap WORDS|memory WORDS|"
         expected += "hosts MODEL WORDS|hosts-brief MODEL WORDS|hosts-overlap WORDS|outer WORDS|travel|muon|muon hosts|"
-        raise ValueError(f"expected {expected}calls -->, got {wish!r}")
-    if kind.startswith(("hosts", "outer", "travel", "muon")) and not (results / machine / FILES[kind]).exists():
+        raise ValueError(f"expected {expected}forwards equal|forwards unequal|calls -->, got {wish!r}")
+    if (
+        kind.startswith(("hosts", "outer", "travel", "muon", "forwards"))
+        and not (results / machine / FILES[kind]).exists()
+    ):
         return "\n"
     lines = read_lines(results / machine / FILES[kind])
     if kind in ("hosts", "hosts-brief"):

@@ -248,10 +248,11 @@ std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half) co
 }
 
 std::vector<at::Tensor> Execution::weight() {
-  if (schedule_.options.sourced) {
-    return sourced_.of(executor_.pool(), *executor_.source_, *weight_, current_->owner);
-  }
-  return dequantized_.of(executor_.pool(), weight_, views(current_->weight, current_->owner), *current_);
+  const int owner = current_->owner;
+  std::vector<at::Tensor> arrived = schedule_.options.sourced
+                                        ? sourced_.of(executor_.pool(), *executor_.source_, *weight_, owner)
+                                        : views(current_->weight, owner);
+  return dequantized_.of(executor_.pool(), weight_, std::move(arrived), *current_);
 }
 std::vector<at::Tensor> Execution::gradient_in() const {
   return views(current_->gradient_in, current_->owner, current_->half);

@@ -196,7 +196,6 @@ def refuses(rank, ranks):
     plain = make_model()
     for options, words in (
         ({"transport": "ce"}, "expected transport auto, shm or tcp, got 'ce'"),
-        ({"weights": "int8"}, "expected weights None, got 'int8'"),
         ({"offload": True}, "expected offload False, got True"),
     ):
         with pytest.raises(ValueError, match=words):

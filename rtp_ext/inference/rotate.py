@@ -16,14 +16,13 @@ from torch.distributed.tensor import DTensor
 from rtp_ext._native import RotationError
 from rtp_ext.convert.agreement import Mode, agree_on_model, checksums, compare_weights
 from rtp_ext.convert.apply_plan import apply_plan
-from rtp_ext.convert.plan.in_blocks import is_taken
 from rtp_ext.convert.plan.inspect_model import inspect_model
 from rtp_ext.convert.plan.request import TIMEOUT, Options, Request
 from rtp_ext.convert.plan.rotation_plan import ROTATED, RotationPlan
 from rtp_ext.convert.scopes import is_inside, ring_of_module
 from rtp_ext.convert.validation import read_call, validate
 from rtp_ext.nn import Flyweight
-from rtp_ext.parameters.bitsandbytes import is_linear_4bit
+from rtp_ext.parameters.frozen import FORMATS
 from rtp_ext.ring.autograd import as_parameter
 from rtp_ext.ring.inference import INFERENCE, InferenceRing
 
@@ -65,23 +64,31 @@ def rotate_for_inference(
         mesh: a one-dimensional DeviceMesh or a process group of CPU ranks; None: the default group.
         transport: `shm` (ranks of one host), `tcp` (of any hosts), or `auto`: shm on one host, else tcp. Others are not
             made yet.
-        weights: None. `int8` and `nf4` are not made yet.
+        weights: None, "int8", "nf4" or "mxfp4": weights of linear layers are stored and read in blocks of codes with a
+            scale, and are widened where a product needs them; see docs/frozen.md for the formats and for weights that
+            keep their dtype. `Linear4bit` layers of bitsandbytes keep their bits, with and without it.
         offload: False. Offloading is not made yet.
         timeout: seconds (or a timedelta) after which a rank that does not take part in a collective is an error.
 
     Raises ValueError for a model that was converted before, for arguments that are not made yet, for a model without a
-    layer that can be cut, for buffers on the meta device, and on every rank where models differ; RotationError where
-    ranks cannot map each other's memory. Backward through a layer raises ValueError: `fully_rotate` is for training.
+    layer that can be cut, or with `weights` without a weight that can be stored in blocks, for buffers on the meta
+    device, and on every rank where models differ; RotationError where ranks cannot map each other's memory. Backward
+    through a layer raises ValueError: `fully_rotate` is for training.
     """
     _check_arguments(model, mesh, transport, weights, offload)
-    options = Options.of({**_DEFAULTS, "mesh": mesh, "timeout": timeout})
+    options = Options.of({**_DEFAULTS, "mesh": mesh, "frozen": weights, "timeout": timeout})
     try:
-        request = read_call(model, options)
+        request = dataclasses.replace(read_call(model, options), trains=False)
         plan = _rotating(inspect_model(request), model)
-        validate(plan, request)
+        kind = type(model).__name__
         if not plan.modules:
-            kind = type(model).__name__
             raise ValueError(f"rotate_for_inference: expected a layer that can be cut, got none in a {kind}")
+        if weights is not None and not any(module.in_blocks for module in plan.modules):
+            raise ValueError(
+                f"rotate_for_inference: weights={weights!r} expected weights of linear layers, got none in a {kind} "
+                "that could be stored in blocks"
+            )
+        validate(plan, request)
     except (TypeError, ValueError) as error:
         InferenceRing(mesh, transport=transport, timeout=timeout).end(
             RotationError(str(error))
@@ -104,9 +111,9 @@ def _check_arguments(model: Any, mesh: Any, transport: str, weights: str | None,
             f"rotate_for_inference: expected transport auto, shm or tcp, got {transport!r}: pulls by copy engines, and "
             "others, are not made yet"
         )
-    if weights is not None:
+    if weights not in (None, *FORMATS):
         raise ValueError(
-            f"rotate_for_inference: expected weights None, got {weights!r}: no quantized ones are made yet"
+            f"rotate_for_inference: expected weights None, {', '.join(map(repr, FORMATS))}, got {weights!r}"
         )
     if offload:
         raise ValueError("rotate_for_inference: expected offload False, got True: not made yet; CPU ranks need none")
@@ -114,8 +121,6 @@ def _check_arguments(model: Any, mesh: Any, transport: str, weights: str | None,
         label = f"{name or 'the model'} ({type(part).__name__})"
         if is_inside(part) or ring_of_module(part) is not None:
             raise ValueError(f"rotate_for_inference: expected a plain model, got {label}, which was converted before")
-        if is_taken(part) or is_linear_4bit(part):
-            raise ValueError(f"rotate_for_inference: expected plain weights, got {label} in 4 bits: not made yet")
         if isinstance(part, Flyweight):
             raise ValueError(f"rotate_for_inference: expected no Flyweight, got {label}: it is not made for inference")
     for name, buffer in model.named_buffers():

@@ -7,43 +7,65 @@ from collections.abc import Generator, Iterable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rtp_ext._native import RotationError
-from rtp_ext.parameters.sharding import held
+from rtp_ext.convert.methods.stream_weights import BUCKET_BYTES
+from rtp_ext.inference.from_model import copy_from, shape_of, write
 from rtp_ext.ring.inference import INFERENCE, InferenceRing
-from rtp_ext.ring.mesh import own_part
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 @torch.no_grad()
-def update_weights(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+def update_weights(model: nn.Module, source: nn.Module | NamedTensors, *, bucket_bytes: int = BUCKET_BYTES) -> int:
     """Copies new values into a model that `rotate_for_inference` has converted. Returns the number of tensors.
 
-    Collective: every rank passes the same names, in any order, each with the whole tensor, and keeps its part. A rank
-    begins when all ranks have called, so that no forward runs meanwhile, and returns when all have ended. Tensors are
-    consumed one by one: `update_weights(inference, rtp_ext.stream_weights(training))` holds one of them. Names that do
-    not come keep their values; other dtypes are cast.
+    Collective: a rank begins when all ranks have called, so that no forward runs meanwhile, and returns when all have
+    ended. Names that do not come keep their values; other dtypes are cast, and values of weights in blocks are encoded
+    again.
+
+        rtp_ext.update_weights(inference, training)                          # of a model on the same ranks
+        rtp_ext.update_weights(inference, rtp_ext.stream_weights(training))  # of any (name, whole tensor)
+
+    Args:
+        source: a model on the same ranks, converted by fully_rotate or not, or named tensors. Of a model, shards that
+            both models cut alike are copied where they lie. The others travel in buckets, of which each rank keeps its
+            part: no rank holds a whole weight that is cut, but for one at a time where several dimensions of a mesh cut
+            it, or where it is in blocks. A weight that will be in blocks holds this rank's rows meanwhile. Named
+            tensors are whole, the same on every rank, in any order; they are consumed one by one.
+        bucket_bytes: the most bytes that travel at once, but at least one row of a tensor. Of a model only.
 
     Raises ValueError for a model that was not converted, and for an unknown name, another shape or names that differ
-    between ranks; RotationError on the other ranks. The weights are then partly new: update again. RingTimeout, which
-    names a rank that does not call within the timeout of the ring; the ring cannot be used any more.
+    between ranks; RotationError on the other ranks. With named tensors the weights are then partly new: update again.
+    RingTimeout, which names a rank that does not call within the timeout of the ring; the ring cannot be used any more.
     """
     ring = model.__dict__.get(INFERENCE)
     if not isinstance(ring, InferenceRing):
         kind = type(model).__name__
         raise ValueError(f"update_weights: expected a model that rotate_for_inference converted, got a {kind}")
+    if bucket_bytes < 1:
+        raise ValueError(f"update_weights: expected bucket_bytes >= 1, got {bucket_bytes}")
     targets = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     ring.exchange("update_weights begins")
+    if isinstance(source, nn.Module):
+        count, failure = copy_from(source, targets, ring, bucket_bytes)
+        _end(ring, failure)
+        return count
     names, failure = [], None
     try:
-        for name, tensor in named_tensors:
+        for name, tensor in source:
             _update(name, tensor, targets)
             names.append(name)
     except Exception as error:
         failure = error
-        if isinstance(named_tensors, Generator):
-            named_tensors.close()  # other ranks may wait for this one in a stream
-    digest = hashlib.sha256(repr(sorted(names)).encode()).hexdigest()
+        if isinstance(source, Generator):
+            source.close()  # other ranks may wait for this one in a stream
+    _end(ring, failure, hashlib.sha256(repr(sorted(names)).encode()).hexdigest())
+    return len(names)
+
+
+def _end(ring: InferenceRing, failure: Exception | None, digest: str = "") -> None:
+    """Raises where an update has failed on a rank, or where the digests of their names differ. Collective."""
     answers = ring.exchange((None if failure is None else f"{type(failure).__name__}: {failure}", digest))
     if failure is not None:
         raise failure
@@ -52,16 +74,12 @@ def update_weights(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Te
             raise RotationError(f"update_weights failed on rank {rank}, the weights are partly new: {problem}")
         if theirs != answers[0][1]:
             raise ValueError(f"update_weights: expected the names of rank 0 on every rank, got others on rank {rank}")
-    return len(names)
 
 
 def _update(name: str, tensor: torch.Tensor, targets: dict[str, torch.Tensor]) -> None:
     target = targets.get(name)
     if target is None:
         raise ValueError(f"update_weights: expected names of the model's state_dict, got {name!r}")
-    if tensor.shape != target.shape:
-        raise ValueError(f"update_weights: {name}: expected shape {tuple(target.shape)}, got {tuple(tensor.shape)}")
-    if isinstance(target, DTensor):
-        held(target).copy_(own_part(tensor, target.device_mesh, target.placements))
-    else:
-        target.copy_(tensor)
+    if tuple(tensor.shape) != shape_of(target):
+        raise ValueError(f"update_weights: {name}: expected shape {shape_of(target)}, got {tuple(tensor.shape)}")
+    write(target, tensor)

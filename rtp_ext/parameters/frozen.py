@@ -107,6 +107,10 @@ class FrozenWeight:
         dtype = function(torch.empty(0, dtype=self.dtype)).dtype
         return replace(self, dtype=dtype) if dtype.is_floating_point else self
 
+    def same_blocks(self, other: FrozenWeight) -> bool:
+        """Returns whether the same bytes stand for the same values in another weight."""
+        return replace(self, dtype=other.dtype) == other
+
     def encode(self, values: torch.Tensor, groups: int) -> torch.Tensor:
         """Returns the bytes of so many groups: of rows [<= groups * group_rows, ...], where missing rows are zeros, or
         of columns [O, groups * group_rows]."""
@@ -127,11 +131,12 @@ class FrozenWeight:
         return packed
 
     def decode(self, packed: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns the weight from the bytes of all groups, in `dtype`, or in that of the plain weight."""
+        """Returns the weight from the bytes of all groups, in `dtype`, or in that of the plain weight. From the bytes
+        of some groups: their part of it, with the rows that the last group lacks."""
         numbers, size = self.block
-        out = torch.empty(math.prod(self.packed_shape) // size * numbers, dtype=dtype or self.dtype)
+        out = torch.empty(packed.numel() // size * numbers, dtype=dtype or self.dtype)
         kernels.dequantize_blocks(out, packed.reshape(-1).to(out.device), self.format)
-        return out[: math.prod(self.shape)].view(self.shape)
+        return out.view(self.shape[0], -1) if self.dim == 1 else out.view(-1, *self.shape[1:])[: self.shape[0]]
 
 
 def encode_blocks(values: torch.Tensor, format: str) -> torch.Tensor:
@@ -210,14 +215,28 @@ def load_plain(parameter: DTensor, rows: Any) -> None:
 
     rows: a tensor of the weight's shape, or a slice of a file, of which only this rank's part is read.
     """
+    weight, first, groups = _own_groups(parameter)
+    with torch.no_grad():
+        parameter._local_tensor.copy_(weight.encode(rows[weight.part(first, groups)], groups))
+
+
+def local_plain(parameter: DTensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Returns the values that this rank's shard of a parameter in blocks stands for, a part of the plain weight, and
+    the offsets of this part."""
+    weight, first, groups = _own_groups(parameter)
+    begin, end = weight.rows_of(first, groups)
+    values = weight.decode(parameter._local_tensor).narrow(weight.dim, 0, end - begin)
+    return values, tuple(begin if dim == weight.dim else 0 for dim in range(values.dim()))
+
+
+def _own_groups(parameter: DTensor) -> tuple[FrozenWeight, int, int]:
+    """Returns the description of a weight in blocks, this rank's first group, and the number of its groups."""
     weight = frozen_of(parameter)
-    assert weight is not None, "the caller has looked"
+    assert isinstance(weight, FrozenWeight), "the caller has looked"
     mesh = parameter.device_mesh
     sizes = shard_sizes(weight.packed_shape[weight.dim], mesh.size(mesh.ndim - 1))
     place = mesh.get_local_rank(mesh.ndim - 1)
-    local = parameter._local_tensor
-    with torch.no_grad():
-        local.copy_(weight.encode(rows[weight.part(sum(sizes[:place]), sizes[place])], sizes[place]))
+    return weight, sum(sizes[:place]), sizes[place]
 
 
 def gather_plain(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -297,25 +298,47 @@ def _gather_along(
     """Returns the tensor of `shape` on `target` whose parts, cut along `dim`, the ranks along mesh dimension `index`
     hold. device: that of the mesh. target: None: this rank sends its part, and keeps nothing."""
     whole = torch.empty(shape, dtype=part.dtype, device=target or "meta")
-    if whole.numel() == 0:
-        return whole
-    pieces = whole.split(shard_sizes(whole.shape[dim], mesh.size(index)), dim)
-    # one buffer for all blocks: a process group may keep tensors alive for a while after it has sent them
-    rows = max(1, (_BLOCK if buffer is None else buffer.numel()) // pieces[0][0].nbytes)
-    needed = pieces[0][:rows].nbytes
+    for start, section in sections(part, mesh, index, dim, shape, buffer, device):
+        if target is not None:
+            bounds = zip(start, section.shape, strict=True)
+            whole[tuple(slice(first, first + extent) for first, extent in bounds)] = section
+    return whole
+
+
+def sections(
+    part: torch.Tensor,
+    mesh: DeviceMesh,
+    index: int,
+    dim: int,
+    shape: tuple[int, ...],
+    buffer: torch.Tensor | None,
+    device: torch.device,
+) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Yields a tensor of `shape` section by section, whose parts, cut along `dim`, the ranks along mesh dimension
+    `index` hold: where a section begins, and its values, valid until the next one. Collective: every rank goes on to
+    the end. buffer, device: as in `gather_full` and `_gather_along`."""
+    if math.prod(shape) == 0:
+        return
+    sizes = shard_sizes(shape[dim], mesh.size(index))
+    largest = torch.empty((*shape[:dim], sizes[0], *shape[dim + 1 :]), dtype=part.dtype, device="meta")
+    # one buffer for all sections: a process group may keep tensors alive for a while after it has sent them
+    rows = max(1, (_BLOCK if buffer is None else buffer.numel()) // largest[0].nbytes)
+    needed = largest[:rows].nbytes
     if buffer is None or buffer.numel() < needed or buffer.device != device:
         buffer = torch.empty(needed, dtype=torch.uint8, device=device)
-    blocks = buffer[:needed].view(part.dtype)
-    for owner, piece in enumerate(pieces):
-        for start in range(0, piece.shape[0] if piece.numel() else 0, rows):
-            of_block = piece[start : start + rows]
-            flat = blocks[: of_block.numel()]
+    values = buffer[:needed].view(part.dtype)
+    for owner, size in enumerate(sizes):
+        extents = [*shape[:dim], size, *shape[dim + 1 :]]
+        for first in range(0, extents[0] if size else 0, rows):
+            of_section = [min(rows, extents[0] - first), *extents[1:]]
+            section = values[: math.prod(of_section)].view(of_section)
             if owner == mesh.get_local_rank(index):
-                flat.view(of_block.shape).copy_(part[start : start + rows])
-            dist.broadcast(flat.view(torch.uint8), group=mesh.get_group(index), group_src=owner)
-            if target is not None:
-                of_block.copy_(flat.view(of_block.shape))
-    return whole
+                section.copy_(part[first : first + rows])
+            dist.broadcast(section.view(-1).view(torch.uint8), group=mesh.get_group(index), group_src=owner)
+            start = [0] * len(shape)
+            start[dim] = sum(sizes[:owner])
+            start[0] += first
+            yield start, section
 
 
 class _WholeCopies(TorchDispatchMode):

@@ -78,7 +78,7 @@ const std::vector<at::Tensor>& SourcedWeights::of(SlotPool& pool, ShardSource& s
   std::vector<at::Tensor> found;
   if (source.maps()) {
     for (size_t index = 0; index < bundle.layouts.size(); ++index) {
-      found.push_back(source.at(bundle.local[index], owner, bundle.layouts[index].shapes[owner]));
+      found.push_back(source.at(bundle.local[index], owner, bundle.layouts[index].wire_shape(owner)));
     }
   } else if (owner == source.rank()) {
     found = bundle.local;
@@ -102,7 +102,7 @@ const std::vector<at::Tensor>& SourcedWeights::of(SlotPool& pool, ShardSource& s
     });
   }
   for (size_t index = 0; index < found.size(); ++index) {
-    tensors_.push_back(found[index].to(bundle.layouts[index].dtype));
+    tensors_.push_back(found[index].to(bundle.layouts[index].wire_dtype()));
   }
   return tensors_;
 }

@@ -74,8 +74,8 @@ class SourcedWeights {
 
   // Sets the owners whose shards the pass will ask for; without a call, all.
   void expect(std::vector<bool> owners) { expected_ = std::move(owners); }
-  // Returns the shard of `owner` of each tensor of a bundle, in the compute dtype: where it lies, or in a slot, which
-  // is valid until the owner after the next. Starts to pull the shard of the owner that a forward asks for next.
+  // Returns the shard of `owner` of each tensor of a bundle, in the compute dtype or in blocks: where it lies, or in a
+  // slot, valid until the owner after the next. Starts to pull the shard of the owner that a forward asks for next.
   const std::vector<at::Tensor>& of(SlotPool& pool, ShardSource& source, const ShardBundle& bundle, int owner);
   void give_back(SlotPool& pool);
 

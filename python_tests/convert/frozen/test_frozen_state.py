@@ -44,8 +44,6 @@ def _saves(rank, ranks, folder):
     dcp.save(get_model_state_dict(model), checkpoint_id=folder)
     streamed = dict(rtp_ext.stream_weights(model))
     assert all(torch.equal(streamed[name], value) for name, value in rtp_ext.frozen_weights(model).items())
-    with pytest.raises(ValueError, match=r"got 0.weight in blocks of nf4: stream_weights yields their values"):
-        list(rtp_ext.local_shards(model))
     rtp_ext.ring_of(model).close()
     return [each.double().sum().item() for each in values]
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext._native import RotationError
 from rtp_ext.convert.scopes import ring_of_module
-from rtp_ext.parameters.frozen import gather_plain
+from rtp_ext.parameters.frozen import gather_plain, local_plain
 from rtp_ext.parameters.sharding import frozen_of, held
 from rtp_ext.ring import Ring
 from rtp_ext.ring.mesh import part_bounds
@@ -22,7 +22,8 @@ BUCKET_BYTES = 64 << 20
 
 
 class LocalShard(NamedTuple):
-    """A part of a whole tensor: it begins at `offsets` of a tensor of `shape`. `tensor` shares the model's memory."""
+    """A part of a whole tensor: it begins at `offsets` of a tensor of `shape`. `tensor` shares the model's memory, but
+    for a weight in blocks, whose values it holds."""
 
     name: str
     tensor: torch.Tensor
@@ -35,16 +36,18 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
 
     Names are those of the plain model, tied tensors under each of their names. The parts of all ranks of the ring cover
     each cut tensor once; a part may be empty. A tensor that no rank cuts (a buffer, an ignored parameter) is whole on
-    every rank, at offsets 0. Raises ValueError for a model that was not converted, and for one with frozen weights in
-    blocks, whose bytes are no part of a plain tensor.
+    every rank, at offsets 0. Of a frozen weight in blocks it yields the values that this rank's blocks stand for. Where
+    several dimensions of a mesh cut a tensor (tensor parallelism, `outer.ZeroOuter`), the parts are those of all ranks
+    of the mesh. A stage of a pipeline has the names of its own module. Raises ValueError for a model that was not
+    converted.
     """
     _ring(model, "local_shards")
     for name, value in _tensors(model):
-        if frozen_of(value) is not None:
-            raise ValueError(
-                f"local_shards: expected plain weights, got {name} in blocks of {frozen_of(value).format}: "
-                "stream_weights yields their values"
-            )
+        frozen = frozen_of(value)
+        if frozen is not None:
+            values, first = local_plain(value)  # type: ignore[arg-type]
+            yield LocalShard(name, values, torch.Size(frozen.shape), first)
+            continue
         offsets = [0] * value.dim()
         if isinstance(value, DTensor):
             mesh = value.device_mesh

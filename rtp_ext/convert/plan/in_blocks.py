@@ -107,7 +107,7 @@ class InBlocks:
         """Returns whether `frozen` is given, and a parameter is a frozen weight of this call."""
         if self.format is None or parameter is None or nn.parameter.is_lazy(parameter):
             return False
-        if parameter.requires_grad or parameter.dim() < 2 or key.endswith("_bias"):
+        if (parameter.requires_grad and self.request.trains) or parameter.dim() < 2 or key.endswith("_bias"):
             return False
         return id(parameter) not in self.request.not_ours
 

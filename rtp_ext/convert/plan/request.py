@@ -113,6 +113,7 @@ class Request:
     place: Place
     outer: OuterPolicy
     offload: OffloadPolicy
+    trains: bool = True  # False: no parameter gets a gradient, so that all count as frozen
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:

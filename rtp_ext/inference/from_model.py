@@ -1,0 +1,153 @@
+"""New values for a model that computes forwards only, from a model on the same ranks: no rank holds a whole weight that
+is cut."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from rtp_ext.parameters.frozen import gather_plain, load_plain
+from rtp_ext.parameters.pieces import is_piece
+from rtp_ext.parameters.sharding import frozen_of, held, sections
+from rtp_ext.ring.inference import InferenceRing
+from rtp_ext.ring.mesh import own_part, part_bounds
+
+Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def copy_from(
+    source: nn.Module, targets: dict[str, torch.Tensor], ring: InferenceRing, bucket_bytes: int
+) -> tuple[int, Exception | None]:
+    """Copies the tensors of a model into `targets`. Returns their number, and an error of this rank. Collective.
+
+    Raises ValueError, on every rank, where names and shapes do not fit, or differ between ranks.
+    """
+    found, seen = [], set()
+    problem = None
+    for name, value in source.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        target = targets.get(name)
+        if target is None:
+            problem = problem or f"expected names of the model's state_dict, got {name!r}"
+        elif shape_of(value) != shape_of(target):
+            problem = problem or f"{name}: expected shape {shape_of(target)}, got {shape_of(value)}"
+        elif (id(value), id(target)) not in seen:
+            seen.add((id(value), id(target)))
+            found.append((name, value, target, _way(value, target)))
+    looks = [(name, shape_of(value), str(value.dtype), way.__name__) for name, value, _, way in found]
+    answers = ring.exchange((problem, hashlib.sha256(repr((looks, bucket_bytes)).encode()).hexdigest()))
+    for rank, (theirs, digest) in enumerate(answers):
+        if theirs is not None:
+            raise ValueError(f"update_weights: {problem or f'on rank {rank}, {theirs}'}")
+        if digest != answers[0][1]:
+            raise ValueError(f"update_weights: expected the tensors of rank 0 on every rank, got others on rank {rank}")
+    sizes = (value.nbytes for _, value, _, way in found if way is not _copy_local)
+    buffer = torch.empty(min(bucket_bytes, max(sizes, default=0)), dtype=torch.uint8)
+    failure: Exception | None = None
+    for name, value, target, way in found:
+        try:
+            way(value, target, buffer)
+        except ValueError as error:  # the other ranks go on
+            failure = failure or ValueError(f"update_weights: {name}: {error}")
+    return len(found), failure
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the shape of the plain tensor."""
+    frozen = frozen_of(tensor)
+    return tuple(tensor.shape) if frozen is None else frozen.shape
+
+
+def write(target: torch.Tensor, whole: Any) -> None:
+    """Copies this rank's part of a whole tensor, or of rows that are collected, into a parameter or buffer."""
+    if frozen_of(target) is not None:
+        assert isinstance(target, DTensor), "blocks are cut"
+        load_plain(target, whole)
+    elif isinstance(target, DTensor):
+        held(target).copy_(own_part(whole, target.device_mesh, target.placements))
+    else:
+        target.copy_(whole)
+
+
+def _way(value: torch.Tensor, target: torch.Tensor) -> Write:
+    """Returns how the values of a tensor get to their places. The same on every rank."""
+    if not isinstance(value, DTensor):
+        return _copy_whole if frozen_of(value) is None else _gather
+    if isinstance(target, DTensor) and _ranks(value) == _ranks(target) and value.placements == target.placements:
+        mine, theirs = frozen_of(value), frozen_of(target)
+        if mine is theirs is None or (mine and theirs and mine.same_blocks(theirs)):
+            return _copy_local
+    if frozen_of(value) is not None or is_piece(value) or len(_cuts(value)) > 1:
+        return _gather
+    return _copy_sections if _cuts(value) else _copy_whole
+
+
+def _ranks(tensor: DTensor) -> list[Any]:
+    return tensor.device_mesh.mesh.tolist()
+
+
+def _cuts(value: DTensor) -> list[tuple[int, Any]]:
+    return [(index, placement) for index, placement in enumerate(value.placements) if not placement.is_replicate()]
+
+
+def _copy_local(value: torch.Tensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
+    held(target).copy_(held(value))
+
+
+def _copy_whole(value: torch.Tensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
+    write(target, held(value))
+
+
+def _gather(value: torch.Tensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
+    """For tensors that several dimensions of a mesh cut, and for blocks: each rank holds one whole tensor."""
+    write(target, gather_plain(value, buffer=buffer))
+
+
+def _copy_sections(value: torch.Tensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
+    assert isinstance(value, DTensor), "it is cut"
+    if frozen_of(target) is not None:
+        write(target, _Part(value, buffer))
+        return
+    bounds = [(0, extent) for extent in target.shape]
+    if isinstance(target, DTensor):
+        mesh = target.device_mesh
+        coordinate = [mesh.get_local_rank(index) for index in range(mesh.ndim)]
+        bounds = part_bounds(target.shape, mesh.shape, target.placements, coordinate)
+    _collect(value, held(target), bounds, buffer)
+
+
+class _Part:
+    """A part of a cut tensor, collected when it is asked for, which every rank does once."""
+
+    def __init__(self, value: DTensor, buffer: torch.Tensor) -> None:
+        self._value, self._buffer = value, buffer
+
+    def __getitem__(self, part: tuple[slice, ...]) -> torch.Tensor:
+        shape = self._value.shape
+        ends = [cut.indices(extent)[:2] for cut, extent in zip(part, shape, strict=False)]
+        ends += [(0, extent) for extent in shape[len(part) :]]
+        bounds = [(first, max(0, end - first)) for first, end in ends]
+        into = torch.empty([size for _, size in bounds], dtype=self._value.dtype)
+        _collect(self._value, into, bounds, self._buffer)
+        return into
+
+
+def _collect(value: DTensor, into: torch.Tensor, bounds: list[tuple[int, int]], buffer: torch.Tensor) -> None:
+    """Copies the part of a cut tensor within `bounds` (start and size along each dimension) into a tensor, in whose
+    dtype it travels. Collective over the ranks that the tensor is cut over."""
+    ((index, placement),) = _cuts(value)
+    assert isinstance(placement, Shard), "_way has looked"
+    part, shape = held(value).detach().to(into.dtype), tuple(value.shape)
+    for start, section in sections(part, value.device_mesh, index, placement.dim, shape, buffer, part.device):
+        mine, theirs = [], []
+        for first, extent, (low, size) in zip(start, section.shape, bounds, strict=True):
+            begin, end = max(first, low), min(first + extent, low + size)
+            mine.append(slice(begin - low, max(begin, end) - low))
+            theirs.append(slice(begin - first, max(begin, end) - first))
+        into[tuple(mine)].copy_(section[tuple(theirs)])
