@@ -3,6 +3,7 @@
     python benchmarks/compare.py --model mlp --strategies rtp,fsdp2,ddp,tp,single --ranks 2 --tokens 256,1024
     python benchmarks/compare.py --model mlp --strategies rtp,fsdp2 --ranks 1,2,4,8 --tokens 256     # scaling
     python benchmarks/compare.py --model mlp --hosts 2 --rate 1gbit,2gbit,none --tokens 256,1024     # between hosts
+    python benchmarks/compare.py --model llama-bytes --lora 8 --hosts 2 --rate 250mbit --tokens 64   # frozen weights
     python benchmarks/compare.py --model llama-small --optimizer muon --tokens 256     # matrices that no rank has whole
 
 All strategies live in the same processes and take turns, one training step (forward, backward, optimizer) each. The
@@ -46,6 +47,10 @@ the optimizer, so that its time and the bytes that leave a host meanwhile (`opti
 `sent_bytes` and the roof are those of forward and backward. `exchange_bytes` is the count of rtp_ext.optim.Muon, of the
 rank that sends most. Losses have to agree to 1e-4. The lines are appended to muon.jsonl.
 
+With `--lora` only adapters of PEFT around all linear layers of the blocks are trained. Frozen weights are rounded to
+values of nf4 first, so that `rtp-nf4`, which keeps and sends them in nf4, computes with the same weights as the others;
+`rtp-bf16` and `rtp-int8` send all weights in fewer bits. The lines are appended to lora.jsonl.
+
 With several numbers of ranks each is a run of its own; `scaling_efficiency` is tokens per second / (R times those of
 the same strategy at R = 1). Where ranks have more threads than there are cores they share them, and the output says
 so: such a result does not describe scaling over processors.
@@ -64,11 +69,12 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared.agreement import gradient_spread, loss_spread, signature
+from shared.agreement import signature, spreads
 from shared.card import environment_card, result_line
 from shared.launch import Place, gather, is_first, launch
 from shared.memory import PROBED_STEPS, Memory, MemoryProbe
@@ -196,7 +202,7 @@ def make_trainer(strategy: str, place: Place, args: argparse.Namespace) -> Train
     reduce_dtype = ways.pop("reduce_dtype")
     return Trainer(
         strategy,
-        WORKLOADS[args.model].build,
+        partial(WORKLOADS[args.model].build, args.lora),
         place.mesh,
         place.device,
         dtype=args.dtype,
@@ -328,6 +334,7 @@ def _result(
         p80_ms=times.p80 / 1e3,
         forward_backward_ms=forward_backward_ms,
         reference_forward_backward_ms=local_ms,
+        lora=args.lora,
         optimizer=args.optimizer,
         optimizer_ms=updates.median / 1e3,
         optimizer_p20_ms=updates.p20 / 1e3,
@@ -354,12 +361,16 @@ def _ways(strategy: str, args: argparse.Namespace) -> Result:
     kind = STRATEGIES[strategy]
     rotated = strategy.startswith("rtp") and not kind.exact
     told = {name: getattr(args, name) if rotated else None for name in ("travel", "gradient_route", "gradient_travel")}
-    return told | {"reduce_dtype": args.reduce_dtype if kind.follows_policy and not kind.exact else "float32"}
+    return (
+        told
+        | dict(kind.ways)
+        | {"reduce_dtype": args.reduce_dtype if kind.follows_policy and not kind.exact else "float32"}
+    )
 
 
 def _closed_form(strategy: str, place: Place, args: argparse.Namespace) -> float | None:
     ways = _ways(strategy, args)
-    if {args.dtype, ways["reduce_dtype"]} != {"float32"} or ways["travel"] or ways["gradient_travel"]:
+    if args.lora or {args.dtype, ways["reduce_dtype"]} != {"float32"} or ways["travel"] or ways["gradient_travel"]:
         return None
     with torch.device("meta"):
         return closed_form(strategy, WORKLOADS[args.model].build(), place.ranks, args.ranks_per_host)
@@ -376,14 +387,11 @@ def _add_comparisons(rows: list[Result], first_loss: float) -> None:
     rtp = next((row["step_ms"] for row in rows if row["strategy"] == "rtp"), None)
     losses, gradients = ([row.pop(name) for row in rows] for name in ("losses", "gradients"))
     same = [index for index, row in enumerate(rows) if not STRATEGIES[row["strategy"]].alone]
-    spreads = (
-        loss_spread([losses[index] for index in same], first_loss),
-        gradient_spread([mine for index in same for mine in gradients[index]]),
-    )
-    for row, mine in zip(rows, losses, strict=True):
+    found = spreads(*([values[index] for index in same] for values in (rows, losses, gradients)), first_loss)
+    for index, row in enumerate(rows):
         row["rtp_ratio"] = None if rtp is None else rtp / row["step_ms"]
-        row["loss"] = mine[-1]
-        row["loss_spread"], row["gradient_spread"] = spreads
+        row["loss"] = losses[index][-1]
+        row["loss_spread"], row["gradient_spread"] = found[same.index(index)] if index in same else min(found)
 
 
 def main() -> None:

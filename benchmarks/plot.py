@@ -5,6 +5,7 @@
     python benchmarks/plot.py memory benchmarks/results/cpu-2core/compare.jsonl --model mlp --tokens 256 --output FILE
     python benchmarks/plot.py scaling benchmarks/results/cpu-2core/compare.jsonl --model mlp --output FILE
     python benchmarks/plot.py rates benchmarks/results/cpu-2core/hosts.jsonl --model mlp --output docs/figures/rates
+    python benchmarks/plot.py rates benchmarks/results/cpu-2core/lora.jsonl --log --output docs/figures/lora
     python benchmarks/plot.py outer benchmarks/results/cpu-2core/outer.jsonl --output docs/figures/outer
     python benchmarks/plot.py travel benchmarks/results/cpu-2core/travel_curves.jsonl --output docs/figures/travel
     python benchmarks/plot.py forwards benchmarks/results/cpu-2core/forwards.jsonl --output docs/figures/forwards
@@ -199,7 +200,13 @@ def rates(rows: list[Row], args: argparse.Namespace) -> Any:
                 values = [points[count, rate][key] / 1e3 for rate in some]
                 axes.plot(where, values, **{**look, "linewidth": 1.2, **more})
         axes.set_xticks(range(len(places)), ["no limit" if rate == "none" else rate for rate in places])
-        axes.set_ylim(bottom=0)
+        if args.log:
+            axes.set_yscale("log")
+            for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                which("{x:g}")
+            axes.tick_params(axis="y", which="minor", labelsize=6)
+        else:
+            axes.set_ylim(bottom=0)
         axes.set_xlabel("rate of each host's link", fontsize=9)
         axes.set_title(f"seconds a step, {count} tokens per rank", fontsize=9, loc="left")
     panels[-1].plot([], [], color="black", marker="o", label="hollow: the least it could be", **HOLLOW)
@@ -305,6 +312,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--direction", choices=("forward", "backward", "step"))
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--tokens", type=int)
+    parser.add_argument("--log", action="store_true", help="of rates: seconds on a logarithmic axis")
     args = parser.parse_args(argv)
     drafts = [path for path in args.results if not committed(path)]
     if drafts and not args.uncommitted:

@@ -17,6 +17,7 @@ results/ and TABLE one of:
     hosts MODEL     the last line of each strategy between emulated hosts; WORDS choose rows: a rate (2gbit, none),
                     T1024, H2, G1 (ranks on a host), int8 (--travel of the run, `exact` if there was none)
     hosts-brief MODEL   a few columns of it; WORDS as for `hosts`
+    hosts-lora MODEL    the same of compare.py --lora
     hosts-overlap   cases of overlap.py between emulated hosts
     outer           policies between replicas, from the last run of outer.py; WORDS choose the run: a rate, R2 (ranks of
                     a ring), S150 (steps), AdamW, SGD
@@ -58,6 +59,7 @@ FILES = {
     "memory": "memory_per_rank.jsonl",
     "hosts": "hosts.jsonl",
     "hosts-brief": "hosts.jsonl",
+    "hosts-lora": "lora.jsonl",
     "hosts-overlap": "hosts_overlap.jsonl",
     "outer": "outer.jsonl",
     "travel": "travel_curves.jsonl",
@@ -102,6 +104,10 @@ def _mebibytes(row: Row, *keys: str) -> str | None:
 
 def _number(row: Row, key: str, digits: int) -> str | None:
     return None if row.get(key) is None else f"{row[key]:.{digits}f}"
+
+
+def _ratio_of(row: Row, *parts: str) -> str:
+    return f"{row['step_ms'] / sum(row[part] for part in parts):.2f}"
 
 
 def _with_range(text: str | None, known: Sequence[float], digits: int) -> str | None:
@@ -221,7 +227,7 @@ def _mebibytes_and_formula(row: Row) -> str | None:
 
 
 def _of_roof(row: Row) -> str | None:
-    return None if row.get("roof_ms") is None else f"{row['roof_ms']:.0f} ({row['step_ms'] / row['roof_ms']:.2f})"
+    return None if row.get("roof_ms") is None else f"{row['roof_ms']:.0f} ({_ratio_of(row, 'roof_ms')})"
 
 
 HOSTS: Columns = {
@@ -238,6 +244,11 @@ HOSTS: Columns = {
     "kept, MiB per rank": lambda row: _mebibytes(row, "kept_bytes"),
 }
 HOSTS_BRIEF: Columns = {name: cell for name, cell in HOSTS.items() if name not in ("rate", "exposed, ms", "hidden")}
+HOSTS_LORA: Columns = {
+    **{name: cell for name, cell in HOSTS.items() if name not in ("rtp / this (all runs)", "exposed, ms", "hidden")},
+    "step / no communication": lambda row: _ratio_of(row, "reference_forward_backward_ms", "optimizer_ms"),
+}
+OF_HOSTS = {"hosts": HOSTS, "hosts-brief": HOSTS_BRIEF, "hosts-lora": HOSTS_LORA}
 HOSTS_OVERLAP: Columns = {
     "rate": HOSTS["rate"],
     **OVERLAP,
@@ -317,7 +328,7 @@ def _between(rows: list[Row]) -> str:
     kinds = {(row["hosts"], row["ranks_per_host"], row["cores_per_host"], row["delay"]) for row in rows}
     if len(kinds) > 1:
         raise ValueError(f"expected rows of one kind of hosts in a table, got {sorted(kinds, key=str)}")
-    ((hosts, ranks, cores, delay),) = kinds
+    hosts, ranks, cores, delay = kinds.pop()
     has = "which share all cores" if cores is None else f"of {cores} core{'s' * (cores > 1)} each"
     rates = ", ".join(dict.fromkeys(row["rate"] for row in rows))
     late = f", every packet {delay} late" if delay else ""
@@ -333,31 +344,26 @@ def hosts_table(lines: list[Row], words: list[str], columns: Columns) -> str:
     rows = last_cases(mine, words)
     for row in rows:
         row["rtp_ratios"] = [line["rtp_ratio"] for line in mine if _comparable(line, row)]
-    note = (
-        f"{_between(rows)} Largest relative difference of losses: {max(row['loss_spread'] for row in rows):.0e}, of a "
-    )
-    note += f"parameter's gradient: {max(row['gradient_spread'] for row in rows):.0e}."
-    return table(rows, columns, note)
+    losses, gradients = (max(row[key] for row in rows) for key in ("loss_spread", "gradient_spread"))
+    note = f"{_between(rows)} Largest relative difference of losses: {losses:.0e}, of a parameter's gradient: "
+    return table(rows, columns, f"{note}{gradients:.0e}.")
 
 
 def block(wish: str, results: Path) -> str:
     """Returns the text of a page between a marker and its end. `wish`: the words of the marker."""
     machine, kind, *words = wish.split() if " " in wish else (wish, "")
-    wrong = (
-        len(words) != 1 if kind in ("compare", "scaling") else kind in ("brief", "hosts", "hosts-brief") and not words
-    )
+    wrong = len(words) != 1 if kind in ("compare", "scaling") else kind in ("brief", *OF_HOSTS) and not words
     if kind not in FILES or wrong:
         expected = "<!-- report: MACHINE compare MODEL|scaling MODEL|brief MODEL WORDS|overlap WORDS|memory WORDS|"
-        expected += "hosts MODEL WORDS|hosts-brief MODEL WORDS|hosts-overlap WORDS|outer WORDS|travel|muon|muon hosts|"
-        raise ValueError(f"expected {expected}forwards equal|forwards unequal|calls -->, got {wish!r}")
-    if (
-        kind.startswith(("hosts", "outer", "travel", "muon", "forwards"))
-        and not (results / machine / FILES[kind]).exists()
-    ):
+        expected += "hosts MODEL WORDS|hosts-brief MODEL WORDS|hosts-lora MODEL WORDS|hosts-overlap WORDS|outer WORDS|"
+        expected += "travel|muon|muon hosts|forwards equal|forwards unequal|calls -->"
+        raise ValueError(f"expected {expected}, got {wish!r}")
+    made_later = kind.startswith(("hosts", "outer", "travel", "muon", "forwards"))
+    if made_later and not (results / machine / FILES[kind]).exists():
         return "\n"
     lines = read_lines(results / machine / FILES[kind])
-    if kind in ("hosts", "hosts-brief"):
-        return hosts_table(lines, words, HOSTS if kind == "hosts" else HOSTS_BRIEF)
+    if kind in OF_HOSTS:
+        return hosts_table(lines, words, OF_HOSTS[kind])
     if kind in OF_A_RUN:
         choose, columns, note = OF_A_RUN[kind]
         rows = choose(lines, words)

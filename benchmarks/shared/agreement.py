@@ -1,6 +1,6 @@
 """Checks that strategies compute the same results: the compared values, the method, and the tolerances."""
 
-import argparse
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,13 +16,29 @@ PROBED = 2**16  # elements of a gradient that are summed
 Signature = list[float]
 
 
-def tolerances(args: argparse.Namespace) -> tuple[float, float]:
-    """Returns the tolerances of a comparison: those of the coarsest dtype in it, or of its optimizer."""
-    return max(
-        TOLERANCES[kind]
-        for kind in (args.dtype, args.reduce_dtype, args.travel, args.gradient_travel, args.optimizer)
-        if kind is not None
-    )
+def tolerances(row: dict[str, Any]) -> tuple[float, float]:
+    """Returns the tolerances of a strategy's row, of losses and of gradients: those of the coarsest dtype that it
+    computes with or sends, or of its optimizer."""
+    kinds = (row[key] for key in ("dtype", "reduce_dtype", "travel", "gradient_travel", "optimizer"))
+    return max(TOLERANCES[kind] for kind in kinds if kind is not None)
+
+
+def spreads(
+    rows: list[dict[str, Any]], losses: list[list[float]], gradients: list[list[list[Signature]]], first: float
+) -> list[tuple[float, float]]:
+    """Returns `loss_spread` and `gradient_spread` of each row. Rows with the smallest tolerances are compared with one
+    another; each other row with all of these.
+
+    losses: of each row, by step. gradients: of each row, by rank and parameter. first: the first loss of the reference.
+    """
+    exact = min(map(tolerances, rows))
+    same = [index for index, row in enumerate(rows) if tolerances(row) == exact]
+
+    def of(indices: list[int]) -> tuple[float, float]:
+        every = [signatures for index in indices for signatures in gradients[index]]
+        return loss_spread([losses[index] for index in indices], first), gradient_spread(every)
+
+    return [of(same if index in same else [*same, index]) for index in range(len(rows))]
 
 
 def signature(parameter: torch.Tensor) -> Signature:

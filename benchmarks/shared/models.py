@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from rtp_ext.parameters.frozen import FrozenWeight
+
 BYTES = 256
 
 
@@ -144,6 +146,24 @@ class Llama(nn.Module):
         return self.model(input_ids=inputs, labels=targets, shift_labels=targets).loss
 
 
+def with_adapters(model: Llama, rank: int) -> Llama:
+    """Puts LoRA adapters of PEFT around all linear layers of the blocks, and freezes the rest, in place.
+
+    Weights of all linear layers are rounded to values of nf4, so that a model whose weights are kept in nf4 computes
+    with the same ones. `B` of an adapter is not zero, which would make the first gradient of `A` zero.
+    """
+    import peft
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weight = FrozenWeight("nf4", tuple(module.weight.shape), module.weight.dtype)
+            values = module.weight.detach()
+            values.copy_(weight.decode(weight.encode(values, weight.packed_shape[0])))
+    config = peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    peft.inject_adapter_in_model(config, model.model)
+    return model
+
+
 def random_vectors(tokens: int, generator: torch.Generator, width: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets for MLPStack, float32 [tokens, width] each."""
     return torch.randn(tokens, width, generator=generator), torch.randn(tokens, width, generator=generator)
@@ -178,8 +198,10 @@ class Workload:
     seq: int = 1
     cut: tuple[str, ...] = ()
 
-    def build(self) -> nn.Module:
-        return self.make(**self.sizes)
+    def build(self, lora: int | None = None) -> nn.Module:
+        """Returns the model. `lora`: the rank of adapters around its frozen weights; None: it has none."""
+        model = self.make(**self.sizes)
+        return model if lora is None else with_adapters(model, lora)
 
 
 def _mlp(blocks: int, width: int, inner: int) -> Workload:
@@ -226,6 +248,17 @@ WORKLOADS = {
         kv_heads=8,
         inner=2816,
         vocabulary=4096,
+    ),
+    "llama-bytes": _language(
+        Llama,
+        "Llama, 2 layers, hidden 1024, 16 heads, 8 kv heads, inner 2816, vocabulary 256, seq 64",
+        seq=64,
+        cut=_HEADS,
+        layers=2,
+        hidden=1024,
+        heads=16,
+        kv_heads=8,
+        inner=2816,
     ),
     "llama-small": _language(
         Llama,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ class Strategy:
     what a model must have for it. `language`: only for causal language models of the transformers package. `replicas`:
     of the weights, each of them spread over as many ranks. `exact`: is given no options of what travels, so that it
     stands beside those that are. `muon`: a key of `MUONS`, the one of its hidden matrices; None: it is not compared
-    with Muon. `only_muon`: with AdamW it would be another strategy of the list.
+    with Muon. `only_muon`: with AdamW it would be another strategy of the list. `ways`: options of fully_rotate about
+    what travels that a strategy with `exact` has of its own; such strategies are compared on adapters only.
     """
 
     convert: Callable[..., nn.Module]
@@ -45,14 +46,19 @@ class Strategy:
     exact: bool = False
     muon: str | None = None
     only_muon: bool = False
+    ways: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def every_batch(self) -> bool:
         """Whether one rank computes with the batches of all."""
         return self.one_process or self.whole_batch
 
-    def refusal(self, model: type[nn.Module], optimizer: str = "adamw") -> str | None:
-        """Why models of this class cannot be trained so with this optimizer, or None."""
+    def refusal(self, model: type[nn.Module], optimizer: str = "adamw", lora: int | None = None) -> str | None:
+        """Why models of this class cannot be trained so with this optimizer, or None. `lora`: the rank of adapters."""
+        if lora is None and self.ways:
+            return "it needs --lora"
+        if lora is not None and self.model_method is not None:
+            return f"{self.model_method} has no plan for adapters"
         if optimizer == "muon" and self.muon is None:
             return "it is not compared with Muon"
         if optimizer != "muon" and self.only_muon:
@@ -114,6 +120,9 @@ STRATEGIES = {
     "rtp": Strategy(_rotate(), follows_policy=True, muon="auto"),
     "rtp-gram": Strategy(_rotate(), follows_policy=True, muon="gram", only_muon=True),
     "rtp-whole": Strategy(_rotate(), follows_policy=True, muon="whole", only_muon=True),
+    "rtp-bf16": Strategy(_rotate(), follows_policy=True, exact=True, ways={"travel": "bfloat16"}),
+    "rtp-int8": Strategy(_rotate(), follows_policy=True, exact=True, ways={"travel": "int8"}),
+    "rtp-nf4": Strategy(_rotate(), follows_policy=True, exact=True, ways={"frozen": "nf4"}),
     "rtp-c10d": Strategy(_rotate(transport="c10d"), follows_policy=True),
     "rtp-exact": Strategy(_rotate(), follows_policy=True, exact=True),
     "rtp-flat": Strategy(_rotate(route="ring"), follows_policy=True),

@@ -37,6 +37,7 @@ def _arguments(compare, file, *options):
 
 def _compares(rank, ranks, file):
     import compare
+    from shared import models
     from shared.launch import Place
     from shared.models import GPT, WORKLOADS, Llama, Workload, random_tokens
 
@@ -70,6 +71,21 @@ def _compares(rank, ranks, file):
         run("--model", "llama-mini", "--strategies", "rtp-fused,tp,single")
         if rank == 0:
             assert len(report.read_lines(Path(file))) == 12
+    lora = ("--model", "llama-mini", "--lora", "2", "--strategies", "fsdp2,rtp,rtp-int8,rtp-nf4")
+    with cases.case("adapters around frozen weights"):
+        run(*lora)
+        if rank == 0:
+            rows = {line["strategy"]: line for line in report.read_lines(Path(file))[-4:]}
+            assert rows["rtp-nf4"]["frozen"] == "nf4" and rows["rtp-nf4"]["loss_spread"] < 1e-6
+            assert rows["rtp-int8"]["travel"] == "int8" and rows["rtp-int8"]["loss_spread"] > 1e-5, "control"
+            sent, kept = ({name: row[key] for name, row in rows.items()} for key in ("ring_bytes", "kept_bytes"))
+            assert sent["rtp-nf4"] < sent["rtp"] and kept["rtp-nf4"] < kept["rtp"] == kept["fsdp2"]
+    with cases.case("control: other frozen weights"):
+        right, models.FrozenWeight = models.FrozenWeight, lambda _, *rest: right("mxfp4", *rest)
+        differ = pytest.raises(SystemExit, match=r"the strategies differ: losses by .*, in fsdp2@R2T16")
+        with differ if rank == 0 else contextlib.nullcontext():
+            run(*lora)
+        models.FrozenWeight = right
     with cases.case("bfloat16"):
         told = run("--dtype", "bfloat16", "--strategies", "rtp,tp,fsdp2")
         assert rank or ("autocast" in told and "rtp by a mixed-precision policy" in told)
@@ -205,6 +221,9 @@ def _check_compare(cases, compare, parse, file):
         (["--device", "cuda"], "no GPU is available"),
         (["--output", "/proc/compare.jsonl"], "cannot be written"),
         (["--model", "gpt3"], "invalid choice"),
+        (["--strategies", "rtp-nf4"], "it needs --lora"),
+        (["--lora", "4"], "expected a model of the transformers package, got mlp-tiny"),
+        (["--model", "llama-tiny", "--lora", "4", "--tokens", "128", "--strategies", "tp"], "no plan for adapters"),
         (["--travel", "int4"], "invalid choice"),
         (["--travel", "int8", "--strategies", "ddp"], "expected an rtp strategy, got ddp"),
         (["--travel", "int8", "--strategies", "rtp,rtp-inplace"], "send copies of weights, got rtp-inplace"),
@@ -229,6 +248,7 @@ def test_what_a_strategy_is_given_of_what_travels():
     asked = SimpleNamespace(travel="int8", gradient_route="direct", gradient_travel=None, reduce_dtype="bfloat16")
     exact = {"travel": None, "gradient_route": None, "gradient_travel": None, "reduce_dtype": "float32"}
     assert compare._ways("rtp", asked) == vars(asked)
+    assert compare._ways("rtp-nf4", asked) == {**exact, "frozen": "nf4"}
     assert compare._ways("rtp-exact", asked) == compare._ways("ddp", asked) == exact
     assert compare._ways("fsdp2", asked) == {**exact, "reduce_dtype": "bfloat16"}
 

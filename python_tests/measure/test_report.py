@@ -156,7 +156,13 @@ def test_tables_between_hosts(tmp_path):
     assert "2 hosts made on this machine, of 1 core each, 1 rank on each; links: 2gbit, none. Largest" in about
     brief = report.block("m hosts-brief mlp 2gbit T256", tmp_path)
     assert brief.count("(90-130)") == 2 and "hidden" not in brief and "links: 2gbit. Largest" in " ".join(brief.split())
-    for wish, message in (("m hosts", "got 'm hosts'"), ("m hosts-brief", "got 'm hosts-brief'")):
+    more = {"frozen": "nf4", "reference_forward_backward_ms": 70.0, "optimizer_ms": 10.0}
+    rows = [row | more for row in rows_between_hosts()[:1]]
+    (tmp_path / "m" / "lora.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    adapters = report.block("m hosts-lora mlp", tmp_path)
+    assert "| 2gbit | 256 | rtp | frozen weights nf4 | 100 (90-130) | 80 (1.25) |" in adapters
+    assert "| step / no communication |" in adapters and adapters.rstrip().endswith("| 1.25 |"), "of 70 + 10 ms"
+    for wish, message in (("m hosts", "got 'm hosts'"), ("m hosts-lora", "got 'm hosts-lora'")):
         with pytest.raises(ValueError, match=message):
             report.block(wish, tmp_path)
     with pytest.raises(ValueError, match="rows of one kind of hosts"):

@@ -23,6 +23,7 @@ from rtp_ext.planner.specs.model import FAMILIES, ModelSpec
 from rtp_ext.planner.specs.strategy import (
     DTYPE_BYTES,
     FP8_SCALINGS,
+    FROZEN,
     GRADIENT_ROUTES,
     GRADIENT_TRAVELS,
     LOSSES,
@@ -58,6 +59,7 @@ _DEGREES = {
     "interleave": "model chunks of a stage",
     "period": "steps between outer steps of replicas",
     "replicate": "groups of zero=3 that each hold all shards",
+    "lora_rank": "of adapters around all linear layers, which alone are trained",
     "late_gradients": "passes of a rotation whose gradients may arrive during the next one; 0 on GPUs",
 }
 
@@ -99,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--gradient-route", choices=GRADIENT_ROUTES, help="of rotation")
     plan.add_argument("--travel", choices=[travel for travel in TRAVELS if travel], help="of rotating weights")
     plan.add_argument("--gradient-travel", choices=[travel for travel in GRADIENT_TRAVELS if travel])
+    plan.add_argument("--frozen", choices=[blocks for blocks in FROZEN if blocks], help="frozen weights of a ring")
     plan.add_argument("--outer", choices=OUTER, help="outer policy between the replicas of a ring")
     for stages in ("stage-layers", "stage-recompute"):
         plan.add_argument(f"--{stages}", type=_numbers, metavar="N+N+...", help="of every pipeline stage")
@@ -121,7 +124,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--top", type=int, default=10, metavar="N", help="plans to show of a search; default: 10")
     asked.add_argument("--uneven", action="store_true", help="search: also the best uneven pipeline stages (scipy)")
     asked.add_argument("--min-gpus", action="store_true", help="the fewest GPUs on which some plan fits")
-    asked.add_argument("--when", action="store_true", help="when rotation wins: model size, tokens of a GPU, link")
+    asked.add_argument(
+        "--when", action="store_true", help="when rotation wins; of a plan with frozen weights: from how many tokens"
+    )
     asked.add_argument("--calibrate", metavar="FILE", help="fit the time model to a CSV or JSON lines of timed steps")
 
     output = parser.add_argument_group("output")
@@ -166,13 +171,13 @@ def run(options: argparse.Namespace) -> int:
 def _check_form(options: argparse.Namespace) -> None:
     """Raises ValueError for an output format that a question does not support."""
     forms = ("json", "csv", "explain", "plot")
-    had = {"calibrate": ("json",), "when": ("plot",), "min_gpus": ("json",)}
+    drawn = () if options.frozen or options.lora_rank else ("plot",)
+    had = {"calibrate": ("json",), "when": drawn, "min_gpus": ("json",)}
     asked = [question for question in had if getattr(options, question)]
     if len(asked) > 1:
         raise ValueError(f"expected one of {', '.join('--' + name.replace('_', '-') for name in asked)}, got several")
     for question in asked:
-        wrong = [form for form in forms if getattr(options, form) and form not in had[question]]
-        if wrong:
+        if wrong := [form for form in forms if getattr(options, form) and form not in had[question]]:
             raise ValueError(f"--{question.replace('_', '-')} has no --{wrong[0]}")
 
 
@@ -260,6 +265,10 @@ def _fewest(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
 
 
 def _when(options: argparse.Namespace) -> int:
+    if options.frozen or options.lora_rank:
+        plan = strategies_of(options, cluster_of(options))[0]
+        print(when.hidden_table(model_of(options), plan.gpus, options.gpu or "h100-80gb", plan))
+        return 0
     cells = when.grid()
     print(when.when_table(cells))
     return _plot(options.plot, "plot_when", cells)

@@ -1,6 +1,7 @@
 """The options of the comparison of strategies. Impossible combinations are refused here, before anything starts."""
 
 import argparse
+import importlib.util
 import math
 import os
 from collections.abc import Callable
@@ -29,6 +30,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=20, help="timed steps of each strategy")
     add("--warmup", type=int, default=3, help="further steps before the timed ones")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="muon: for hidden matrices, with AdamW for the rest")
+    add(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="train adapters of this rank around frozen weights (models of transformers)",
+    )
     add("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
     add("--travel", choices=("bfloat16", "int8"), help="what weights travel in (rtp; default: as computed with)")
     add("--gradient-route", choices=("auto", "chain", "direct"), help="of gradients (rtp; default: the ring's)")
@@ -60,17 +67,19 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
         args.strategies = [
             name
             for name, kind in STRATEGIES.items()
-            if kind.refusal(workload.make, args.optimizer) is None and kind.replicas == 1
+            if kind.refusal(workload.make, args.optimizer, args.lora) is None and kind.replicas == 1
             if args.travel is None or name != "rtp-inplace"
-            if otherwise or not kind.exact
+            if otherwise or not kind.exact or kind.ways
         ]
     for strategy in args.strategies:
         if strategy not in STRATEGIES:
             error(f"unknown strategy {strategy!r}, expected some of {','.join(STRATEGIES)}")
-        if (refusal := STRATEGIES[strategy].refusal(workload.make, args.optimizer)) is not None:
+        if (refusal := STRATEGIES[strategy].refusal(workload.make, args.optimizer, args.lora)) is not None:
             error(f"--model {args.model} cannot be trained with {strategy}: {refusal}")
     if args.optimizer == "muon" and (otherwise or args.dtype != "float32"):
         error("--optimizer muon: expected float32 in everything, got another dtype, route or format")
+    if args.lora is not None:
+        _check_adapters(args, error)
     args.lr = {"adamw": 1e-4, "muon": 5e-3}[args.optimizer] if args.lr is None else args.lr
     if all(STRATEGIES[strategy].alone for strategy in args.strategies):
         error("--strategies: expected one in which ranks train together")
@@ -112,11 +121,22 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
         error(f"{max(args.ranks)} ranks need as many GPUs, this machine has {torch.cuda.device_count()}")
     args.device = "cuda" if on_gpu else "cpu"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    file = "muon" if args.optimizer == "muon" else "hosts" if on_hosts else "compare"
+    file = "muon" if args.optimizer == "muon" else "lora" if args.lora else "hosts" if on_hosts else "compare"
     args.output = args.output or RESULTS / (args.machine or machine_name(device)) / f"{file}.jsonl"
     if (refusal := refusal_to_write(args.output)) is not None:
         error(refusal)
     args.command = command_line()
+
+
+def _check_adapters(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
+    if args.lora < 1:
+        error(f"--lora must be at least 1, got {args.lora}")
+    if not getattr(WORKLOADS[args.model].make, "causal_head", False):
+        error(f"--lora: expected a model of the transformers package, got {args.model}")
+    if args.optimizer == "muon":
+        error("--lora: expected --optimizer adamw, got muon: adapters are not hidden matrices")
+    if importlib.util.find_spec("peft") is None:
+        error("--lora needs the package peft")
 
 
 def describe(args: argparse.Namespace) -> str:

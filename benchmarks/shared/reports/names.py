@@ -2,6 +2,9 @@
 
 NAMES = {
     "rtp-c10d": 'rtp, `transport="c10d"`',
+    "rtp-bf16": "rtp",
+    "rtp-int8": "rtp",
+    "rtp-nf4": "rtp",
     "rtp-exact": "rtp, as computed with",
     "rtp-flat": 'rtp, `route="ring"`',
     "rtp-inplace": "rtp, `in_place=True`",

@@ -23,6 +23,8 @@ def ways_of(row: Row) -> str | None:
     told = []
     if row.get("travel"):
         told.append(f"weights {row['travel']}")
+    if row.get("frozen"):
+        told.append(f"frozen weights {row['frozen']}")
     gradients = row.get("gradient_travel") or row.get("reduce_dtype")
     if gradients not in (None, "float32"):
         told.append(f"gradients {gradients}")

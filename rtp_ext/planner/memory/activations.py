@@ -53,6 +53,7 @@ def layer_tensors(model: ModelSpec, strategy: Strategy, recompute: str | None = 
         *_attention(model, strategy, recompute),
         *_norm(model, strategy, "MLP norm"),
         *(_experts(model, strategy) if model.experts else _mlp(model, strategy)),
+        *_adapters(model, strategy),
     ]
 
 
@@ -116,7 +117,7 @@ def _attention(model: ModelSpec, strategy: Strategy, recompute: str) -> list[Sav
 def _mlp(model: ModelSpec, strategy: Strategy) -> list[Saved]:
     f, compute = model.ffn, strategy.param_bytes
     tensors = [Saved("MLP", "input", model.hidden, compute, _input_split(strategy))]
-    bundled = strategy.rtp > 1 and bool(strategy.bundle)
+    bundled = strategy.rtp > 1 and bool(strategy.bundle) and not strategy.freezes
     if not (bundled and strategy.bundle == "recompute"):
         tensors.append(Saved("MLP", "up", f, compute, "tp"))
         if model.gated:
@@ -128,6 +129,13 @@ def _mlp(model: ModelSpec, strategy: Strategy) -> list[Saved]:
     if model.dropout:
         tensors.append(Saved("MLP", "residual dropout mask", model.hidden, 1))
     return tensors
+
+
+def _adapters(model: ModelSpec, strategy: Strategy) -> list[Saved]:
+    """Returns what adapters save beside the inputs that they share with their layers: the outputs of each A."""
+    if not strategy.lora_rank:
+        return []
+    return [Saved("adapters", "outputs of A", len(model.linear_shapes) * strategy.lora_rank, strategy.param_bytes)]
 
 
 def _experts(model: ModelSpec, strategy: Strategy) -> list[Saved]:

@@ -60,7 +60,17 @@ def parameter_counts(model: ModelSpec, strategy: Strategy, stage: int) -> list[T
     if model.experts:
         over = [tp, ("ep", strategy.ep)]
         counts.append(term("count", "experts", "", over, layers=layers, parameters_of_a_layer=model.mlp_parameters))
+    if strategy.lora_rank:
+        adapters = model.adapter_parameters(strategy.lora_rank)
+        counts.append(term("count", "adapters", "", layers=layers, parameters_of_a_layer=adapters))
     return counts
+
+
+def trained_count(model: ModelSpec, strategy: Strategy, stage: int) -> float:
+    """Returns the parameters of one GPU of a stage that have gradients, not sharded by data parallelism."""
+    if strategy.freezes:
+        return float(stage_layers(model, strategy, stage) * model.adapter_parameters(strategy.lora_rank))
+    return sum(count.value for count in parameter_counts(model, strategy, stage))
 
 
 def layer_count(model: ModelSpec, strategy: Strategy) -> float:
@@ -77,8 +87,9 @@ def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int, hosts: int 
     sizes = (strategy.rtp, strategy.tp, strategy.param_bytes, strategy.reduce_bytes, moments)
     layers, ends = stage_layers(model, strategy, stage), (stage == 0, stage == strategy.pp - 1, strategy.pp > 1)
     ways = (strategy.travel, strategy.gradient_route, strategy.gradient_travel, strategy.late_gradients)
+    frozen = (strategy.frozen, strategy.lora_rank)
     return _rotation_bytes(
-        model, sizes, strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends, hosts, ways
+        model, sizes, strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends, hosts, ways, frozen
     )
 
 
@@ -93,6 +104,7 @@ def _rotation_bytes(
     ends: tuple[bool, bool, bool],
     hosts: int,
     ways: tuple[str | None, str, str | None, int],
+    frozen: tuple[str | None, int],
 ) -> RotationBytes:
     """Returns `rtp_bytes`, computed from a few layers: further layers add their shards and need no further slots."""
     ranks, tp, param_bytes, reduce_bytes, moments = sizes
@@ -107,12 +119,15 @@ def _rotation_bytes(
             embedding=ends[0],
             head=ends[1],
             own_head=ends[2],
+            frozen=frozen[0],
+            lora_rank=frozen[1],
         )
         return rtp_bytes(
             rotations,
             ranks,
             others=others,
             param_bytes=4,
+            frozen_bytes=param_bytes,
             compute_bytes=param_bytes,
             reduce_bytes=reduce_bytes,
             optimizer_moments=moments,
@@ -152,6 +167,13 @@ def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[T
             term("parameters", "local shards, float32", source, bytes_per_value=4, values=held.parameters_bytes // 4),
             term("gradients", "gradient shards, float32", source, bytes_per_value=4, values=own),
         ]
+        if strategy.freezes:
+            blocks = f"in blocks of {strategy.frozen}, others " if strategy.frozen else ""
+            what, rest = f"frozen shards, {blocks}in {strategy.param_dtype}", held.parameters_bytes - 4 * own
+            shards[:1] = [
+                term("parameters", what, source, bytes=rest),
+                term("parameters", "shards of adapters, float32", source, bytes_per_value=4, values=own),
+            ]
         if moments:
             shards.append(term("optimizer", strategy.optimizer, source, moments=moments, bytes_per_value=4, values=own))
         if strategy.outer == "diloco":

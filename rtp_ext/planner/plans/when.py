@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rtp_ext.planner.constants import constants
+from rtp_ext.planner.constants import TimeConstants, constants
 from rtp_ext.planner.plans.search import allocated_bytes, limit_bytes
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
-from rtp_ext.planner.specs.strategy import RECOMPUTE, Strategy
+from rtp_ext.planner.specs.strategy import FROZEN, RECOMPUTE, Strategy
 from rtp_ext.planner.time.estimate import estimate_time
+from rtp_ext.planner.time.stage import StageClock
 
 MODELS = (("gpt-3-xl", 8), ("llama-3-8b", 8), ("llama-3-70b", 64), ("llama-3-405b", 512))  # and number of GPUs
 TOKENS = (1024, 2048, 4096, 8192, 16384)  # per GPU
@@ -128,11 +129,55 @@ def compare(name: str, gpus: int, link: str, tokens: int) -> Cell:
     return Cell(name, gpus, link, tokens, best)
 
 
+def hidden_from(model: ModelSpec, cluster: Cluster, strategy: Strategy, most: int = 1 << 18) -> int | None:
+    """Returns the fewest tokens of a GPU, in steps of 64, from which a layer's hops hide under its products.
+
+    Hops hide where products wait for them for less than the error of the time model (tie_fraction of constants.json).
+    Gathers of adapters do not count. None: more than `most` tokens. The model's `seq` is ignored: a GPU has one sample
+    of all its tokens.
+    """
+    hidden = constants()["search"]["tie_fraction"]["value"]
+
+    def hides(tokens: int) -> bool:
+        long, plan = dataclasses.replace(model, seq=tokens), dataclasses.replace(strategy, micro_batch=1)
+        clock = StageClock(long, cluster, plan, TimeConstants.default())
+        parts = clock.per_layer
+        return parts["rotation"] - clock.adapters_s <= hidden * (parts["gemm"] + parts["split"])
+
+    if not hides(most):
+        return None
+    low, high = 0, most // 64
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if hides(64 * middle) else (middle, high)
+    return 64 * high
+
+
 def grid(
     models: Sequence[tuple[str, int]] = MODELS, tokens: Sequence[int] = TOKENS, links: Sequence[str] = LINKS
 ) -> list[Cell]:
     """Computes all cells, model by model."""
     return [compare(name, gpus, link, size) for name, gpus in models for link in links for size in tokens]
+
+
+def hidden_table(model: ModelSpec, gpus: int, base: str, strategy: Strategy) -> str:
+    """Formats a Markdown table of `hidden_from` by link and by the format of the frozen weights.
+
+    strategy: with adapters or frozen weights. base: the name of a preset of a GPU.
+    """
+    ways: dict[str, dict[str, Any]] = {f"{strategy.param_dtype}": {}, "travel int8": {"travel": "int8"}}
+    ways |= {f"frozen {blocks}": {"frozen": blocks} for blocks in FROZEN if blocks}
+    lines = [f"| link | {' | '.join(ways)} |", "|" + "---|" * (len(ways) + 1)]
+    for link in LINKS:
+        cluster = cluster_of(link, gpus, base)
+        plans = [dataclasses.replace(strategy, **{"frozen": None, "travel": None, **way}) for way in ways.values()]
+        found = [hidden_from(model, cluster, plan) for plan in plans]
+        lines.append(f"| {link} | {' | '.join('-' if each is None else str(each) for each in found)} |")
+    about = f"Fewest tokens of a GPU from which hops of {model.name} hide under products, predicted: ring of "
+    about += (
+        f"{strategy.rtp} {base}, adapters of rank {strategy.lora_rank}, all other weights frozen; -: more than 262144."
+    )
+    return "\n".join([*lines, "", about])
 
 
 def when_table(cells: Sequence[Cell]) -> str:

@@ -5,6 +5,7 @@ The engine computes slots, chunks and pool (csrc/schedule/footprint.cpp); this m
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ class Weight:
     """A full parameter of shape `shape`, cut along `dim`. Scalars are not cut.
 
     frozen: the format, `nf4`, `mxfp4` or `int8`, of the frozen weight of a linear layer that is stored in blocks.
+    trained: whether a weight that is not in blocks has a gradient; those in blocks have none.
     """
 
     shape: tuple[int, ...]
     dim: int = 0
     frozen: str | None = None
+    trained: bool = True
 
     def __post_init__(self) -> None:
         if self.frozen is not None and (len(self.shape) != 2 or self.dim != 0):
@@ -63,6 +66,16 @@ class Weight:
         """Returns the fewest rows that fill whole blocks."""
         return engine().kernels.rows_of_blocks(self.frozen, self.shape[1])
 
+    def travelling_bytes(self, ranks: int, value_bytes: float) -> float:
+        """Returns the bytes of the largest shard in a hop. value_bytes: of a value that is not in blocks."""
+        if self.frozen is not None:
+            return float(self.held_bytes(ranks, 0, 0))
+        return self.shard_elements(ranks) * value_bytes
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.trained and self.frozen is None
+
     @property
     def is_bias(self) -> bool:
         return len(self.shape) < 2
@@ -93,6 +106,11 @@ class RotatedOperation:
     @property
     def bundle(self) -> bool:
         return self.kind in ("bundle", "head")
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients of weights travel."""
+        return any(weight.has_gradient for weight in self.weights)
 
     @property
     def backward_weights(self) -> tuple[Weight, ...]:
@@ -155,6 +173,7 @@ def rtp_bytes(
     rank: int = 0,
     others: Iterable[Weight] = (),
     param_bytes: int = 4,
+    frozen_bytes: int | None = None,
     compute_bytes: int | None = None,
     reduce_bytes: int = 4,
     optimizer_moments: int = 2,
@@ -172,9 +191,10 @@ def rtp_bytes(
 
     Args:
         rotations: all rotated operations of the model in the order of its forward; backward runs them in reverse.
-            Frozen weights in blocks have neither gradients nor optimizer state.
+            Frozen weights have neither gradients nor optimizer state.
         others: parameters that do not rotate, such as those of norms; they are sharded along dimension 0.
         param_bytes: of a value of the local shards; gradients and optimizer state have the same.
+        frozen_bytes: of a value of frozen weights that are not in blocks; None: param_bytes.
         compute_bytes: of a value that travels, if shards are cast first (a staging slot holds the cast local shard).
         reduce_bytes: of a value of a travelling gradient.
         optimizer_moments: tensors of optimizer state per parameter; 2 for AdamW.
@@ -212,8 +232,8 @@ def rtp_bytes(
         "receives_anywhere": receives_anywhere,
     }
     sizes = {rotation: rotation.size(ranks) for rotation in set(steps)}
-    held = engine().footprint(
-        [sizes[rotation] for rotation in steps],
+    pools = functools.partial(
+        engine().footprint,
         ranks=ranks,
         in_place=in_place,
         compute_bytes=compute,
@@ -228,21 +248,25 @@ def rtp_bytes(
         late=late_gradients,
         **reach,
     )
+    held = pools([sizes[rotation] for rotation in steps])
+    training = [sizes[rotation] for rotation in steps if rotation.trains]
+    gradients = held if len(training) == len(steps) else pools(training)
 
     resident = [weight for rotation in steps if not rotation.shared for weight in rotation.weights]
     states = [*resident, *others]
-    trained = [weight for weight in states if weight.frozen is None]
+    trained = [weight for weight in states if weight.has_gradient]
     own = sum(weight.shard_elements(ranks, rank) for weight in trained) * param_bytes
-    stored = own + sum(weight.held_bytes(ranks, rank, param_bytes) for weight in states if weight.frozen is not None)
+    frozen = [weight for weight in states if not weight.has_gradient]
+    stored = own + sum(weight.held_bytes(ranks, rank, frozen_bytes or param_bytes) for weight in frozen)
     if in_place and ranks > 1 and engine().travels_in_place(**reach):
         stored += sum(weight.shard_elements(ranks) - weight.shard_elements(ranks, rank) for weight in resident) * (
             param_bytes
         )  # the largest shard fits into every local shard
     return RotationBytes(
         held.weight.peak_bytes,
-        held.gradient.peak_bytes,
+        gradients.gradient.peak_bytes,
         tuple(sorted(held.free_weight)),
-        tuple(sorted(held.free_gradient)),
+        tuple(sorted(gradients.free_gradient)),
         stored,
         own,
         own * optimizer_moments,
@@ -261,56 +285,63 @@ def rotations_of(
     embedding: bool = True,
     head: bool = True,
     own_head: bool = False,
+    frozen: str | None = None,
+    lora_rank: int = 0,
 ) -> tuple[list[RotatedOperation], list[Weight]]:
     """Returns the rotations that `fully_rotate` makes of a model, in the order of forward, and the other parameters.
 
     tp: tensor-parallel ranks that share every weight. layers, embedding, head: those of one pipeline stage. own_head:
-    a tied head has its own copy, on another stage than the embedding.
+    a tied head has its own copy, on another stage than the embedding. frozen, lora_rank: of `Strategy`; adapters end
+    bundles, and MLPs whose weights are in blocks rotate layer by layer.
     """
     h, q, kv, f = model.hidden, model.query_features // tp, model.kv_features // tp, model.ffn // tp
-    vocab = -(-model.vocab // tp)
+    vocab, trained = -(-model.vocab // tp), frozen is None and not lora_rank
+
+    def weight(*shape: int, dim: int = 0) -> Weight:
+        return Weight(shape, dim, trained=trained)
 
     def linear(rows: int, columns: int, bias: bool) -> tuple[Weight, ...]:
-        return (Weight((rows, columns)), Weight((rows,))) if bias else (Weight((rows, columns)),)
+        matrix = Weight((rows, columns), frozen=frozen, trained=trained)
+        return (matrix, weight(rows)) if bias else (matrix,)
 
-    def one(weights: tuple[Weight, ...]) -> RotatedOperation:
-        return RotatedOperation("linear", weights)
+    def alone(rows: int, columns: int, bias: bool) -> list[RotatedOperation]:
+        adapter = [(Weight((lora_rank, columns)),), (Weight((rows, lora_rank)),)] if lora_rank else []
+        return [RotatedOperation("linear", weights) for weights in (linear(rows, columns, bias), *adapter)]
 
+    bundled = bool(bundle) and not lora_rank
     layer: list[RotatedOperation] = []
-    projections = [linear(rows, h, model.qkv_bias) for rows in (q, kv, kv)]
+    projections = [(rows, h, model.qkv_bias) for rows in (q, kv, kv)]
     if model.family == "gpt":  # one fused layer
-        projections = [linear(q + 2 * kv, h, model.qkv_bias)]
-    if bundle:
-        layer.append(one(tuple(weight for projection in projections for weight in projection)))
+        projections = [(q + 2 * kv, h, model.qkv_bias)]
+    if bundled:
+        together = tuple(part for projection in projections for part in linear(*projection))
+        layer.append(RotatedOperation("linear", together))
     else:
-        layer += [one(projection) for projection in projections]
-    layer.append(one(linear(h, q, model.projection_bias)))
+        layer += [rotation for projection in projections for rotation in alone(*projection)]
+    layer += alone(h, q, model.projection_bias)
     if model.experts:
         gates = 2 if model.gated else 1
-        layer.append(RotatedOperation("bundle", (Weight((model.experts, gates * f, h)), Weight((model.experts, h, f)))))
-    elif bundle:
+        layer.append(RotatedOperation("bundle", (weight(model.experts, gates * f, h), weight(model.experts, h, f))))
+    elif bundled and frozen is None:
         up = linear(f, h, model.mlp_bias)
-        down = (Weight((h, f), 1), *((Weight((h,)),) if model.mlp_bias else ()))
+        down = (weight(h, f, dim=1), *((weight(h),) if model.mlp_bias else ()))
         layer.append(RotatedOperation("bundle", (*(up if model.gated else ()), *up, *down)))
     else:
-        layer += [one(linear(f, h, model.mlp_bias))] * (2 if model.gated else 1) + [one(linear(h, f, model.mlp_bias))]
+        layer += alone(f, h, model.mlp_bias) * (2 if model.gated else 1) + alone(h, f, model.mlp_bias)
 
     count = model.layers if layers is None else layers
     rotations: list[RotatedOperation] = []
     if embedding:
         # a tied table is also the weight of the head, cut along its outputs
-        rotations.append(RotatedOperation("embedding", (Weight((vocab, h), 0 if model.tied else 1),)))
+        rotations.append(RotatedOperation("embedding", (weight(vocab, h, dim=0 if model.tied else 1),)))
         if model.positions:
-            rotations.append(RotatedOperation("embedding", (Weight((model.positions, h), 1),)))
+            rotations.append(RotatedOperation("embedding", (weight(model.positions, h, dim=1),)))
     rotations += layer * count
-    norm = [Weight((h,))] * (2 if model.norm_bias else 1)
-    others = norm * (2 * count) + [Weight((model.head_dim,))] * (2 * count * model.qk_norm)
-    others += [Weight((model.experts, h))] * (count if model.experts else 0)
+    norm = [weight(h)] * (2 if model.norm_bias else 1)
+    others = norm * (2 * count) + [weight(model.head_dim)] * (2 * count * model.qk_norm)
+    others += [weight(model.experts, h)] * (count if model.experts else 0)
     if head:
-        rotations.append(
-            RotatedOperation(
-                "head" if fused_loss else "linear", (Weight((vocab, h)),), shared=model.tied and not own_head
-            )
-        )
+        kind = "head" if fused_loss else "linear"
+        rotations.append(RotatedOperation(kind, (weight(vocab, h),), shared=model.tied and not own_head))
         others += norm
     return rotations, others

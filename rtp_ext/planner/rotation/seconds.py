@@ -37,6 +37,7 @@ def lockstep(
     rounded: bool = False,
     route: str = "ring",
     hosts: int = 1,
+    wgrad: bool = True,
 ) -> Lockstep:
     """Returns the simulator of the executor's schedule (rtp_ext.schedule)."""
     from rtp_ext.observe.schedule import schedule_of  # loads the extension and torch
@@ -44,7 +45,7 @@ def lockstep(
 
     ways: dict[str, Any] = {"in_place": in_place, "two_lanes": two_lanes, "route": route, "hosts": hosts}
     if pass_ == "backward":
-        ways |= {"dgrad": dgrad, "halves": halves}
+        ways |= {"dgrad": dgrad, "halves": halves, "wgrad": wgrad}
         if direct:
             ways |= {"gradient_route": "direct", "narrow": rounded}
     return Lockstep(schedule_of(ranks, 0, op=op, pass_=pass_, **ways))
@@ -118,8 +119,9 @@ def rotation_seconds(
 ) -> RotationTime:
     """Predicts a rotation of `group.ranks` ranks with `tokens` tokens on each.
 
-    travel, gradient_route, gradient_travel: as in `rtp_ext.Ring`. Quantized weights are dequantized before every
-    product, and gradients quantized after it, at the rate of memory.
+    travel, gradient_route, gradient_travel: as in `rtp_ext.Ring`. Quantized weights, and those in blocks, are
+    dequantized before every product, and gradients quantized after it, at the rate of memory. Operations that do not
+    train have no wgrad and no hops of gradients.
     compute_bytes, reduce_bytes: of a value of a travelling weight and gradient. product_bytes: of a value that GEMMs
     read. recompute: backward computes the first half of a bundle again. route: `ring` or `direct`. hosts: number of
     hosts of a two-level ring, where gradient route direct is not available; 1: a flat ring. Hops inside a host take
@@ -148,13 +150,16 @@ def rotation_seconds(
     if ranks > 1:  # what is computed is added to a sum, but a contribution that is sent to its owner
         sums = (2.0 * max(4, compute_bytes), float(local_bytes if direct else 2 * reduce_bytes))
     one = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums)
-    values, back_values = (
-        _shard_values(weights, ranks) / chunks for weights in (rotation.weights, rotation.backward_weights)
+    of_weights, back = (
+        sum(weight.travelling_bytes(ranks, weight_bytes) for weight in weights) / chunks
+        for weights in (rotation.weights, rotation.backward_weights)
     )
-    sent = {"weight": values * weight_bytes, "gradient": values * gradient_bytes}
-    back, local = back_values * weight_bytes, values * local_bytes
+    values = _shard_values(rotation.weights, ranks) / chunks
+    trained = values if rotation.trains else 0.0
+    sent = {"weight": of_weights, "gradient": trained * gradient_bytes}
+    local = trained * local_bytes
     cast_s = dict.fromkeys(one, 0.0)  # seconds of quantizing and dequantizing
-    if weight_bytes < compute_bytes:
+    if weight_bytes < compute_bytes or any(weight.frozen for weight in rotation.weights):
         cast_s["forward"] = cast_s["dgrad"] = traffic_s(sent["weight"] + values * compute_bytes, cluster, constants)
     if rounded:
         rounds = (ranks - 1) / ranks  # a rank's contribution to its own gradient is not quantized
@@ -172,34 +177,36 @@ def rotation_seconds(
     if direct:  # the first contribution is copied to the owner's gradient
         backward_durations["copy"] = traffic_s(local + sent["gradient"], cluster, constants)
     dgrad = rotation.input_gradient and rotation.kind != "embedding"
-    halves = op == "linear" and not direct and hosts == 1 and hops["gradient"] > one["dgrad"]
+    wgrad = rotation.trains
+    halves = wgrad and op == "linear" and not direct and hosts == 1 and hops["gradient"] > one["dgrad"]
     moves = in_place and chunks == 1 and ranks > 1
     lanes = (False, False)
     if op == "linear" and ranks > 1 and hosts == 1:
         lanes = _two_lanes(rotation, tokens, ranks * chunks, cluster)
     filled = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums, whole_waves=False)
     filled = {kind: time + cast_s[kind] for kind, time in filled.items()}
-    kinds = (("forward",), ("dgrad", "wgrad") if dgrad or rotation.bundle else ("wgrad",))
+    computed = {"dgrad": dgrad or rotation.bundle, "wgrad": wgrad}
+    kinds = (("forward",), tuple(kind for kind, there in computed.items() if there))
     # concurrent products share the multiprocessors: at least the time of the work of their tiles
     work = [
         ranks * sum((filled if two else one)[kind] for kind in kind_s) for kind_s, two in zip(kinds, lanes, strict=True)
     ]
     way = ("two-level", hosts) if hosts > 1 else (route, 1)
     forward = lockstep(ranks, op, "forward", moves, False, dgrad, lanes[0], False, False, *way).makespan(durations)
-    ways = (moves, halves, dgrad, lanes[1], direct, rounded, *way)
-    backward = lockstep(ranks, op, "backward", *ways).makespan(backward_durations)
+    ways = (moves, halves, dgrad, lanes[1], direct, rounded, *way, wgrad)
+    backward = lockstep(ranks, op, "backward", *ways).makespan(backward_durations) if kinds[1] else 0.0
     both = (ranks - hosts) * (back + sent["gradient"]) / hop_bytes_per_s(inside, constants) if ranks > 1 else 0.0
     if hosts > 1:
         both = max(both, (hosts - 1) * (back + sent["gradient"]) / hop_bytes_per_s(group, constants))
     spans = (max(forward, work[0]), max(backward, work[1], both))
     inner = chunks * (ranks - hosts)
-    busy = (inner * hops["weight"], inner * (backward_durations["weight"] * bool(back) + hops["gradient"]))
+    busy = (inner * hops["weight"], inner * (backward_durations["weight"] * bool(back) + hops["gradient"] * wgrad))
     outer = chunks * (hosts - 1)
     over_nccl = (0.0, 0.0) if cluster.peer_access and inside.nodes == 1 else busy
     if hosts > 1:
-        outward = backward_durations["outer weight"] * bool(back) + hops["outer gradient"]
+        outward = backward_durations["outer weight"] * bool(back) + hops["outer gradient"] * wgrad
         over_nccl = (over_nccl[0] + outer * hops["outer weight"], over_nccl[1] + outer * outward)
-    parts = 1 + halves  # of a gradient
+    parts = wgrad + halves  # of a gradient
     passes = (1, bool(back) + parts)  # of the ring
     hop_calls = inner * _hop_calls(inside) + outer * host_constant("nccl_hop_calls")
     computes = chunks * ranks - 1

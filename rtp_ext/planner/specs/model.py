@@ -252,6 +252,18 @@ class ModelSpec:
         return inner * max(1, self.experts)
 
     @property
+    def linear_shapes(self) -> list[tuple[int, int]]:
+        """[out_features, in_features] of the linear layers of one layer, in the order of forward; experts are none."""
+        h, q, kv = self.hidden, self.query_features, self.kv_features
+        projections = [(q + 2 * kv, h)] if self.family == "gpt" else [(q, h), (kv, h), (kv, h)]
+        up = [] if self.experts else [(self.ffn, h)] * (2 if self.gated else 1) + [(h, self.ffn)]
+        return [*projections, (h, q), *up]
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Parameters of LoRA adapters of this rank around all linear layers of one layer."""
+        return rank * sum(outputs + inputs for outputs, inputs in self.linear_shapes)
+
+    @property
     def router_parameters(self) -> int:
         return self.hidden * self.experts
 

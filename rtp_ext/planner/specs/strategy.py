@@ -22,6 +22,7 @@ ROUTES = ("auto", "ring", "direct", "two-level")
 GRADIENT_ROUTES = ("chain", "direct")
 TRAVELS = (None, "bfloat16", "int8")  # of weights; None: the compute dtype
 GRADIENT_TRAVELS = (None, "int8")
+FROZEN = (None, "nf4", "mxfp4", "int8")  # as rtp_ext.parameters.frozen.FORMATS, which needs torch
 OUTER = ("allreduce", "zero", "local_sgd", "diloco", "gossip")
 TOPOLOGIES = ("one-peer", "exponential", "ring", "grid", "complete")
 FP8_SCALINGS = ("tensorwise", "rowwise")
@@ -71,6 +72,10 @@ class Strategy:
             over the groups (hybrid sharding, HSDP). Rings are replicated by dp.
         offload: shards, gradients and optimizer state are in host memory, and the optimizer runs there (`zero=3`, rtp).
         compiled: elementwise kernels of the torch stack are fused (torch.compile). fused_norm: only RMSNorm is fused.
+        frozen: `nf4`, `mxfp4` or `int8`: weights of the linear layers of a ring's model are frozen and stored in blocks
+            of this format, as with `rtp_ext.fully_rotate(model, frozen=...)`. Experts and the head are not in blocks.
+        lora_rank: of adapters around all linear layers, which alone are trained, in float32; 0: none. With adapters or
+            `frozen` no other weight is trained; those that are not in blocks are kept in `param_dtype`.
         stage_layers: layers of every pipeline stage; empty: equal numbers. stage_recompute: for how many of them
             `recompute` applies; empty: for all.
         cp_balanced: context-parallel ranks have equal shares of the causal mask; otherwise the last has the largest.
@@ -107,6 +112,8 @@ class Strategy:
     travel: str | None = None
     gradient_travel: str | None = None
     late_gradients: int = 0
+    frozen: str | None = None
+    lora_rank: int = 0
     outer: str = "allreduce"
     period: int = 1
     topology: str = "one-peer"
@@ -127,7 +134,7 @@ class Strategy:
                     f"strategy: expected {degree} of at most {LARGEST}, since rings are simulated step by step and "
                     f"pipelines stage by stage, got {getattr(self, degree)}"
                 )
-        check_at_least("strategy", 0, late_gradients=self.late_gradients)
+        check_at_least("strategy", 0, late_gradients=self.late_gradients, lora_rank=self.lora_rank)
         check_known("schedule", self.schedule, SCHEDULES)
         check_known("recompute", self.recompute, RECOMPUTE)
         check_known("optimizer", self.optimizer, OPTIMIZER_MOMENTS)
@@ -140,7 +147,7 @@ class Strategy:
         check_known("gradient_route", self.gradient_route, GRADIENT_ROUTES)
         check_known("outer policy", self.outer, OUTER)
         check_known("topology", self.topology, TOPOLOGIES)
-        for name, known in (("travel", TRAVELS), ("gradient_travel", GRADIENT_TRAVELS)):
+        for name, known in (("travel", TRAVELS), ("gradient_travel", GRADIENT_TRAVELS), ("frozen", FROZEN)):
             if getattr(self, name) not in known:
                 raise ValueError(f"strategy: expected {name} of {known}, got {getattr(self, name)!r}")
         if self.zero not in (0, 1, 2, 3):
@@ -195,6 +202,8 @@ class Strategy:
             "travel": None,
             "gradient_travel": None,
             "late_gradients": 0,
+            "frozen": None,
+            "lora_rank": 0,
             "outer": "allreduce",
             "period": 1,
         }
@@ -214,10 +223,21 @@ class Strategy:
             )
         if self.gradient_route == "direct" and self.route == "two-level":
             raise ValueError("strategy: two levels have a gradient route of their own: expected chain, got direct")
+        others = {"tp": 1, "in_place": False, "offload": False, "outer": "allreduce"}
+        if self.freezes and (unlike := [name for name, value in others.items() if getattr(self, name) != value]):
+            raise ValueError(
+                f"strategy: frozen weights: expected {unlike[0]} {others[unlike[0]]!r}, got "
+                f"{getattr(self, unlike[0])!r}"
+            )
         if self.outer in ("allreduce", "zero") and self.period != 1:
             raise ValueError(f"strategy: outer {self.outer} acts in every step: expected period 1, got {self.period}")
         if self.outer == "zero" and self.offload:
             raise ValueError("strategy: outer zero has no offload")
+
+    @property
+    def freezes(self) -> bool:
+        """Whether the weights of the model are frozen; adapters are trained."""
+        return self.frozen is not None or self.lora_rank > 0
 
     @property
     def gpus(self) -> int:

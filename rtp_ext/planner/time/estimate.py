@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.memory.states import padded_vocab, parameter_counts
+from rtp_ext.planner.memory.states import padded_vocab, trained_count
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import OPTIMIZER_MOMENTS, Strategy
@@ -45,7 +45,7 @@ def estimate_time(
         components[name] += micro_batches * seconds
     components["bubble"] = (sum(stage.total for stage in stages) - slowest.total) / strategy.interleave
     values = max(
-        sum(count.value for count in parameter_counts(model, strategy, index))
+        trained_count(model, strategy, index)
         for index in (range(strategy.pp) if strategy.stage_layers else {0, strategy.pp - 1})
     )
     seen, lost = _gradients_s(clock, values, slowest.forward, slowest.backward, slowest.total)
@@ -138,7 +138,8 @@ def step_flops(model: ModelSpec, strategy: Strategy, samples: int, *, recomputed
     """Returns the FLOPs of all GPUs for `samples` samples; `recomputed`: those of their recomputation only.
 
     A forward takes 2 FLOPs per weight of a product and token, and 4 s features for attention, half of that where
-    attention is fused; a backward takes twice as many (arXiv 2104.04473, appendix; 2205.05198).
+    attention is fused; a backward takes twice as many (arXiv 2104.04473, appendix; 2205.05198), for frozen weights as
+    many as a forward.
     """
     tokens = samples * model.seq
     per_token = model.hidden * (model.query_features + 2 * model.kv_features) + model.query_features * model.hidden
@@ -151,4 +152,8 @@ def step_flops(model: ModelSpec, strategy: Strategy, samples: int, *, recomputed
         share = {"none": 0.0, "full": forward, "selective": model.layers * tokens * selective}
         return share[strategy.recompute]
     head = 2 * tokens * model.hidden * padded_vocab(model, strategy)
+    if strategy.freezes:
+        adapters = 2 * tokens * model.layers * model.adapter_parameters(strategy.lora_rank)
+        frozen = 2 * tokens * model.layers * per_token + head
+        return 2 * frozen + 3 * (adapters + forward + head - frozen)
     return 3 * (forward + head)

@@ -81,6 +81,7 @@ class StageClock:
         self._plain: StageClock | None = None
         self.rotated: list[RotationTime] = []
         self.ends: dict[str, list[RotationTime]] = {}
+        self.adapters_s = 0.0  # of gathers in one layer
         if strategy.rtp > 1:
             self._add_rotation()
         elif strategy.zero == 3 and strategy.pp == 1:
@@ -215,13 +216,21 @@ class StageClock:
         self.per_layer["rotation" if strategy.rtp > 1 else "unsharding"] += shown
 
     def _add_rotation(self) -> None:
-        """Replaces products by rotated ones: adds their extra time as `split`, and exposed hops as `rotation`."""
-        strategy = self.strategy
-        times = [self._rotation(rotation) for rotation in self._rotations(1, False, False)]
+        """Replaces products by rotated ones: adds their extra time as `split`, and exposed hops as `rotation`. Adapters
+        are too small for hops: each is gathered before its product, as the engine's `auto` does."""
+        strategy, adapters = self.strategy, list[RotatedOperation]()
+        rotations = self._rotations(1, False, False)
+        if strategy.lora_rank:
+            adapters = [rotation for rotation in rotations if rotation.trains]
+        times = [self._rotation(rotation) for rotation in rotations if rotation not in adapters]
         self.rotated += times
         passes = 1 + (strategy.recompute == "full")
         split, shown, lost = self._summed(times, passes)
-        self.per_layer |= {"split": split, "rotation": shown, "interference": lost}
+        for rotation in adapters:
+            values = sum(weight.shard_elements(1) for weight in rotation.weights)
+            ways = ((passes + 1, strategy.param_bytes), (1, strategy.reduce_bytes))
+            self.adapters_s += sum(n * gather_s(self.groups.rtp, values * size, self.constants) for n, size in ways)
+        self.per_layer |= {"split": split, "rotation": shown + self.adapters_s, "interference": lost}
         self.ends = {
             "embedding": [self._rotation(rotation) for rotation in self._rotations(0, True, False)],
             "head": [self._rotation(rotation) for rotation in self._rotations(0, False, True)],
@@ -238,6 +247,8 @@ class StageClock:
             embedding=embedding,
             head=head,
             own_head=True,
+            frozen=strategy.frozen,
+            lora_rank=strategy.lora_rank,
         )
         return made
 

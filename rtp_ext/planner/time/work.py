@@ -21,6 +21,7 @@ _PLAIN_SOFTMAX_KERNELS, _PLAIN_SOFTMAX_BYTES = 4, 26  # to float32, scaled, mask
 # bytes per feature: float32 sums of the partial results of context parallelism (torch's _SDPAMerger: cast, subtract,
 # multiply, subtract)
 _MERGE_BYTES = 38
+_SCALED_SUM = 10  # bytes per feature: an adapter's output is scaled (read, write) and added (2 read, write), as in peft
 _EAGER_NORM = 32  # bytes per feature of RMSNorm in float32 beyond the 4 of a fused one (constants.json, eager_traffic)
 _UNFUSED_KERNELS, _FUSED_KERNELS = 3, 8  # softmax and dropout of scores; norms, activation, residuals, transposes
 
@@ -59,15 +60,25 @@ def products(model: ModelSpec, strategy: Strategy, tokens: int) -> list[Product]
     ]
 
 
+def adapter_products(model: ModelSpec, strategy: Strategy, tokens: int) -> list[Product]:
+    """Returns the products of the LoRA adapters of one layer: A and B of each linear layer."""
+    rank, size = strategy.lora_rank, strategy.param_bytes
+    pairs = [((rank, inputs), (outputs, rank)) for outputs, inputs in model.linear_shapes if rank]
+    return [Product("adapter", tokens, *shape, element_bytes=size) for pair in pairs for shape in pair]
+
+
 def head_product(model: ModelSpec, strategy: Strategy, tokens: int) -> Product:
     vocab = padded_vocab(model, strategy) // strategy.tp
     return Product("vocabulary head", tokens, vocab, model.hidden, element_bytes=strategy.param_bytes)
 
 
-def product_seconds(product: Product, cluster: Cluster, constants: TimeConstants) -> tuple[float, float]:
-    """Returns the seconds of forward and backward."""
+def product_seconds(
+    product: Product, cluster: Cluster, constants: TimeConstants, *, trained: bool = True
+) -> tuple[float, float]:
+    """Returns the seconds of forward and backward. trained: whether there is a product for the weight's gradient."""
     forward = product_s(product, cluster, constants)
-    return forward, sum(product_s(part, cluster, constants) for part in product.backward())
+    back = product.backward() if trained else product.backward()[:1]
+    return forward, sum(product_s(part, cluster, constants) for part in back)
 
 
 def fused_softmax(model: ModelSpec, strategy: Strategy) -> bool:
@@ -128,6 +139,8 @@ def elementwise_bytes(model: ModelSpec, strategy: Strategy, tokens: int, constan
             moved -= _EAGER_NORM * 2 * h / shared
     if strategy.effective_stack == "torch" and strategy.cp > 1:
         moved += strategy.cp * _MERGE_BYTES * q / t
+    if strategy.lora_rank:
+        moved += _SCALED_SUM * sum(outputs for outputs, _ in model.linear_shapes)
     if strategy.fp8:
         moved += (6 if strategy.fp8_scaling == "tensorwise" else 12) * (2 * h + q / t + f / t)
     return moved * tokens * strategy.param_bytes / 2
@@ -138,7 +151,10 @@ def layer_seconds(
 ) -> Seconds:
     """Returns the time of one layer without its collectives. Elementwise backward moves twice the bytes of forward: it
     reads the saved tensor and the gradient, and writes a gradient (arXiv 2205.05198, section 4.1)."""
-    both = [product_seconds(product, cluster, constants) for product in products(model, strategy, tokens)]
+    trained = not strategy.freezes
+    own = products(model, strategy, tokens)
+    both = [product_seconds(product, cluster, constants, trained=trained) for product in own]
+    both += [product_seconds(product, cluster, constants) for product in adapter_products(model, strategy, tokens)]
     moved = traffic_s(elementwise_bytes(model, strategy, tokens, constants), cluster, constants)
     kernels = _FUSED_KERNELS * constants.kernel_s
     softmax = strategy.flash_attention or fused_softmax(model, strategy)
@@ -169,4 +185,5 @@ def head_seconds(
     """
     logits = tokens * padded_vocab(model, strategy) / strategy.tp
     loss = (traffic_s(12 * logits, cluster, constants), traffic_s(6 * logits, cluster, constants))
-    return Seconds(gemm=product_seconds(head_product(model, strategy, tokens), cluster, constants), elementwise=loss)
+    product, trained = head_product(model, strategy, tokens), not strategy.freezes
+    return Seconds(gemm=product_seconds(product, cluster, constants, trained=trained), elementwise=loss)
