@@ -196,10 +196,10 @@ from setuptools.command.build_ext import build_ext  # noqa: E402
 class CMakeBuild(build_ext):
     """Configures, builds and installs CMakeLists.txt into the package."""
 
-    def build_extension(self, ext: Extension) -> None:
+    def build_extensions(self) -> None:
         import_torch()
         print(HINT, flush=True)
-        target = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        target = Path(self.get_ext_fullpath(self.extensions[0].name)).resolve().parent
         cmake, build = run_cmake("all", "-DRTP_KERNELS_ONLY=OFF", f"-DCMAKE_INSTALL_PREFIX={target.parent}")
         subprocess.run([cmake, "--install", str(build)], check=True)
 
@@ -217,7 +217,7 @@ def torch_requirement(commands: list[str]) -> str:
 
 if __name__ == "__main__":
     setup(
-        ext_modules=[Extension("rtp_ext._C", sources=[])],
+        ext_modules=[Extension(f"rtp_ext.{name}", sources=[]) for name in ("_C", "_R")],
         cmdclass={"build_ext": CMakeBuild},
         install_requires=[torch_requirement(sys.argv[1:]), "numpy"],
     )

@@ -354,9 +354,7 @@ def block(wish: str, results: Path) -> str:
     machine, kind, *words = wish.split() if " " in wish else (wish, "")
     wrong = len(words) != 1 if kind in ("compare", "scaling") else kind in ("brief", *OF_HOSTS) and not words
     if kind not in FILES or wrong:
-        expected = "<!-- report: MACHINE compare MODEL|scaling MODEL|brief MODEL WORDS|overlap WORDS|memory WORDS|"
-        expected += "hosts MODEL WORDS|hosts-brief MODEL WORDS|hosts-lora MODEL WORDS|hosts-overlap WORDS|outer WORDS|"
-        expected += "travel|muon|muon hosts|forwards equal|forwards unequal|calls -->"
+        expected = f"<!-- report: MACHINE KIND WORDS -->, a kind of {', '.join(FILES)}, with the words that it needs"
         raise ValueError(f"expected {expected}, got {wish!r}")
     made_later = kind.startswith(("hosts", "outer", "travel", "muon", "forwards"))
     if made_later and not (results / machine / FILES[kind]).exists():

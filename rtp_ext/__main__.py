@@ -1,15 +1,21 @@
-"""The command line: ``python -m rtp_ext schedule``, ``plan``, ``explain``, ``bench``, ``doctor`` and ``record``."""
+"""The command line: ``rtp-ext schedule``, ``plan``, ``explain``, ``bench``, ``doctor``, ``record`` and ``completion``,
+or ``python -m rtp_ext`` with the same. Help, `plan` and `schedule` need no torch, whose import takes seconds."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Sequence
 
+import rtp_ext
+from rtp_ext.command_line import PROGRAM, SHELLS, Parser, completion, in_words, progress
+from rtp_ext.host import gpu_driver
 from rtp_ext.observe import schedule, timeline
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_JSON = "print values for other programs"
 
 
 def _at_least_one(text: str) -> int:
@@ -26,7 +32,7 @@ def _duration(text: str) -> float:
     return value
 
 
-def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def _schedule(options: argparse.Namespace, parser: Parser) -> int:
     if options.rank_only is not None and not 0 <= options.rank_only < options.ranks:
         parser.error(f"argument --rank-only: expected 0 to {options.ranks - 1}, got {options.rank_only}")
     form = {
@@ -46,62 +52,78 @@ def _schedule(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     except ValueError as error:
         parser.error(str(error))
     title = schedule.describe(every, **form)
-    print(schedule.table(every, title=title, rank=options.rank_only))
+    if options.json:
+        print(json.dumps(schedule.to_dict(every, title=title, rank=options.rank_only), indent=2))
+    else:
+        print(schedule.table(every, title=title, rank=options.rank_only))
     if options.plot is None:
         return 0
     try:
         times = {"hop_time": options.hop_time, "copy_time": options.copy_time, "outer_time": options.outer_time}
-        timeline.plot(options.plot, every, title=title, rank=options.rank_only, **times)
+        with progress("drawing"):
+            timeline.plot(options.plot, every, title=title, rank=options.rank_only, **times)
     except (ImportError, OSError, ValueError) as error:
-        print(f"rtp_ext schedule: cannot draw {options.plot}: {error}", file=sys.stderr)
-        return 1
-    print(f"\ntimeline: {options.plot}")
+        return _failed(parser, f"cannot draw {options.plot}: {in_words(error)}")
+    print(f"timeline: {options.plot}", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
-def _doctor(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from rtp_ext.observe import doctor
+def _failed(parser: Parser, why: str) -> int:
+    """Reports why a command failed; returns its exit status."""
+    print(f"{parser.prog}: {why}", file=sys.stderr)
+    return 1
 
-    if text := doctor.report():  # under torchrun only one rank has a report
-        print(text)
+
+def _doctor(options: argparse.Namespace, parser: Parser) -> int:
+    with progress("testing transports"):
+        from rtp_ext.observe import doctor
+
+        facts = doctor.facts()
+    if facts is not None:  # under torchrun only one rank has a report
+        print(json.dumps(facts, indent=2) if options.json else doctor.report(facts))
     return 0
 
 
-def _record(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def _record(options: argparse.Namespace, parser: Parser) -> int:
     from rtp_ext.observe import record
 
     try:
-        print(record.main(options.files))
+        with progress("reading records"):
+            rings = record.rings(record.files_of(options.files))
+            facts = [record.to_dict(ring) for ring in rings]
     except (OSError, ValueError) as error:
-        print(f"rtp_ext record: {error}", file=sys.stderr)
-        return 1
+        return _failed(parser, in_words(error))
+    print(json.dumps(facts, indent=2) if options.json else record.report(facts))
     return 0
 
 
-def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def _plan(options: argparse.Namespace, parser: Parser) -> int:
     from rtp_ext.planner import cli
 
     return cli.run(options)
 
 
-def _explain(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from rtp_ext.convert import command
-
+def _explain(options: argparse.Namespace, parser: Parser) -> int:
     if options.rank >= options.ranks:
         parser.error(f"argument --rank: expected 0 to {options.ranks - 1}, got {options.rank}")
     try:
-        print(command.explained(options))
+        with progress("planning the model"):
+            from rtp_ext.convert import command
+
+            text = command.explained(options)
     except (ImportError, OSError, ValueError) as error:
-        print(f"rtp_ext explain: {error}", file=sys.stderr)
-        return 1
+        return _failed(parser, in_words(error))
+    print(text)
     return 0
 
 
-def _bench(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from rtp_ext.measure import bench
-
+def _bench(options: argparse.Namespace, parser: Parser) -> int:
+    if options.device == "cuda" and not gpu_driver():  # torch would take seconds to find none
+        parser.error("argument --device: expected a GPU for device cuda, found no driver of one")
     names = ("ranks", "tokens", "seconds", "device", "travel", "gradient_route", "gradient_travel")
     requested = {name: getattr(options, name) for name in names}
+    with progress("loading torch"):
+        from rtp_ext.measure import bench
     if options.reduce_dtype is not None:
         import torch
 
@@ -109,18 +131,27 @@ def _bench(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         plan = bench.choose(**requested)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(str(error).removeprefix("bench: "))
     try:
-        found = bench.run(plan)
+        with progress("measuring"):
+            found = bench.run(plan)
     except bench.FAILURES as error:
-        print(f"rtp_ext bench: {error}", file=sys.stderr)
-        return 1
-    print(f"{bench.table(plan, found)}\n\n{bench.verdict(plan, found)}")
+        return _failed(parser, str(error))
+    if options.json:
+        print(json.dumps(bench.to_dict(plan, found), indent=2))
+    else:
+        print(f"{bench.table(plan, found)}\n\n{bench.verdict(plan, found)}")
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rtp_ext", description="Rotated Tensor Parallelism for PyTorch.")
+def _completion(options: argparse.Namespace, parser: Parser) -> int:
+    print(completion(_parser(), options.shell), end="")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog=PROGRAM, description="Rotated Tensor Parallelism for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {rtp_ext.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     show = commands.add_parser(
@@ -184,6 +215,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="T",
         help="duration of a copy or an addition on one rank in the plot; default: %(default)s",
     )
+    show.add_argument("--json", action="store_true", help=_JSON)
     show.set_defaults(run=_schedule, parser=show)
 
     from rtp_ext.planner import cli
@@ -194,7 +226,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Predict memory of every pipeline stage and time of a step, or search for plans. No GPU needed.",
     )
     cli.add_arguments(plan)
-    cli.one_line_errors(plan)
     plan.set_defaults(run=_plan, parser=plan)
 
     explained = commands.add_parser(
@@ -208,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     explained.add_argument(
         "--rank", type=int, default=0, metavar="N", help="count the bytes of rank N; default: %(default)s"
     )
-    explained.add_argument("--json", action="store_true", help="print values for other programs")
+    explained.add_argument("--json", action="store_true", help=_JSON)
     explained.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
     explained.add_argument("--param-dtype", choices=_DTYPES, help="compute dtype; default: that of the parameters")
     explained.add_argument("--reduce-dtype", choices=_DTYPES, help="dtype in which gradients travel; default: float32")
@@ -233,6 +264,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Report versions, GPUs, links, and which transports work here and why the others do not. Under "
         "torchrun also where the ranks are, and the ring that they make.",
     )
+    check.add_argument("--json", action="store_true", help=_JSON)
     check.set_defaults(run=_doctor, parser=check)
 
     record = commands.add_parser(
@@ -241,6 +273,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Read the records of rings' last passes, written when a ring fails, by Ring.record, or on SIGUSR1.",
     )
     record.add_argument("files", nargs="+", metavar="FILE", help="rtp_record_*.bin of all ranks, or folders of them")
+    record.add_argument("--json", action="store_true", help=_JSON)
     record.set_defaults(run=_record, parser=record)
 
     bench = commands.add_parser(
@@ -258,14 +291,26 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--reduce-dtype", choices=("float32", "bfloat16"), help="floating-point dtype in which gradients travel"
     )
+    bench.add_argument("--json", action="store_true", help=_JSON)
     bench.set_defaults(run=_bench, parser=bench)
+
+    complete = commands.add_parser(
+        "completion",
+        help="print the script that makes a shell complete these commands",
+        description="Print a script for a shell to read: `source <(rtp-ext completion bash)`.",
+    )
+    complete.add_argument("shell", choices=SHELLS)
+    complete.set_defaults(run=_completion, parser=complete)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, or 1 where it failed. Wrong arguments exit with 2."""
     options = _parser().parse_args(arguments)
-    return options.run(options, options.parser)
+    try:
+        return options.run(options, options.parser)
+    except KeyboardInterrupt:
+        return 130  # as a shell counts it
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch  # first: the extension links against the libraries that torch loads
 
+from rtp_ext._rules import *  # noqa: F403
+
 try:
     from rtp_ext import _C  # type: ignore[attr-defined]
     from rtp_ext._C import *  # type: ignore[import-not-found]  # noqa: F403
@@ -29,9 +31,6 @@ for _error, _meaning in (
 ):
     _error.__module__ = "rtp_ext"
     _error.__doc__ = _meaning
-
-GEMM_TILES: tuple[tuple[int, int], ...] = _C.gemm_tiles
-SLOT_CAP: int = _C.slot_cap  # default of a ring, in bytes
 
 
 def __getattr__(name):  # for mypy, to which the extension has no types

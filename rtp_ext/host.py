@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-__all__ = ["CONNECTIONS", "allow_connections", "cores", "cpu_name"]
+__all__ = ["CONNECTIONS", "allow_connections", "cores", "cpu_name", "gpu_driver"]
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # CUDA reads it when it starts
 
@@ -27,6 +27,12 @@ def allow_connections() -> None:
     cuda = getattr(torch, "cuda", None)
     if CONNECTIONS not in os.environ and (cuda is None or not cuda.is_initialized()):
         os.environ[CONNECTIONS] = "32"
+
+
+def gpu_driver() -> bool:
+    """Returns whether this system shows files of a driver of NVIDIA's GPUs, without which CUDA finds none: those of
+    Linux, of its subsystem in Windows, and of Tegra."""
+    return any(Path(f"/dev/{name}").exists() for name in ("nvidiactl", "dxg", "nvmap", "nvhost-gpu"))
 
 
 def cpu_name() -> str:

@@ -90,7 +90,7 @@ def copy_tree(folder: Path) -> None:
     """Tracked files of the working tree, the extension, and what tests run on CPUs instead of CUDA."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     files = [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
-    files += [*ROOT.glob("rtp_ext/_C*.so"), *ROOT.glob("build/*/*.so"), *ROOT.glob("build/*/*.o")]
+    files += [*ROOT.glob("rtp_ext/_[CR].*.so"), *ROOT.glob("build/*/*.so"), *ROOT.glob("build/*/*.o")]
     for file in files:
         if "cmake" not in file.parent.name:
             target = folder / file.relative_to(ROOT)
@@ -104,21 +104,24 @@ def engine(folder: Path) -> Iterator[None]:
     """The extension as csrc of the copy is now."""
     sources = sorted(file for file in (folder / "csrc").rglob("*") if file.is_file())
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16]
-    kept, (current,) = folder / "build" / "mutants" / f"{digest}.so", folder.glob("rtp_ext/_C*.so")
+    kept, current = folder / "build" / "mutants" / digest, sorted(folder.glob("rtp_ext/_[CR].*.so"))
     if not kept.exists():
         build = folder / "build" / "cmake"
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         configure = ["cmake", "-G", "Ninja", "-S", folder, "-B", build, f"-DPython_EXECUTABLE={sys.executable}"]
         for command in (configure, ["cmake", "--build", build]):
             subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-        kept.parent.mkdir(exist_ok=True)
-        shutil.copy2(build / current.name, kept)
-    before = current.read_bytes()
-    shutil.copy2(kept, current)
+        kept.mkdir(parents=True)
+        for module in current:
+            shutil.copy2(build / module.name, kept)
+    before = {module: module.read_bytes() for module in current}
+    for module in current:
+        shutil.copy2(kept / module.name, module)
     try:
         yield
     finally:
-        current.write_bytes(before)
+        for module, content in before.items():
+            module.write_bytes(content)
 
 
 def run_tests(mutant: Mutant, folder: Path) -> tuple[bool, str]:

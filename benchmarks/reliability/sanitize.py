@@ -93,11 +93,12 @@ def build(kind: str) -> Path:
         subprocess.run(command, check=True, env=environment)
     target = package / "rtp_ext"
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(ROOT / "rtp_ext", target, ignore=shutil.ignore_patterns("_C*.so", "__pycache__"))
-    (library,) = (place / "installed" / "rtp_ext").glob("_C*.so")
-    if CALLS[kind] not in library.read_bytes():
-        raise RuntimeError(f"{library} is not instrumented: it has no {CALLS[kind].decode()}")
-    shutil.copy(library, target)
+    shutil.copytree(ROOT / "rtp_ext", target, ignore=shutil.ignore_patterns("_[CR].*.so", "__pycache__"))
+    engine, rules = sorted((place / "installed" / "rtp_ext").glob("_[CR].*.so"))
+    for library in (engine, rules):
+        if CALLS[kind] not in library.read_bytes():
+            raise RuntimeError(f"{library} is not instrumented: it has no {CALLS[kind].decode()}")
+        shutil.copy(library, target)
     return package
 
 

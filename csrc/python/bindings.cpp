@@ -359,9 +359,8 @@ void share_version(const at::Tensor& tensor, const at::Tensor& with) {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The rotation engine of rtp_ext.";
   m.attr("compiled_torch") = RTP_TORCH_VERSION;
+  py::module_::import("rtp_ext._R");  // has the classes of schedules, which passes return
   bind_errors(m);
-  bind_schedule(m);
-  bind_footprint(m);
   m.def("host_id", &host_id, "Equal on two processes only if they share a host.");
   m.def("processes_id", &processes_id, "Equal on two processes of a host only if they share process ids.");
   bind_transports(m);

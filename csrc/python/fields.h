@@ -1,7 +1,7 @@
 // Structs that Python fills by keyword: each field is named once, with the member that it sets.
 #pragma once
 
-#include <torch/csrc/utils/pybind.h>
+#include <pybind11/pybind11.h>
 
 #include <functional>
 #include <memory>
@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "base/checks.h"
+
+namespace py = pybind11;
 
 namespace rtp {
 

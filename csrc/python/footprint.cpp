@@ -9,34 +9,10 @@
 
 #include "base/checks.h"
 #include "python/fields.h"
-#include "python/internal.h"
+#include "python/rules.h"
 #include "schedule/waves.h"
 
 namespace rtp {
-
-void parse(const std::string& text, Wire& parsed) {
-  RTP_CHECK_VALUE(text == "bfloat16" || text == "int8", "expected travel bfloat16, int8 or None, got ", text);
-  parsed = text == "int8" ? Wire::int8 : Wire::bfloat16;
-}
-
-namespace {
-
-// by BlockFormat
-constexpr const char* kBlockFormats[] = {"nf4", "mxfp4", "int8", "fp4", "nf4-torchao", "nf4-torchao-bfloat16"};
-
-}  // namespace
-
-void parse(const std::string& text, BlockFormat& parsed) {
-  std::string names;
-  for (size_t format = 0; format < std::size(kBlockFormats); ++format) {
-    parsed = static_cast<BlockFormat>(format);
-    if (text == name(parsed)) return;
-    names.append(format == 0 ? "" : ", ").append(name(parsed));
-  }
-  RTP_CHECK_VALUE(false, "expected one of ", names, ", got ", text);
-}
-
-const char* name(BlockFormat format) { return kBlockFormats[static_cast<size_t>(format)]; }
 
 void bind_footprint(py::module_& m) {
   py::class_<SlotCount>(m, "SlotCount")
@@ -102,6 +78,14 @@ void bind_footprint(py::module_& m) {
         return Travel{cast, sends_anywhere, receives_anywhere}.in_place();
       },
       py::arg("cast"), py::arg("sends_anywhere"), py::arg("receives_anywhere"));
+  m.def(
+      "block_layout",
+      [](BlockFormat format) {
+        const BlockLayout layout = block_layout(format);
+        return std::pair(layout.numbers, layout.bytes);
+      },
+      py::arg("format"));
+  m.def("rows_of_blocks", &rows_of_blocks, py::arg("format"), py::arg("row_numbers"));
   m.attr("slot_cap") = kSlotCap;
   m.def("shard_size", &shard_size, py::arg("extent"), py::arg("ranks"), py::arg("owner"));
   m.def("shard_sizes", &shard_sizes, py::arg("extent"), py::arg("ranks"));

@@ -80,14 +80,8 @@ void bind_kernels(py::module_& parent) {
   m.def("quantize", &quantize, py::arg("bytes"), py::arg("values"));
   m.def("dequantize", &dequantize, py::arg("out"), py::arg("bytes"));
   m.def("dequantize_add", &dequantize_add, py::arg("sum"), py::arg("bytes"));
-  m.def(
-      "block_layout",
-      [](BlockFormat format) {
-        const BlockLayout layout = block_layout(format);
-        return std::pair(layout.numbers, layout.bytes);
-      },
-      py::arg("format"));
-  m.def("rows_of_blocks", &rows_of_blocks, py::arg("format"), py::arg("row_numbers"));
+  const py::module_ rules = py::module_::import("rtp_ext._R");
+  for (const char* name : {"block_layout", "rows_of_blocks"}) m.attr(name) = rules.attr(name);
   m.def(
       "code_numbers",
       [](BlockFormat format) {

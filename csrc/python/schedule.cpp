@@ -3,7 +3,7 @@
 
 #include "base/checks.h"
 #include "python/fields.h"
-#include "python/internal.h"
+#include "python/rules.h"
 #include "schedule/hazards.h"
 
 namespace rtp {
@@ -30,31 +30,6 @@ std::vector<std::string> access_names(const std::vector<Access>& accesses) {
 }
 
 }  // namespace
-
-void parse(const std::string& text, Pass& parsed) {
-  RTP_CHECK_VALUE(text == "forward" || text == "backward", "expected a pass of forward or backward, got ", text);
-  parsed = text == "forward" ? Pass::forward : Pass::backward;
-}
-
-void parse(const std::string& text, Route& parsed) {
-  for (const Route route : {Route::ring, Route::direct, Route::gather, Route::two_level}) {
-    if (text == name(route)) {
-      parsed = route;
-      return;
-    }
-  }
-  RTP_CHECK_VALUE(false, "expected a route of ring, direct, gather or two-level, got ", text);
-}
-
-void parse(const std::string& text, GradientRoute& parsed) {
-  RTP_CHECK_VALUE(text == "chain" || text == "direct", "expected a gradient route of chain or direct, got ", text);
-  parsed = text == "chain" ? GradientRoute::chain : GradientRoute::direct;
-}
-
-void parse(const std::string& text, Channel& parsed) {
-  RTP_CHECK_VALUE(text == "weight" || text == "gradient", "expected a channel of weight or gradient, got ", text);
-  parsed = text == "weight" ? Channel::weight : Channel::gradient;
-}
 
 void bind_schedule(py::module_& m) {
   py::class_<Step>(m, "Step",

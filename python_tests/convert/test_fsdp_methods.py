@@ -1,6 +1,7 @@
 """Methods of torch's FSDPModule on converted models: errors that name the alternative, and hasattr is False."""
 
 import copy
+import inspect
 import pickle
 from pathlib import Path
 
@@ -10,10 +11,10 @@ from harness import run_ranks
 from models import Block, make_batch, make_model
 from reference import assert_same
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
 import rtp_ext
-from rtp_ext.convert.methods.fully_shard import INSTEAD
+from rtp_ext.convert.methods.fully_shard import INSTEAD, OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,6 +70,20 @@ class _Looks(_Own):
         return 5 if name == "five" else super().__getattr__(name)
 
 
+def test_options_of_fully_shard_name_the_equivalent():
+    """Each that fully_rotate does not have; other unknown options are Python's own TypeError."""
+    stock = {*inspect.signature(fully_shard).parameters, *inspect.signature(FullyShardedDataParallel).parameters}
+    others = stock - {*inspect.signature(rtp_ext.fully_rotate).parameters}
+    assert "reshard_after_forward" in others and others <= OPTIONS.keys(), f"add to OPTIONS: {others - OPTIONS.keys()}"
+    for function in (rtp_ext.fully_rotate, rtp_ext.explain):
+        for name, text in OPTIONS.items():
+            with pytest.raises(TypeError) as caught:
+                function(nn.Linear(2, 2), **{name: None})
+            assert str(caught.value) == f"{function.__name__}: {name} is an option of fully_shard or FSDP; {text}"
+        with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
+            function(nn.Linear(2, 2), speed=3)
+
+
 def _answers(rank, ranks):
     plain = _Plain()
     model = copy.deepcopy(plain)
@@ -93,7 +108,7 @@ def _answers(rank, ranks):
         with pytest.raises(ValueError, match="fully_shard: expected a plain module, got one that fully_rotate"):
             fully_shard(each)
         assert not isinstance(each, FSDPModule)
-        with pytest.raises(TypeError, match="cannot be pickled: it holds a live ring"):
+        with pytest.raises(TypeError, match=r"live ring. On every rank .*checkpoint.save\(model.*by torch.save"):
             pickle.dumps(each)
     shallow = copy.copy(model)
     assert type(shallow) is type(model) and shallow is not model and shallow.inner is model.inner

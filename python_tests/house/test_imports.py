@@ -17,7 +17,8 @@ FILES = 14  # of code, directly in a folder
 # From the bottom up: a floor is what its files may be imported by from above. A unit is a folder, or a module that lies
 # loose; the files of a folder import each other too, and those of folders in it that are not listed.
 PYTHON_FLOORS = [
-    {"_native", "host", "gpu_rates"},
+    {"_rules", "command_line", "host", "gpu_rates"},
+    {"_native"},
     {"dtensor_hooks"},
     {"compilers"},
     {"ring/links"},
@@ -56,6 +57,7 @@ C_FLOORS = [
 ]
 
 
+COMPILED = {"_C": "_native", "_R": "_rules"}  # extension modules, and the one module that imports each
 LISTED = set().union(*PYTHON_FLOORS)
 
 
@@ -93,14 +95,14 @@ def python_imports(source: str, module: str, modules: set[str]) -> Iterator[str]
 
 def python_violations(sources: dict[str, str]) -> list[str]:
     """`sources`: dotted module name -> text."""
-    modules = {module.split(".")[1] for module in sources if "." in module} | {"_C"}
+    modules = {module.split(".")[1] for module in sources if "." in module} | {*COMPILED}
     found = []
     for module, source in sources.items():
         unit = python_unit(module, modules)
         for imported in python_imports(source, module, modules):
-            if imported == "_C":
-                if unit != "_native":
-                    found.append(f"{module} imports the extension itself; only _native does")
+            if imported in COMPILED:
+                if unit != COMPILED[imported]:
+                    found.append(f"{module} imports the extension itself; only {COMPILED[imported]} does")
             elif imported != unit and floor_of(imported, PYTHON_FLOORS) >= floor_of(unit, PYTHON_FLOORS):
                 found.append(f"{module} imports {imported}, which is not below it")
     return found
@@ -180,6 +182,7 @@ def test_includes_run_downward():
         ("rtp_ext.nn.linear", "from ..convert import fully_rotate", "convert"),
         ("rtp_ext.ring", "import rtp_ext", "__init__"),
         ("rtp_ext.ring", "from rtp_ext import _C", "only _native"),
+        ("rtp_ext._native", "from rtp_ext import _R", "only _rules"),
         ("rtp_ext.ring.routes.route_planner", "from rtp_ext.observe import trace", "observe"),
         ("rtp_ext.ring.routes.route_planner", "from rtp_ext.ring import Ring", "imports ring,"),
         ("rtp_ext.ring.routes.route_planner", "import rtp_ext.ring.ring", "imports ring,"),

@@ -167,7 +167,7 @@ def test_what_is_no_record_is_refused(tmp_path, capsys, monkeypatch):
         ([tmp_path / "short"], "of this version's layout, got 2000"),
         ([tmp_path / "other"], "expected a record of a ring"),
         ([path, path], "expected one record of a rank"),
-        ([tmp_path / "none"], "No such file"),
+        ([tmp_path / "none"], f"{tmp_path / 'none'}: no such file"),
     ):
         assert main(["record", *map(str, files)]) == 1
         assert message in capsys.readouterr().err

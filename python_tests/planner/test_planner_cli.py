@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from rtp_ext.__main__ import main
+from rtp_ext.command_line import WIDTH
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory
 
 LLAMA = ["plan", "--model", "llama-3-8b", "--gpu", "h100-80gb"]
@@ -29,14 +30,17 @@ def test_table(capsys):
     assert (status, err) == (0, "")
     assert "dp=4 pp=4 zero=1" in out and "8.03e9 parameters" in out and "80.00 GB each" in out
     assert "32 samples in 8 micro-batches" in out
-    assert all(f"{column} GB" in out for column in ("params", "grads", "optim", "activ", "pipeline", "allocated"))
+    assert "memory in GB" in out and all(
+        column in out for column in ("params", "grads", "optim", "activ", "pipeline", "allocated")
+    )
     report = estimate_memory(
         ModelSpec.preset("llama-3-8b"), Cluster.preset("h100-80gb", gpus=16), Strategy(dp=4, pp=4, zero=1), 32
     )
     shown = [line.split() for line in out.splitlines() if re.match(r"^ +\d ", line)]
     assert [line[-1] for line in shown] == [f"{stage.allocated_bytes / 1e9:.2f}" for stage in report.stages]
-    verdict, step = out.strip().splitlines()[-2:]
-    assert verdict.startswith("fits: ") and step.startswith("step: ") and "TFLOP/s" in step and "bubble" in step
+    verdict, step = " ".join(out.split()).split(" step: ")
+    assert " fits: " in verdict and "TFLOP/s" in step and "bubble" in step
+    assert max(map(len, out.splitlines())) <= WIDTH
 
 
 def test_json_and_csv(capsys):
@@ -174,6 +178,10 @@ def test_trace_module(tmp_path, capsys):
         ([*LLAMA, "--tp", "0"], "tp to be a whole number"),
         ([*LLAMA, "--seq", "0"], "seq to be a whole number"),
         ([*LLAMA, "--plan", "speed=3"], "unknown field 'speed'"),
+        ([*LLAMA, "--plan", "rpt=8"], "did you mean rtp?"),
+        ([*LLAMA, "--plan", "rtp"], "expected rtp=NUMBER, got rtp alone"),
+        ([*LLAMA, "--plan", "zero=3,route"], "expected route=VALUE, got route alone"),
+        ([*LLAMA, "--zer0", "3"], "did you mean --zero?"),
         ([*LLAMA, "--plan", "tp=two"], "whole number"),
         ([*LLAMA, "--plan", "fused_loss=perhaps"], "yes or no"),
         ([*LLAMA, "--schedule", "magic"], "magic"),
@@ -181,13 +189,15 @@ def test_trace_module(tmp_path, capsys):
         (["plan", "--when", "--csv"], "--when has no --csv"),
         ([*LLAMA, "--when", "--min-gpus"], "expected one of"),
         ([*LLAMA, "--global-batch", "0"], "global_batch"),
-        (["plan", "--calibrate", "/no/such/runs.csv"], "/no/such/runs.csv"),
+        (["plan", "--calibrate", "/no/such/runs.csv"], "/no/such/runs.csv: no such file"),
         (["plan", "--model", "llama-3-8b", "--gpu", "abacus"], "unknown GPU 'abacus'"),
+        (["plan", "--model", "llama-3-8b", "--gpu", "H100"], "did you mean h100-80gb?"),
         (["plan", "--model", "gpt-17"], "unknown model 'gpt-17'"),
+        (["plan", "--model", "llama3-8b"], "did you mean llama-3-8b?"),
         (["plan"], "--model"),
         (["plan", "--layers", "3"], "--hidden"),
         (["plan", "--model", "llama-3-8b", "--layers", "3"], "expected one of"),
-        (["plan", "--hf-config", "/no/such/config.json"], "No such file"),
+        (["plan", "--hf-config", "/no/such/config.json"], "/no/such/config.json: no such file"),
         ([*LLAMA, "--cluster", "/no/such/cluster.json"], "not both"),
         (["plan", "--model", "llama-3-8b", "--cluster", "c.json", "--link", "pcie"], "in the file of --cluster"),
         (["plan", "--model", "llama-3-8b", "--gpu", "rtx-4090-24gb", "--link", "nvlink"], "NVLink does not join"),
@@ -196,7 +206,30 @@ def test_trace_module(tmp_path, capsys):
 def test_nonsense_gets_one_line_and_status_2(capsys, arguments, message):
     status, out, err = _run(capsys, *arguments)
     assert (status, out) == (2, "")
-    assert err.count("\n") == 1 and err.startswith("rtp_ext plan: error: ") and message in err
+    assert err.count("\n") == 1 and err.startswith("rtp-ext plan: error: ") and message in err and "Errno" not in err
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "message"),
+    [
+        ("--calibrate", "name,size\na,3\n", "expected a CSV, or JSON lines.*got the columns name, size"),
+        ("--calibrate", '{"model_type": "llama"}', "expected a CSV, or JSON lines"),
+        ("--calibrate", "layers,step_ms\n2,3\n", "row 1: .*expected gpu, got none|row 1: .*hidden"),
+        ("--calibrate", b"\xff\xfe\x00", "expected text, got binary data"),
+        ("--cluster", "name,size\na,3\n", "expected JSON, got other text"),
+        ("--cluster", '{"model_type": "llama", "hidden_size": 8}', "expected the fields of rtp_ext.planner.Cluster"),
+        ("--cluster", '{"base": "h100-80gb", "memory_byte": 1}', "did you mean memory_bytes"),
+        ("--cluster", b"\xff\xfe\x00", "expected text, got binary data"),
+        ("--hf-config", "[1]", "expected a JSON object, got list"),
+    ],
+)
+def test_files_of_another_kind(capsys, tmp_path, option, content, message):
+    file = tmp_path / "file"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    model = [] if option == "--hf-config" else ["--model", "llama-3-8b"]
+    status, out, err = _run(capsys, "plan", *model, option, str(file))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert re.search(message, err) and err.count(str(file)) == 1, err
 
 
 def test_configurations_without_hidden_size(tmp_path, capsys):
@@ -206,14 +239,15 @@ def test_configurations_without_hidden_size(tmp_path, capsys):
     assert "num_attention_heads" in err or "hidden_size" in err
 
 
-def test_no_torch_at_import():
-    """Without torch the planner can be imported, estimates memory and prints."""
+def test_plans_need_no_torch():
+    """Memory, time, search and schedules come from the compiled rules alone."""
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory\n"
-        "model, cluster = ModelSpec.preset('llama-3-8b', seq=4096), Cluster.preset('h100-80gb', gpus=8)\n"
-        "print(estimate_memory(model, cluster, Strategy(zero=3, dp=8), global_batch=8).verdict)\n"
+        "from rtp_ext.__main__ import main\n"
+        "plan = ['plan', '--model', 'llama-3-8b']\n"
+        "assert main([*plan, '--plan', 'rtp=8', '--plan', 'zero=3', '--explain']) == 0\n"
+        "assert main([*plan, '--top', '2']) == 0 and main(['schedule', '--ranks', '4']) == 0\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in ("fits", "tight", "out of memory")
+    assert "rotation" in done.stdout and "W0 -> 3" in done.stdout

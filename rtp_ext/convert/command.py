@@ -1,4 +1,4 @@
-"""``python -m rtp_ext explain``: the plan of a model of the transformers package, without weights."""
+"""``rtp-ext explain``: the plan of a model of the transformers package, without weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from rtp_ext.command_line import in_words
 from rtp_ext.convert.explain import explain
 
 
@@ -49,13 +50,16 @@ def explained(options: argparse.Namespace) -> str:
 
 def model_of(path: str) -> nn.Module:
     """Returns the model of a configuration, on the meta device. `path`: a config.json, or its directory."""
-    import transformers
-
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
-    values: dict[str, Any] = json.loads(file.read_text())
-    if "model_type" not in values:
+    try:
+        values: Any = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: {in_words(error).removeprefix(f'{file}: ')}") from error
+    if not isinstance(values, dict) or "model_type" not in values:
         raise ValueError(f"{file}: expected a configuration of the transformers package, got no model_type")
+    import transformers
+
     config = transformers.AutoConfig.for_model(**values)
     names = values.get("architectures") or []
     cls: Any = getattr(transformers, names[0], None) if names else None

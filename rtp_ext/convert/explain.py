@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from rtp_ext.convert.methods.fully_shard import explain_options
 from rtp_ext.convert.plan.converted import Reader
 from rtp_ext.convert.plan.inspect_model import inspect_model
 from rtp_ext.convert.plan.request import TIMEOUT, Options, place_alone
@@ -23,6 +24,7 @@ from rtp_ext.parameters.sharded_module import plain_class
 from rtp_ext.ring import Ring, RotationDims
 
 
+@explain_options
 def explain(
     module: nn.Module | list[nn.Module] | tuple[nn.Module, ...],
     *,

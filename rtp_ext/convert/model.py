@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from rtp_ext._native import RotationError
 from rtp_ext.convert.agreement import checksums, compare_weights
 from rtp_ext.convert.apply_plan import apply_plan
-from rtp_ext.convert.methods.fully_shard import explain_fsdp_methods, refuse_others
+from rtp_ext.convert.methods.fully_shard import explain_fsdp_methods, explain_options, refuse_others
 from rtp_ext.convert.methods.generate import synchronize_generate
 from rtp_ext.convert.methods.save_pretrained import install_save_pretrained
 from rtp_ext.convert.modules.gathered import GatheredRNN
@@ -37,6 +37,7 @@ logger = logging.getLogger("rtp_ext")
 _Given = TypeVar("_Given", nn.Module, list[nn.Module])
 
 
+@explain_options
 def fully_rotate(
     module: _Given,
     *,

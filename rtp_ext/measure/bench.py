@@ -14,7 +14,7 @@ import pickle
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -317,6 +317,21 @@ def table(plan: Plan, found: dict[str, Any]) -> str:
                 f"{name:>13}{found_text['step_ms']:>10.1f} ms a step{found_text['kept_bytes'] / 2**20:>10.1f} MiB kept"
             )
     return "\n".join(lines)
+
+
+def to_dict(plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings, the results of `run` and the verdict as values for JSON; times in microseconds."""
+    settings = {
+        name: str(value)[6:] if isinstance(value, torch.dtype) else value for name, value in asdict(plan).items()
+    }
+    layers = {tokens: asdict(times) for tokens, times in found["layers"].items()}
+    return {
+        "machine": machine(plan.device),
+        "settings": settings,
+        **found,
+        "layers": layers,
+        "verdict": verdict(plan, found),
+    }
 
 
 def _exposed(times: Times) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rtp_ext import _native
 from rtp_ext._native import version_name
+from rtp_ext.command_line import wrapped
 from rtp_ext.ring import ring
 from rtp_ext.ring.links.host_address import LOOPBACK
 from rtp_ext.ring.links.places import Place
@@ -37,23 +39,25 @@ def _package_version() -> str:
         return "not installed as a package"
 
 
-def _versions() -> list[str]:
-    lines = [
-        f"rtp_ext      {_package_version()}",
-        f"python       {platform.python_version()} ({sys.executable})",
-        f"torch        {torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'}",
-        f"extension    {'with' if _native.with_cuda else 'without'} CUDA and NCCL ({_native._C.__file__})",
-    ]
+def _versions() -> dict[str, str]:
+    """Returns versions by name, and where the loaded NCCL is a problem, that."""
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    found = {
+        "rtp_ext": _package_version(),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "torch": f"{torch.__version__}, {cuda}",
+        "extension": f"{'with' if _native.with_cuda else 'without'} CUDA and NCCL ({_native._C.__file__})",
+    }
     if (codes := _native.nccl_versions()) is not None:
         compiled, loaded = codes
-        lines.append(f"NCCL         compiled against {version_name(compiled)}, loaded {version_name(loaded)}")
+        found["NCCL"] = f"compiled against {version_name(compiled)}, loaded {version_name(loaded)}"
         if loaded < compiled:
-            lines.append(
-                f"             the loaded NCCL is older than {version_name(compiled)}: rebuild rtp_ext with the torch "
-                "that is installed, or install an NCCL at least as new"
+            found["NCCL"] += (
+                f"; the loaded NCCL is older than {version_name(compiled)}: rebuild rtp_ext with the torch that is "
+                "installed, or install an NCCL at least as new"
             )
-        lines.append(f"             {launch_order_problem() or 'launches of all communicators are in order'}")
-    return lines
+        found["launches"] = launch_order_problem() or "of all communicators are in order"
+    return found
 
 
 def _gpus() -> list[str]:
@@ -255,30 +259,49 @@ def ring_of_ranks() -> list[str]:
         dist.destroy_process_group()
 
 
-def report() -> str:
-    """Returns the whole report. Tests the transports of one host; needs no process group and starts none.
+def facts() -> dict[str, Any] | None:
+    """Returns all findings, as values for `report` and JSON. Tests the transports of one host; needs no process group
+    and starts none.
 
-    Under torchrun it is collective: the ranks exchange their places and make a ring; the report of ranks other than 0
-    is empty.
+    Under torchrun it is collective: the ranks exchange their places and make a ring; None on ranks other than 0.
     """
     ranks = ring_of_ranks() if "TORCHELASTIC_RUN_ID" in os.environ else []
     if ranks and os.environ["RANK"] != "0":
-        return ""
-    lines = [
-        *_versions(),
-        "",
-        "this host",
-        *(f"  {line}" for line in _host()),
-        "",
-        "GPUs",
-        *(f"  {line}" for line in _gpus()),
-    ]
-    lines += ["", "links between GPUs", *(f"  {line}" for line in _links()), "", "transports"]
+        return None
     found = transports()
-    for name, (works, why) in found.items():
-        lines.append(f"  {name:<9}  {'works' if works else 'does not work'}: {why}")
-    for device, name in automatic(found).items():
+    return {
+        "versions": _versions(),
+        "host": _host(),
+        "gpus": _gpus(),
+        "links": _links(),
+        "transports": {name: {"works": works, "why": why} for name, (works, why) in found.items()},
+        "auto": automatic(found),
+        "ranks": ranks,
+    }
+
+
+def report(found: dict[str, Any] | None = None) -> str:
+    """Returns the findings as text; `found`: of `facts`, which is called by default. Empty where it returns None."""
+    found = facts() if found is None else found
+    if found is None:
+        return ""
+    indent = " " * 13
+    lines = []
+    for name, text in found["versions"].items():
+        lines += wrapped(text, f"{name:<13}", indent)
+    for title, key in (("this host", "host"), ("GPUs", "gpus"), ("links between GPUs", "links")):
+        lines += ["", title, *(each for line in found[key] for each in _entry(line))]
+    lines += ["", "transports"]
+    for name, each in found["transports"].items():
+        lines += wrapped(f"{'works' if each['works'] else 'does not work'}: {each['why']}", f"  {name:<11}", indent)
+    for device, name in found["auto"].items():
         lines.append(f"  auto takes {name} on {device} of this host")
-    if ranks:
-        lines += ["", f"the ring of these {os.environ['WORLD_SIZE']} ranks", *(f"  {line}" for line in ranks)]
+    if found["ranks"]:
+        lines += ["", f"the ring of these {os.environ['WORLD_SIZE']} ranks"]
+        lines += [each for line in found["ranks"] for each in _entry(line)]
     return "\n".join(lines)
+
+
+def _entry(line: str) -> list[str]:
+    """Returns a line below a title; those of nvidia-smi, which are a table, as they are."""
+    return [f"  {line}"] if line.startswith("  ") else wrapped(line, "  ", "    ")

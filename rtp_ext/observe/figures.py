@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rtp_ext._native import Schedule, Step, make_schedule
+from rtp_ext._rules import Schedule, Step, make_schedule
 from rtp_ext.observe.schedule import lane
 from rtp_ext.observe.timeline import Event, timeline
 from rtp_ext.ring.telemetry import Trace, TraceEvent, TracePass

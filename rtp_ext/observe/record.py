@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 _HEADER = struct.Struct("=8s5I3iQ2q2IQqII64s32s128s1024s")
 _ENTRY = struct.Struct("=QqqqQIHhhhhBBB7x")
@@ -129,31 +130,53 @@ def _text(raw: bytes) -> str:
     return raw.split(b"\0", 1)[0].decode(errors="replace")
 
 
-def report(paths: Iterable[str | Path]) -> str:
-    """Returns a text with the state and the findings of every ring in the files.
+def rings(paths: Iterable[str | Path]) -> list[dict[int, Record]]:
+    """Reads files. Returns for each ring in them its records by rank.
 
     Raises ValueError if a file is not a record, or if two are records of one rank.
     """
-    rings: dict[str, dict[int, Record]] = defaultdict(dict)
+    found: dict[str, dict[int, Record]] = defaultdict(dict)
     for path in paths:
         record = read(path)
-        if other := rings[record.ring].get(record.rank):
+        if other := found[record.ring].get(record.rank):
             raise ValueError(f"{path}: expected one record of a rank, got another of rank {other.rank}, {other.path}")
-        rings[record.ring][record.rank] = record
-    return "\n\n".join("\n".join(_lines(dict(sorted(records.items())))) for records in rings.values())
+        found[record.ring][record.rank] = record
+    return [dict(sorted(records.items())) for records in found.values()]
 
 
-def _lines(records: dict[int, Record]) -> list[str]:
+def to_dict(records: dict[int, Record]) -> dict[str, Any]:
+    """Returns the state of the ranks of one ring, and the findings, as values for `report` and JSON."""
     first = next(iter(records.values()))
-    absent = [rank for rank in range(first.ranks) if rank not in records]
-    answers = f"ring {first.ring}: {first.ranks} ranks, transport {first.transport}, records of {_ranks(records)}"
-    lines = [answers + (f", none of {_ranks(absent)}" if absent else "")]
-    for rank, record in records.items():
-        lines += [f"  rank {rank} (process {record.pid}): {_state(record)}", f"    written: {record.reason}"]
-    if not first.on_host:
+    return {
+        "ring": first.ring,
+        "ranks": first.ranks,
+        "transport": first.transport,
+        "absent": [rank for rank in range(first.ranks) if rank not in records],
+        "records": [
+            {"rank": rank, "process": record.pid, "state": _state(record), "written": record.reason}
+            for rank, record in records.items()
+        ],
+        "on_host": first.on_host,
+        "findings": [*out_of_step(records), *not_posted(records), *late(records), *waits(records)],
+    }
+
+
+def report(facts: Iterable[dict[str, Any]]) -> str:
+    """Returns a text with the state and the findings of every ring; `facts`: of `to_dict`."""
+    return "\n\n".join("\n".join(_lines(ring)) for ring in facts)
+
+
+def _lines(ring: dict[str, Any]) -> list[str]:
+    found = _ranks(each["rank"] for each in ring["records"])
+    answers = f"ring {ring['ring']}: {ring['ranks']} ranks, transport {ring['transport']}, records of {found}"
+    lines = [answers + (f", none of {_ranks(ring['absent'])}" if ring["absent"] else "")]
+    for each in ring["records"]:
+        lines.append(f"  rank {each['rank']} (process {each['process']}): {each['state']}")
+        lines.append(f"    written: {each['written']}")
+    if not ring["on_host"]:
         lines.append("  times are those at which the host enqueued; the device came later")
-    findings = [*out_of_step(records), *not_posted(records), *late(records), *waits(records)]
-    return [*lines, "findings:", *(f"  {each}" for each in findings or ["no rank was late, and no hop is missing"])]
+    findings = ring["findings"] or ["no rank was late, and no hop is missing"]
+    return [*lines, "findings:", *(f"  {each}" for each in findings)]
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -299,14 +322,11 @@ def waits(records: dict[int, Record]) -> list[str]:
     return lines
 
 
-def main(paths: Sequence[str]) -> str:
-    """Returns the report of the files at `paths`, which may be folders.
-
-    Raises FileNotFoundError if there are no record files.
-    """
+def files_of(paths: Sequence[str]) -> list[Path]:
+    """Returns the files at `paths`, which may be folders of records. Raises FileNotFoundError if there are none."""
     files = []
     for path in map(Path, paths):
         files += sorted(path.glob("rtp_record_*.bin")) if path.is_dir() else [path]
     if not files:
         raise FileNotFoundError(f"no records of rings in {', '.join(paths)}")
-    return report(files)
+    return files

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rtp_ext._native import Schedule, Step, make_schedule
+from rtp_ext._rules import Schedule, Step, make_schedule
+from rtp_ext.command_line import WIDTH
 
 __all__ = [
     "ALL",
@@ -22,6 +23,7 @@ __all__ = [
     "schedule_of",
     "schedules",
     "table",
+    "to_dict",
 ]
 
 BUNDLES = ("mlp", "cross_entropy", "experts")  # operations whose wgrad needs results of the dgrad of the same shard
@@ -219,7 +221,8 @@ def _named(step: Step) -> tuple[str | None, ...]:
 
 
 def table(schedules: Sequence[Schedule], *, title: str = "", rank: int | None = None) -> str:
-    """Returns a table of computes and hops in order: a column for each rank, a line for each step.
+    """Returns a table of computes and hops in order: a column for each rank, a line for each step. Ranks that do not
+    fit into a terminal's line make a table of their own, below.
 
     Args:
         schedules: the schedules of all ranks, in order, as `schedules` returns them.
@@ -243,8 +246,50 @@ def table(schedules: Sequence[Schedule], *, title: str = "", rank: int | None = 
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
-    lines = ["   ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([title, "", *lines] if title else lines)
+    lines = []
+    for chosen in _blocks(widths) if rank is None else [range(len(widths))]:
+        lines += ["", *("   ".join(row[each].ljust(widths[each]) for each in chosen).rstrip() for row in rows)]
+    return "\n".join([title, *lines] if title else lines[1:])
+
+
+def _blocks(widths: Sequence[int]) -> list[list[int]]:
+    """Returns the columns of tables that fit a terminal: step and lane, and as many ranks as there is room for."""
+    blocks: list[list[int]] = []
+    room = 0
+    for column in range(2, len(widths)):
+        if room < widths[column] + 3 or not blocks:
+            blocks.append([0, 1])
+            room = WIDTH - sum(widths[:2]) - 3
+        blocks[-1].append(column)
+        room -= widths[column] + 3
+    return blocks
+
+
+def to_dict(schedules: Sequence[Schedule], *, title: str = "", rank: int | None = None) -> dict[str, Any]:
+    """Returns the same as values: for each rank its slots, and for each step its label, lane, and the names of buffers
+    that it reads and writes. The arguments and errors are those of `table`."""
+    check_rank(schedules, rank)
+    shown = schedules if rank is None else [schedules[rank]]
+    return {
+        "title": title,
+        "ranks": [
+            {
+                "rank": schedule.rank,
+                "weight_slots": schedule.weight_slots,
+                "gradient_slots": schedule.gradient_slots,
+                "steps": [
+                    {
+                        "label": step.label,
+                        "lane": lane(step),
+                        "reads": step.reads(schedule.ranks),
+                        "writes": step.writes(schedule.ranks),
+                    }
+                    for step in schedule.steps
+                ],
+            }
+            for schedule in shown
+        ],
+    }
 
 
 def check_rank(schedules: Sequence[Schedule], rank: int | None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rtp_ext._native import Schedule, Step, hazards
+from rtp_ext._rules import Schedule, Step, hazards
 from rtp_ext.observe.schedule import ALL, HALVES, check_rank, lane
 
 __all__ = ["Event", "Lockstep", "plot", "timeline"]

@@ -21,7 +21,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rtp_ext._native import make_schedule
+from rtp_ext._rules import make_schedule
 from rtp_ext.observe.figures import HOPS, Summary, check_number, predict, summaries
 from rtp_ext.observe.timeline import LANES, draw_step, legend
 from rtp_ext.ring.telemetry import Trace, TraceEvent, TracePass

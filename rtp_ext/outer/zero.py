@@ -136,6 +136,8 @@ class ZeroOuter(AllReduce):
 
     def _warn_of_other_values(self, shards: dict[str, torch.Tensor]) -> None:
         answers = self.exchange({name: checksum(held(p).detach()) for name, p in shards.items() if not p.is_meta})
+        if self.replicas is not None and self.replicas.rank:  # one warning for all replicas
+            return
         for replica, theirs in enumerate(answers):
             for name, value in answers[0].items():
                 if theirs.get(name, value) != value:

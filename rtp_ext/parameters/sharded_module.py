@@ -112,8 +112,10 @@ class ShardedModule:
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         raise TypeError(
-            f"{type(self).__name__} cannot be pickled: it holds a live ring. Save state_dict() or use "
-            "torch.distributed.checkpoint, and convert a new model with fully_rotate"
+            f"{type(self).__name__} cannot be pickled: it holds a live ring. On every rank call "
+            "torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=...), or get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)), whose result one rank saves by torch.save; load either "
+            "into a new model that fully_rotate has converted"
         )
 
 

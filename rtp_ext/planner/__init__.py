@@ -1,7 +1,7 @@
 """Predicts memory and time of a training run: specifications, closed forms, estimates and search.
 
-The planner is arithmetic in Python. The compiled extension computes the slots of rotations and the tiles of GEMMs (see
-`engine`).
+The planner is arithmetic in Python. The compiled rules of the engine, which need no torch, compute the slots of
+rotations and the tiles of GEMMs (see `engine`).
 """
 
 from rtp_ext.planner.constants import TimeConstants

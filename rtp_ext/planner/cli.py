@@ -1,4 +1,4 @@
-"""The command `python -m rtp_ext plan`: arguments and output."""
+"""The command `rtp-ext plan`: arguments and output."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from rtp_ext import command_line
+from rtp_ext.command_line import Parser, did_you_mean, in_words, progress, wrapped
 from rtp_ext.gpu_rates import LINKS
 from rtp_ext.planner.constants import constants
 from rtp_ext.planner.display import text
 from rtp_ext.planner.measured.calibrate import calibrate, errors_of
-from rtp_ext.planner.measured.measurements import read_measurements
+from rtp_ext.planner.measured.measurements import Measurement, read_measurements
 from rtp_ext.planner.memory.estimate import estimate_memory
 from rtp_ext.planner.plans import when
 from rtp_ext.planner.plans.differences import differences, differences_line
@@ -40,7 +42,7 @@ from rtp_ext.planner.specs.strategy import (
 from rtp_ext.planner.time.estimate import estimate_time
 from rtp_ext.planner.time.explain import explain_time
 
-PROGRAM = "rtp_ext plan"
+PROGRAM = f"{command_line.PROGRAM} plan"
 _MIN_MEASUREMENTS = 10  # minimum number of measurements for a separate test set
 _FLAGS = (
     *("sequence_parallel", "in_place", "fused_loss", "flash_attention", "fp8"),
@@ -64,8 +66,9 @@ _DEGREES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Adds the arguments of the command to its parser."""
+    parser.words = {"--model": [*constants()["models"]], "--gpu": [*constants()["gpus"]]}
     model = parser.add_argument_group("model: a preset, a Hugging Face configuration, or sizes")
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(constants()['models'])}")
     model.add_argument("--hf-config", metavar="PATH", help="a config.json, or the directory that holds it")
@@ -139,16 +142,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def one_line_errors(parser: argparse.ArgumentParser) -> None:
-    """Makes a parser report wrong arguments in one line, without its usage."""
-
-    def error(message: str) -> NoReturn:
-        print(f"{PROGRAM}: error: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-    parser.error = error  # type: ignore[method-assign]
-
-
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns 0; 1 if no plan fits or a file could not be written; 2 for invalid arguments."""
     try:
@@ -164,14 +157,14 @@ def run(options: argparse.Namespace) -> int:
             return _search(options, model, cluster)
         return _estimate(options, model, cluster)
     except (ImportError, ValueError, TypeError) as error:
-        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{PROGRAM}: error: {in_words(error)}", file=sys.stderr)
         return 2
 
 
 def _check_form(options: argparse.Namespace) -> None:
     """Raises ValueError for an output format that a question does not support."""
     forms = ("json", "csv", "explain", "plot")
-    drawn = () if options.frozen or options.lora_rank else ("plot",)
+    drawn = () if options.frozen or options.lora_rank else ("json", "plot")
     had = {"calibrate": ("json",), "when": drawn, "min_gpus": ("json",)}
     asked = [question for question in had if getattr(options, question)]
     if len(asked) > 1:
@@ -195,8 +188,9 @@ def _estimate(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -
 
         traced = load_and_trace(options.trace_module)
     batch = options.global_batch
-    reports = [estimate_memory(model, cluster, plan, batch, layer_activation_bytes=traced) for plan in strategies]
-    times = [estimate_time(model, cluster, plan, batch) for plan in strategies]
+    with progress("estimating plans"):
+        reports = [estimate_memory(model, cluster, plan, batch, layer_activation_bytes=traced) for plan in strategies]
+        times = [estimate_time(model, cluster, plan, batch) for plan in strategies]
     names = [name_of(strategy) for strategy in strategies]
     if options.json:
         plans = [
@@ -217,7 +211,7 @@ def _estimate(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -
     else:
         print(text.table(names, reports, model.parameters, times))
         if unlike := differences_line(strategies):
-            print(f"\n{unlike}")
+            print("\n" + "\n".join(wrapped(unlike)))
     return _plot(options.plot, "plot_plans", names, reports, times)
 
 
@@ -225,7 +219,8 @@ def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
     if options.top < 1:
         raise ValueError(f"expected --top of at least 1, got {options.top}")
     batch = cluster.gpus if options.global_batch is None else options.global_batch
-    plans = search(model, cluster, global_batch=batch, top=options.top, uneven=options.uneven)
+    with progress("searching for plans"):
+        plans = search(model, cluster, global_batch=batch, top=options.top, uneven=options.uneven)
     if not plans:
         print(
             f"{PROGRAM}: no plan for {model.name} with a global batch of {batch} fits below the memory limit of "
@@ -254,8 +249,9 @@ def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
 
 
 def _fewest(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> int:
-    sized, strategy = smallest_cluster(model, cluster)
-    report = estimate_memory(model, sized, strategy)
+    with progress("searching for plans"):
+        sized, strategy = smallest_cluster(model, cluster)
+        report = estimate_memory(model, sized, strategy)
     name = name_of(strategy)
     if options.json:
         print(_json(model, sized, [{"plan": name, **report.to_dict()}], [strategy]))
@@ -269,15 +265,23 @@ def _when(options: argparse.Namespace) -> int:
         plan = strategies_of(options, cluster_of(options))[0]
         print(when.hidden_table(model_of(options), plan.gpus, options.gpu or "h100-80gb", plan))
         return 0
-    cells = when.grid()
-    print(when.when_table(cells))
+    with progress("comparing plans"):
+        cells = when.grid()
+    print(json.dumps([cell.to_dict() for cell in cells], indent=2) if options.json else when.when_table(cells))
     return _plot(options.plot, "plot_when", cells)
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    """Fits to every second measurement and prints the errors on the others next to them. With few measurements, fits to
-    all of them, and prints the leave-one-out errors."""
     measured = read_measurements(options.calibrate)
+    with progress("fitting constants"):
+        result = _fit(measured)
+    print(json.dumps(result, indent=2))
+    return 0
+
+
+def _fit(measured: Sequence[Measurement]) -> dict[str, Any]:
+    """Fits to every second measurement and returns the errors on the others next to them. With few measurements, fits
+    to all of them, and returns the leave-one-out errors."""
     few = len(measured) < _MIN_MEASUREMENTS
     found = calibrate(measured if few else measured[::2])
     if few:
@@ -288,9 +292,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         kept = {"mean_error": sum(off) / len(off), "largest_error": max(off), "measurements": len(off)} if off else None
     else:
         kept = errors_of(measured[1::2], found.constants).to_dict()
-    result = {"fitted": found.to_dict(), "kept_back": kept, "before": errors_of(measured).to_dict()}
-    print(json.dumps(result, indent=2))
-    return 0
+    return {"fitted": found.to_dict(), "kept_back": kept, "before": errors_of(measured).to_dict()}
 
 
 def _json(model: ModelSpec, cluster: Cluster, plans: list[dict[str, Any]], strategies: Sequence[Strategy]) -> str:
@@ -307,7 +309,7 @@ def _plot(file: str | None, kind: str, *shown: Any) -> int:
     try:
         getattr(plot, kind)(file, *shown)
     except (ImportError, OSError, ValueError) as error:
-        print(f"{PROGRAM}: cannot draw {file}: {error}", file=sys.stderr)
+        print(f"{PROGRAM}: cannot draw {file}: {in_words(error)}", file=sys.stderr)
         return 1
     print(f"plot: {file}", file=sys.stderr)
     return 0
@@ -375,7 +377,11 @@ def _changes(plan: str) -> dict[str, Any]:
         key, equals, value = item.partition("=")
         key = key.strip().replace("-", "_")
         if key not in defaults:
-            raise ValueError(f"--plan: unknown field {key!r}: expected one of {', '.join(defaults)}")
+            near = did_you_mean(key, defaults)
+            raise ValueError(f"--plan: unknown field {key!r}: expected one of {', '.join(defaults)}{near}")
+        if not equals and not isinstance(defaults[key], bool):
+            kind = "NUMBER" if isinstance(defaults[key], int) else "VALUE"
+            raise ValueError(f"--plan: expected {key}={kind}, got {key} alone")
         changes[key] = _value(key, value.strip() if equals else "yes", defaults[key])
     return changes
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rtp_ext.command_line import did_you_mean
+
 FILE = Path(__file__).with_name("constants.json")
 
 
@@ -37,7 +39,8 @@ def driver_call_range() -> tuple[float, float]:
 def check_known(what: str, name: str, known: Any) -> None:
     """Raises ValueError if `name` is not in `known`."""
     if name not in known:
-        raise ValueError(f"unknown {what} {name!r}: expected one of {', '.join(sorted(known))}")
+        near = did_you_mean(str(name), known)
+        raise ValueError(f"unknown {what} {name!r}: expected one of {', '.join(sorted(known))}{near}")
 
 
 def check_at_least(owner: str, least: int, **numbers: Any) -> None:

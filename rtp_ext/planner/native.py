@@ -8,10 +8,10 @@ from typing import Any
 
 @functools.cache
 def engine() -> Any:
-    """Imports the compiled extension on first use. It needs torch; other parts of the planner do not."""
-    from rtp_ext import _native
+    """Imports the engine's compiled rules, which need no torch, on first use."""
+    from rtp_ext import _rules
 
-    return _native
+    return _rules
 
 
 def wire_bytes(travel: str | None, element_bytes: int) -> float:

@@ -189,6 +189,11 @@ def _refuse(rank, ranks):
                 with pytest.raises(RuntimeError, match="does not support") as raised:
                     attempt(function, x)
                 assert not isinstance(raised.value, rtp_ext.RotationError) and ring.alive
+    with (
+        cases.case("export"),
+        pytest.raises(RuntimeError, match=r"torch.export: .*Export the plain model: "),
+    ):
+        torch.export.export(model, (x,), strict=False)
     with cases.case("a dual number"), pytest.raises(RuntimeError, match=r"jvp|forward"):
         _dual(layer, x)
     with cases.case("an error of the host is what it is"):

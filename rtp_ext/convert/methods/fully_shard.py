@@ -1,11 +1,13 @@
-"""Methods of converted models: those that run within a forward's scope, and errors for those of FSDPModule."""
+"""Methods of converted models that run within a forward's scope; errors for methods of FSDPModule and options of
+fully_shard."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import types
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -136,6 +138,50 @@ def _look_up(self: Any, name: str) -> Any:
             f"{INSTEAD[name]}"
         )
     return nn.Module.__getattr__(self, name)
+
+
+# -- options of torch's fully_shard and FSDP ---------------------------------------------------------------------------
+
+_WHOLE_MODEL = "leave it out: one call with the model converts all of it, whose layers rotate one by one"
+_ALIKE = "build the same model on every rank (with the same seed), or load a checkpoint"
+
+# Options of fully_shard and of FullyShardedDataParallel, and the equivalent ones.
+OPTIONS = {
+    "reshard_after_forward": f"{_NOTHING_WHOLE}; route='gather' gathers each layer while it runs",
+    "shard_placement_fn": "leave it out: the cut of each parameter is chosen; modules of rtp_ext.nn have shard_dim",
+    "dp_mesh_dims": "pass dims=RotationDims(ring=..., replicate=...)",
+    "auto_wrap_policy": _WHOLE_MODEL,
+    "backward_prefetch": _LEARNED,
+    "forward_prefetch": _LEARNED,
+    "cpu_offload": "pass offload_policy=CPUOffloadPolicy()",
+    "device_id": "move the model to the device of the mesh first, or build it on the meta device",
+    "device_mesh": "pass mesh=...",
+    "ignored_modules": "pass ignored_params=..., their parameters",
+    "ignored_states": "pass ignored_params=...",
+    "limit_all_gathers": "leave it out: a ring has two slots for each channel",
+    "mixed_precision": "pass mp_policy=MixedPrecisionPolicy(...)",
+    "param_init_fn": "call to_empty(device=...) and rtp_ext.init_weights(model, fn) after the conversion",
+    "process_group": "pass mesh=..., which may be a process group",
+    "sharding_strategy": "pass dims=RotationDims(ring=..., replicate=...) for replicas of a ring",
+    "sync_module_states": _ALIKE,
+    "use_orig_params": "leave it out: parameters keep their names, and are DTensors",
+}
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def explain_options(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Makes an option of fully_shard or FSDP that a function does not have a TypeError that names the equivalent."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*arguments: _P.args, **options: _P.kwargs) -> _T:
+        for name in options:
+            if name not in known and name in OPTIONS:
+                raise TypeError(f"{function.__name__}: {name} is an option of fully_shard or FSDP; {OPTIONS[name]}")
+        return function(*arguments, **options)
+
+    return call
 
 
 # -- other data parallelism of torch -----------------------------------------------------------------------------------

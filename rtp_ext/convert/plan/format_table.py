@@ -6,43 +6,37 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_COLUMNS = (
-    "parameter",
-    "shape",
-    "moved by",
-    "cut",
-    "route",
-    "gradients",
-    "travels in",
-    "held",
-    "sent",
-    "by collectives",
-)
-_RIGHT = {"held", "sent", "by collectives"}
+from rtp_ext.command_line import WIDTH, wrapped
+
+_NUMBERS = ("held", "sent", "by collectives")
 
 
 def table(kind: str, ring: Any, rows: Sequence[Any], totals: dict[str, int]) -> str:
-    """Returns the rows of a plan under a head line, with totals and reasons. Rows of equal layers become one line, with
-    a star for the number of the layer, their count and the sums of their bytes.
+    """Returns the rows of a plan under a head line, with totals and reasons. Rows of equal layers become one, with a
+    star for the number of the layer, their count and the sums of their bytes. A row is a line with the parameter, its
+    shape and bytes, and below it how it moves, its cut, routes and dtypes.
 
     ring: RingFacts. rows: ParameterPlan. totals: bytes by name.
     """
     lines = [_title(kind, ring, rows), ""]
-    cells = [_cells(several) for several in _alike(rows)]
+    groups = [*map(_cells, _alike(rows))]
     sums = totals["forward_bytes"] + totals["backward_bytes"] + totals["gradient_bytes"]
-    cells.append(["total", *[""] * 6, _bytes(totals["held_bytes"]), _bytes(sums), _bytes(totals["collective_bytes"])])
-    widths = [max(len(name), *(len(row[place]) for row in cells)) for place, name in enumerate(_COLUMNS)]
-    lines.append(_line(list(_COLUMNS), widths))
-    lines.append("  ".join("-" * width for width in widths))
-    lines += [_line(row, widths) for row in cells[:-1]]
-    lines.append("  ".join("-" * width for width in widths))
-    lines.append(_line(cells[-1], widths))
-    lines += [
-        "",
+    total = [_bytes(totals["held_bytes"]), _bytes(sums), _bytes(totals["collective_bytes"])]
+    numbers = [_NUMBERS, *(cells for _, cells, _ in groups), total]
+    widths = [max(map(len, column)) for column in zip(*numbers, strict=True)]
+    room = WIDTH - sum(width + 2 for width in widths)
+    left = min(room, max(len(name) for name, _, _ in [("parameter, shape", (), ""), *groups]))
+    rule = "-" * (left + WIDTH - room)
+    lines += [*_line("parameter, shape", _NUMBERS, left, widths), rule]
+    for name, cells, moves in groups:
+        lines += [*_line(name, cells, left, widths), *wrapped(moves, "    ", "      ")]
+    lines += [rule, *_line("total", total, left, widths), ""]
+    lines += wrapped(
         f"A step of rank {ring.rank} sends by hops {_bytes(totals['forward_bytes'])} of weights in forward, "
         f"{_bytes(totals['backward_bytes'])} of weights in backward and {_bytes(totals['gradient_bytes'])} of "
         f"gradients, and by collectives {_bytes(totals['collective_bytes'])}.",
-    ]
+        then="",
+    )
     lines += _reasons("Not rotated", [(row.reason, row.name) for row in rows])
     lines += _reasons("Frozen, but not in blocks", [(row.wide, row.name) for row in rows])
     if ring.assumed:
@@ -60,7 +54,7 @@ def _reasons(title: str, given: Sequence[tuple[str | None, str]]) -> list[str]:
     for reason, names in reasons.items():
         forms = list(dict.fromkeys(map(_without_numbers, names))) if len(names) > 3 else names
         shown = ", ".join(forms[:4]) + (f" and {len(forms) - 4} more" if len(forms) > 4 else "")
-        lines.append(f"  {shown}: {reason}")
+        lines += wrapped(f"{shown}: {reason}", "  ", "    ")
     return lines
 
 
@@ -90,7 +84,7 @@ def _without_numbers(name: str) -> str:
 
 
 def _looks(row: Any) -> tuple[str, ...]:
-    """Returns the cells of a row other than names and bytes."""
+    """Returns the texts of a row other than names and bytes."""
     travels = row.travel or "-"
     if row.reduce is not None and row.reduce != row.travel:
         travels = f"{travels}, gradients {row.reduce}"
@@ -99,24 +93,18 @@ def _looks(row: Any) -> tuple[str, ...]:
     return shape, cut, row.route or "-", row.gradient_route or "-", travels
 
 
-def _cells(rows: Sequence[Any]) -> list[str]:
-    """Returns one line for a group of rows, with the sums of their bytes."""
+def _cells(rows: Sequence[Any]) -> tuple[str, list[str], str]:
+    """Returns the name and shape of a group of rows, the sums of their bytes, and how they move."""
     row, count = rows[0], len(rows)
     shown: Callable[[str], str] = str if count == 1 else _without_numbers
     name = shown(row.name) if row.tied_to is None else f"{shown(row.name)} = {shown(row.tied_to)}"
-    moved = row.moved if row.bundle in (None, row.module) else shown(row.bundle)
-    shape, cut, *routes = _looks(row)
+    moved = row.moved if row.bundle in (None, row.module) else f"{row.moved} in {shown(row.bundle)}"
+    shape, cut, route, gradients, travels = _looks(row)
     collective = "depends on ids" if row.collective_bytes is None else _bytes(count * row.collective_bytes)
-    return [
-        name if count == 1 else f"{name} ({count})",
-        shape,
-        moved,
-        cut,
-        *routes,
-        _bytes(count * row.held_bytes),
-        _bytes(count * row.sent_bytes),
-        collective,
-    ]
+    held, sent = _bytes(count * row.held_bytes), _bytes(count * row.sent_bytes)
+    title = f"{name}, {shape}" if count == 1 else f"{name} ({count}), {shape}"
+    ways = [f"route {route}"] * (route != "-") + [f"gradients {gradients}"] * (gradients != "-")
+    return title, [held, sent, collective], "; ".join([moved, cut, *ways, *[f"in {travels}"] * (travels != "-")])
 
 
 def _sizes(sizes: Sequence[int]) -> str:
@@ -128,9 +116,10 @@ def _sizes(sizes: Sequence[int]) -> str:
     return "+".join(parts)
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    pairs = zip(_COLUMNS, cells, widths, strict=True)
-    return "  ".join(cell.rjust(width) if name in _RIGHT else cell.ljust(width) for name, cell, width in pairs).rstrip()
+def _line(name: str, cells: Sequence[str], left: int, widths: Sequence[int]) -> list[str]:
+    """Formats a name of `left` columns and right-aligned cells; cells below a longer name."""
+    numbers = "".join(f"  {cell.rjust(width)}" for cell, width in zip(cells, widths, strict=True))
+    return [f"{name.ljust(left)}{numbers}"] if len(name) <= left else [name, " " * left + numbers]
 
 
 def _bytes(count: int) -> str:

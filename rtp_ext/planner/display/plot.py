@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from rtp_ext.planner.display.text import GB
 from rtp_ext.planner.memory.report import COMPONENTS, OUTSIDE_THE_ALLOCATOR, MemoryReport
@@ -21,9 +22,8 @@ def plot_plans(file: str, names: Sequence[str], reports: Sequence[MemoryReport],
     Raises:
         ImportError: matplotlib is missing; OSError or ValueError: `file` cannot be written.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12.0, 2.4 + 0.6 * len(reports)), layout="constrained")
+    figure_class = _figure_class()
+    figure = figure_class(figsize=(12.0, 2.4 + 0.6 * len(reports)), layout="constrained")
     axes, clock = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     left = [0.0] * len(reports)
     for index, component in enumerate(COMPONENTS):
@@ -65,12 +65,11 @@ def plot_when(file: str, cells: Sequence[Cell]) -> None:
     Raises:
         ImportError: matplotlib is missing; OSError or ValueError: `file` cannot be written.
     """
-    from matplotlib.figure import Figure
-
+    figure_class = _figure_class()
     models = list(dict.fromkeys((cell.model, cell.gpus) for cell in cells))
     tokens = sorted({cell.tokens for cell in cells})
     links = [link for link in LINKS if any(cell.link == link for cell in cells)]
-    figure = Figure(figsize=(4.6 * len(links) + 1.0, 0.75 * len(models) + 1.8), layout="constrained")
+    figure = figure_class(figsize=(4.6 * len(links) + 1.0, 0.75 * len(models) + 1.8), layout="constrained")
     panels = figure.subplots(1, len(links), sharey=True, squeeze=False)[0]
     image = None
     for panel, link in zip(panels, links, strict=True):
@@ -93,6 +92,14 @@ def plot_when(file: str, cells: Sequence[Cell]) -> None:
         bar.set_label("time of the others / time of RTP")
     figure.suptitle("Predicted fastest plans on H100 of 80 GB; blue: rotation wins", fontsize=11)
     figure.savefig(file, dpi=130)
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib: pip install 'rtp-ext[plot]'") from error
+    return Figure
 
 
 def _shade(advantage: float) -> float:

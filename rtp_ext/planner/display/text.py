@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 
+from rtp_ext.command_line import wrapped
 from rtp_ext.planner.memory.report import COMPONENTS, MemoryReport, StageMemory, number_text
 from rtp_ext.planner.plans.differences import differences_line
 from rtp_ext.planner.plans.search import Plan
@@ -19,9 +20,9 @@ _SHORT = {
     "activations": "activ",
     "logits_and_loss": "loss",
     "rotation_slots": "slots",
-    "unsharded_buffers": "unsharded",
+    "unsharded_buffers": "whole",
     "pipeline_buffers": "pipeline",
-    "workspaces": "workspace",
+    "workspaces": "work",
     "context_and_communicators": "outside",
 }
 
@@ -39,14 +40,15 @@ def table(names: Sequence[str], reports: Sequence[MemoryReport], parameters: int
 def time_line(time: TimeReport) -> str:
     parts = [(name.replace("_", " "), seconds) for name, seconds in time.components.items()]
     shown = ", ".join(f"{name} {seconds:.4g} s" for name, seconds in parts if seconds >= 1e-4 * time.step_seconds)
-    return (
+    line = (
         f"step: {time.step_seconds:.4g} s predicted, {time.tflops_per_gpu:.0f} TFLOP/s and "
         f"{time.tokens_per_second_per_gpu:.0f} tokens/s per GPU: {shown}"
     )
+    return "\n".join(wrapped(line))
 
 
 def search_table(names: Sequence[str], plans: Sequence[Plan], title: str) -> str:
-    """Formats a line per plan of a search; times in seconds, sizes in GB of 1e9 bytes."""
+    """Formats a plan of a search in two lines or more; times in seconds, sizes in GB of 1e9 bytes."""
     groups = list(plans[0].time.groups)
     rows = [["rank", "step s", "TFLOP/s/GPU", *(f"{group} s" for group in groups), "memory GB", "% of line"]]
     for plan in plans:
@@ -61,17 +63,19 @@ def search_table(names: Sequence[str], plans: Sequence[Plan], title: str) -> str
                 f"{100 * held.peak_allocated_bytes / held.limit_bytes:.0f}",
             ]
         )
-    lines = _aligned(rows)
-    ends = ["plan; what binds it", *(f"{name}; {plan.binding}" for name, plan in zip(names, plans, strict=True))]
-    shown = [f"{line}  {end}" for line, end in zip(lines, ends, strict=True)]
+    ends = ["below each: the plan; what binds it"]
+    ends += [f"{name}; {plan.binding}" for name, plan in zip(names, plans, strict=True)]
+    shown = []
+    for line, end in zip(_aligned(rows), ends, strict=True):
+        shown += [line, *wrapped(end, "        ", "          ")]
     tie = ["= : within the error of the model from others of that rank"] if any(plan.tied for plan in plans) else []
     unlike = differences_line([plan.strategy for plan in plans])
-    return "\n".join([title, *shown, *tie, *([unlike] if unlike else [])])
+    return "\n".join([*wrapped(title), *shown, *tie, *(wrapped(unlike) if unlike else [])])
 
 
 def _block(name: str, report: MemoryReport, parameters: int) -> str:
     used = [component for component in COMPONENTS if any(stage.components[component] for stage in report.stages)]
-    rows = [["stage", "layers", "in flight", *(f"{_SHORT[c]} GB" for c in used), "allocated GB"]]
+    rows = [["stage", "layers", "in flight", *(_SHORT[c] for c in used), "allocated"]]
     for stage in report.stages:
         rows.append(
             [
@@ -83,11 +87,11 @@ def _block(name: str, report: MemoryReport, parameters: int) -> str:
             ]
         )
     title = (
-        f"{name}\n{report.model}, {parameters / GB:.2f}e9 parameters; {report.cluster}, "
+        f"{report.model}, {parameters / GB:.2f}e9 parameters; {report.cluster}, "
         f"{gb(report.memory_bytes)} GB each; global batch {report.global_batch} samples in "
-        f"{report.micro_batches} micro-batch{'es' if report.micro_batches > 1 else ''}"
+        f"{report.micro_batches} micro-batch{'es' if report.micro_batches > 1 else ''}; memory in GB"
     )
-    return "\n".join([title, *_aligned(rows), verdict_line(report)])
+    return "\n".join([*wrapped(name), *wrapped(title), *_aligned(rows), verdict_line(report)])
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -97,11 +101,12 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def verdict_line(report: MemoryReport) -> str:
     side = "below" if report.margin_bytes >= 0 else "above"
-    return (
+    line = (
         f"{report.verdict}: {gb(report.peak_allocated_bytes)} GB allocated on stage {report.worst.stage}, "
         f"{gb(abs(report.margin_bytes))} GB {side} {report.safe_fraction:.0%} of {gb(report.memory_bytes)} GB; about "
         f"{gb(report.peak_reserved_bytes)} GB reserved, {gb(report.device_bytes)} GB of the device in all"
     )
+    return "\n".join(wrapped(line))
 
 
 def csv_text(names: Sequence[str], reports: Sequence[MemoryReport], times: Sequence[TimeReport]) -> str:

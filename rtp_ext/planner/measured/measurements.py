@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rtp_ext.command_line import in_words
 from rtp_ext.planner.constants import TimeConstants
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
@@ -79,7 +80,14 @@ def read_measurements(file: str | Path) -> list[Measurement]:
             else:
                 rows = list(csv.DictReader(stream))
     except (OSError, ValueError) as error:
-        raise ValueError(f"measurements {path}: {error}") from error
+        raise ValueError(f"measurements {path}: {in_words(error).removeprefix(f'{path}: ')}") from error
+    columns = {key for row in rows if isinstance(row, dict) for key in row}
+    if not {"step_ms", "step_seconds", "iteration time (ms)"} & columns:
+        got = f"the columns {', '.join(sorted(map(str, columns))[:8])}" if columns else "none"
+        raise ValueError(
+            f"measurements {path}: expected a CSV, or JSON lines in a file named *.jsonl, of timed steps with step_ms "
+            f"or step_seconds, gpu, gpus, global_batch, and model or layers, hidden and heads; got {got}"
+        )
     found = []
     for number, row in enumerate(rows, 1):
         given = {key: value for key, value in row.items() if value not in (None, "")}
@@ -90,7 +98,9 @@ def read_measurements(file: str | Path) -> list[Measurement]:
             continue
         try:
             found.append(_measurement(given))
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            raise ValueError(f"measurements {path}, row {number}: expected {error.args[0]}, got none") from error
+        except (TypeError, ValueError) as error:
             raise ValueError(f"measurements {path}, row {number}: {error}") from error
     return found
 

@@ -52,6 +52,15 @@ class Cell:
             return 0.0 if others else float("nan")
         return others.step_seconds / ours.step_seconds if others else float("inf")
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the cell as values for JSON; `others_over_rtp` is None where rotation or all else does not fit."""
+        ratio = self.advantage
+        return {
+            **dataclasses.asdict(self),
+            "winner": self.winner,
+            "others_over_rtp": ratio if 0 < ratio < float("inf") else None,
+        }
+
     def _best(self, rotates: bool) -> Contender | None:
         fitting = [plan for name, plan in self.plans.items() if plan and name.startswith("rtp") == rotates]
         return min(fitting, key=lambda plan: plan.step_seconds, default=None)

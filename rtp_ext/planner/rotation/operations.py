@@ -57,14 +57,14 @@ class Weight:
         """Returns the bytes of one rank's shard at rest."""
         if self.frozen is None:
             return self.shard_elements(ranks, rank) * element_bytes
-        numbers, size = engine().kernels.block_layout(self.frozen)
+        numbers, size = engine().block_layout(self.frozen)
         group = self._group()
         groups = engine().shard_size(-(-self.shape[0] // group), ranks, rank)
         return groups * group * self.shape[1] // numbers * size
 
     def _group(self) -> int:
         """Returns the fewest rows that fill whole blocks."""
-        return engine().kernels.rows_of_blocks(self.frozen, self.shape[1])
+        return engine().rows_of_blocks(self.frozen, self.shape[1])
 
     def travelling_bytes(self, ranks: int, value_bytes: float) -> float:
         """Returns the bytes of the largest shard in a hop. value_bytes: of a value that is not in blocks."""

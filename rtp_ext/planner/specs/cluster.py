@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rtp_ext.command_line import did_you_mean
 from rtp_ext.gpu_rates import LINKS, data_sheet, link_bytes_per_second
 from rtp_ext.planner.constants import check_at_least, check_known, constants
 from rtp_ext.planner.specs.model import read_json
@@ -104,8 +105,14 @@ class Cluster:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         unknown = sorted(set(given) - set(fields))
         missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in given]
+        if unknown and not set(given) & (set(fields) - {"name", "gpus"}):
+            raise ValueError(
+                f"cluster {label}: expected the fields of rtp_ext.planner.Cluster, such as base, gpus or memory_bytes; "
+                f"got {', '.join(unknown[:8])}"
+            )
         if unknown or missing:
-            problems = [f"unknown fields {', '.join(unknown)}"] if unknown else []
+            near = "".join(f"{name}{did_you_mean(name, fields)}, " for name in unknown).rstrip(", ")
+            problems = [f"unknown fields {near}"] if unknown else []
             problems += [f"missing fields {', '.join(missing)}"] if missing else []
             raise ValueError(f"cluster {label}: {'; '.join(problems)}")
         return cls(**given)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rtp_ext.command_line import in_words
 from rtp_ext.planner.constants import check_at_least, check_known, constants
 
 FAMILIES = ("gpt", "llama")
@@ -327,7 +328,7 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
     try:
         settings = json.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{what} {path}: {error}") from error
+        raise ValueError(f"{what} {path}: {in_words(error).removeprefix(f'{path}: ')}") from error
     if not isinstance(settings, dict):
         raise ValueError(f"{what} {path}: expected a JSON object, got {type(settings).__name__}")
     return settings

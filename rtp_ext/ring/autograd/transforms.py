@@ -28,11 +28,17 @@ def refuse_transforms(operation: str) -> None:
     elif torch._C._len_torch_dispatch_stack() > 0:
         modes = [name for key, name in _MODES.items() if torch._C._get_dispatch_mode(key) is not None]
         found = modes[0] if modes else None
-    if found is not None:
-        raise RuntimeError(
-            f"{operation}: rtp_ext does not support {found}: shards travel between processes, which nothing can trace "
-            "or transform. Call it eagerly, or through torch.compile"
+    if found is None:
+        return
+    why = "shards travel between processes, which nothing can trace or transform"
+    instead = "Call it eagerly, or through torch.compile"
+    if found == "torch.jit.trace" or torch.compiler.is_exporting():
+        found, verb = (found, "Trace") if found == "torch.jit.trace" else ("torch.export", "Export")
+        instead = (
+            f"{verb} the plain model: build it in one process, and load into it what get_model_state_dict(converted, "
+            "options=StateDictOptions(full_state_dict=True)) returns"
         )
+    raise RuntimeError(f"{operation}: rtp_ext does not support {found}: {why}. {instead}")
 
 
 # The dispatch modes of a region's forward and of its recomputation. In the recomputation the second mode returns the
