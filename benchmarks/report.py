@@ -354,8 +354,8 @@ def block(wish: str, results: Path) -> str:
     machine, kind, *words = wish.split() if " " in wish else (wish, "")
     wrong = len(words) != 1 if kind in ("compare", "scaling") else kind in ("brief", *OF_HOSTS) and not words
     if kind not in FILES or wrong:
-        expected = f"<!-- report: MACHINE KIND WORDS -->, a kind of {', '.join(FILES)}, with the words that it needs"
-        raise ValueError(f"expected {expected}, got {wish!r}")
+        kinds = ", ".join(FILES)
+        raise ValueError(f"expected <!-- report: MACHINE KIND WORDS -->, a kind of {kinds} and its words, got {wish!r}")
     made_later = kind.startswith(("hosts", "outer", "travel", "muon", "forwards"))
     if made_later and not (results / machine / FILES[kind]).exists():
         return "\n"
