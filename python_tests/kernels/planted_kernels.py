@@ -104,6 +104,13 @@ PLANTED = {
         "dequantize_blocks",
         WRONG,
     ),
+    "the numbers of another format": Planted(
+        "blocks.cu",
+        "return kCodeNumber<kFormat, kFirst>",
+        "return kCodeNumber<BlockFormat::nf4, kFirst>",
+        "dequantize_blocks",
+        WRONG,
+    ),
     "a stride of a block in place of the grid": Planted(
         "pack.cu",
         "tile += gridDim.x",

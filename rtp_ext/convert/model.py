@@ -106,11 +106,11 @@ def fully_rotate(
             The log has one line for each kind of module with its conversion.
         loss_head: "fused": causal language models of the transformers package compute vocabulary head and loss in one
             operation when labels are given; their output then has no logits.
-        frozen: "nf4", "mxfp4" or "int8": weights of linear layers that require no gradient are stored, and travel, in
-            blocks of codes with a scale, and are widened where a product needs them; rtp_ext.frozen_weights returns
-            their values. Such layers rotate one by one, or with the others of q, k and v, but not as MLP bundles.
-            Frozen weights of other modules, vocabulary heads of transformers' models, tied weights and those stored
-            [in, out] stay in their dtype: explain and the log name them. Not with in_place, route="gather",
+        frozen: "nf4", "mxfp4" or "int8": weights of linear layers and experts that require no gradient are stored, and
+            travel, in blocks of codes with a scale, and are widened where a product needs them; rtp_ext.frozen_weights
+            returns their values. Frozen weights of other modules, tied ones, those of linear layers stored [in, out],
+            experts that do not fill whole blocks, and vocabulary heads of transformers' models without
+            loss_head="fused" stay in their dtype: explain and the log name them. Not with in_place, route="gather",
             offload_policy, tensor parallelism, emulated rings, and outer policies other than AllReduce.
         route, gradient_route, gradient_travel, transport, travel, timeout: see Ring. For a model with converted parts:
             the values of their ring, or the defaults. `travel` does not apply to gathered parameters.

@@ -93,7 +93,7 @@ def prepare_cross_entropy(
             expect_shape(call, params[1], shapes[1], (vocabulary,))
         return vocabulary, features, None if frozen is None else frozen.format
 
-    facts = (("transposed", transposed), ("frozen", frozen))
+    facts = (("frozen", frozen), ("transposed", transposed))
     return params, prepare(call, prepared, "linear cross-entropy", params, [x], facts, derive)
 
 

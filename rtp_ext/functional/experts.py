@@ -189,12 +189,12 @@ def rotated_experts(
         return experts, features, shape
 
     facts = (
+        ("frozen", frozen),
         ("activation", activation),
         ("recompute", recompute),
         ("transposed", transposed),
         ("interleaved", interleaved),
         ("clamped", clamped),
-        ("frozen", frozen),
     )
     experts, features, shape = prepare(call, prepared, "experts", params, [x, weights], facts, derive)
     if x.shape[-1] != features:

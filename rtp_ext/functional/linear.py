@@ -251,7 +251,7 @@ def prepare_partial(
         native = _native.LinearShape(outputs, features, by_outputs=False, transposed=transposed, frozen=format)
         return outputs, features, native
 
-    facts = (("transposed", transposed), ("frozen", frozen))
+    facts = (("frozen", frozen), ("transposed", transposed))
     return params, prepare(call, prepared, "partial linear", params, inputs, facts, derive, late=True)
 
 

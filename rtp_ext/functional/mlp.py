@@ -149,7 +149,7 @@ def prepare_mlp(
         )
         return features, out_features, shape
 
-    facts = (("activation", activation), ("recompute", recompute), ("frozen", frozen))
+    facts = (("frozen", frozen), ("activation", activation), ("recompute", recompute))
     return params, prepare(call, prepared, "mlp", params, [x], facts, derive, late=True)
 
 

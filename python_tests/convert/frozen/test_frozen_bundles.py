@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 from harness import Cases, run_ranks
+from pretended_hosts import pretend_hosts
 from reference import assert_same, differs, full, local
 from torch import nn
 from transformers import GptOssConfig, LlamaConfig, MixtralConfig, MixtralForCausalLM
@@ -77,9 +78,9 @@ def _passes(model, x, dy):
     return y.detach(), mine.grad
 
 
-def _one(cases, ring, rank, what, format):
+def _one(cases, ring, rank, what, format, bundle=True):
     make, features, count = MODELS[what]
-    plain, model = make(), rtp_ext.fully_rotate(make(), mesh=ring, frozen=format)
+    plain, model = make(), rtp_ext.fully_rotate(make(), mesh=ring, frozen=format, bundle=bundle)
     values = rtp_ext.frozen_weights(model)
     rounded = copy.deepcopy(plain)
     for name, value in values.items():
@@ -102,7 +103,7 @@ def _one(cases, ring, rank, what, format):
             assert_same(mine, theirs, TOLERANCE, "output and input gradient")
             assert differs(mine, wide, 100 * TOLERANCE), "control: values that are not rounded"
         assert sent == plan.totals["forward_bytes"] + plan.totals["backward_bytes"]
-        assert plan == rtp_ext.explain(make(), mesh=ring, frozen=format)
+        assert plan == rtp_ext.explain(make(), mesh=ring, frozen=format, bundle=bundle)
         numbers = sum(value.numel() for value in values.values())
         others = sum(p.numel() for p in plain.parameters()) - numbers
         at_home = sum(local(model.get_parameter(name)).numel() for name in values)
@@ -133,7 +134,7 @@ def _parts(rank, ranks):
     with rtp_ext.Ring(timeout=60.0, **RINGS[ranks]) as ring:
         for place, what in enumerate(MODELS):
             for format in FORMATS if ranks == 3 else FORMATS[(place + ranks) % 3 :][:1]:
-                _one(cases, ring, rank, what, format)
+                _one(cases, ring, rank, what, format, "recompute" if ranks == 2 else True)
         with cases.case("what stays wide"):
             model = nn.ModuleList([_mixtral(6, 5), MLP(64, 64)])
             plan = rtp_ext.explain(rtp_ext.fully_rotate(model, mesh=ring, frozen="nf4"))
@@ -143,6 +144,12 @@ def _parts(rank, ranks):
             assert {row.name for row in plan.parameters if row.travel == "nf4"} == {
                 f"1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")
             }
+    if ranks == 4:
+        torch.distributed.barrier()
+        pretend_hosts(rank, 2)
+        with rtp_ext.Ring(route="two-level", timeout=60.0) as ring:
+            for what in ("experts", "mlp"):
+                _one(cases, ring, rank, what, "nf4")
     cases.finish()
 
 

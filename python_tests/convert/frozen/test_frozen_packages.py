@@ -11,6 +11,7 @@ from reference import assert_same, differs, full, local
 from torch import nn
 
 import rtp_ext
+from rtp_ext.parameters import torchao
 from rtp_ext.parameters.frozen import FrozenWeight
 from rtp_ext.parameters.sharding import frozen_of
 
@@ -109,8 +110,17 @@ def _with_nf4(dtype: torch.dtype, block: int = 64, scaler_block: int = 256) -> n
     return model
 
 
+class _OwnForward(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+
 def _torchao(rank, ranks):
     cases = Cases()
+    with cases.case("larger blocks"):
+        four = _with_nf4(torch.float32, 128, 128)[0].weight
+        weight = torchao.weight_of(four)
+        assert torch.equal(weight.decode(torchao.blocks_of(four, weight)), four.get_original_weight())
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-6)):
         model, plain = rtp_ext.fully_rotate(_with_nf4(dtype), transport="shm"), _with_nf4(dtype)
         ring, values = rtp_ext.ring_of(model), rtp_ext.frozen_weights(model)
@@ -168,6 +178,10 @@ def _torchao(rank, ranks):
     ):
         with cases.case(what), pytest.raises(ValueError, match=message):
             rtp_ext.fully_rotate(_with_nf4(*wrong), transport="shm", **options)
+    own = _OwnForward(128, 128)
+    own.weight = _with_nf4(torch.float32)[0].weight
+    with cases.case("a forward of its own"), pytest.raises(ValueError, match="NF4Tensor, which cannot be sliced"):
+        rtp_ext.fully_rotate(own, transport="shm")
     with cases.case("forwards alone"), pytest.raises(ValueError, match="in 4 bits: not made yet"):
         rtp_ext.rotate_for_inference(_with_nf4(torch.float32))
     cases.finish()
