@@ -69,12 +69,13 @@ def _several(rank, ranks, folder):
     arguments = ["--text", text, "--steps", "15", "--output", f"{folder}/trainer", "--hidden", "32"]
     _, (losses, share) = _call(rank, ranks, "trainer", [arguments])
     assert losses[-1] < 0.9 * losses[0] and 0.49 < share < 0.55, f"{losses} {share}"
-    _, (losses, saved) = _call(rank, ranks, "lora", [["--steps", "15", "--output", f"{folder}/lora"]])
-    assert losses[-1] < losses[0] - 0.1, losses
-    quantized = ["--steps", "15", "--output", f"{folder}/qlora", "--frozen", "nf4"]
-    _, (losses, _) = _call(rank, ranks, "lora", [quantized])
-    assert losses[-1] < losses[0] - 0.1, losses
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in saved.iterdir()}
+    for frozen in ("none", "nf4"):
+        arguments = ["--steps", "14", "--output", f"{folder}/{frozen}", "--frozen", frozen]
+        _, (losses, saved) = _call(rank, ranks, "qlora", [arguments])
+        assert losses[-1] < losses[0] - 0.1, losses
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in saved.iterdir()}
+    _, (again, _) = _call(rank, ranks, "qlora", [[*arguments, "--resume", f"{saved}/checkpoint-7"]])
+    assert again == losses and losses[7] != losses[6], "those before come from the checkpoint"
 
 
 def test_several(tmp_path):

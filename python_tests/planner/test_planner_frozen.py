@@ -1,6 +1,7 @@
 """Frozen weights in the planner: bytes at home, on the wire and in slots against a conversion; time by bytes."""
 
 import dataclasses
+from pathlib import Path
 
 import peft
 import pytest
@@ -158,4 +159,7 @@ def test_the_command(capsys):
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| PCIe")]
     wide, travel, nf4, mxfp4, int8 = map(int, rows[0].split("|")[2:7])
     assert mxfp4 <= nf4 < int8 and travel < wide and nf4 < 0.35 * wide
+    page = (Path(__file__).resolve().parents[2] / "docs" / "frozen.md").read_text()
+    plan[2] = "llama-3-70b"
+    assert main([*plan, "--when"]) == 0 and capsys.readouterr().out.partition("\n\n")[0] in page
     assert main([*plan, "--when", "--plot", "x.png"]) == 2 and "--when has no --plot" in capsys.readouterr().err

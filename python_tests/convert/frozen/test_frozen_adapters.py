@@ -10,6 +10,7 @@ import torch.distributed as dist
 from harness import Cases, run_ranks
 from pretended_hosts import pretend_hosts
 from reference import adamw, assert_same, differs, full
+from test_checksum import Rings, told_of_a_flip, unnoticed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -180,6 +181,68 @@ def _combined(rank, ranks):
 
 def test_combinations():
     run_ranks(_combined, 2, timeout=25.0)
+
+
+def _adapter_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: full(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _together(rank, ranks):
+    """Both kinds of checkpointing, with prefetch, checksums and accumulation, once under autocast, once compiled."""
+    cases = Cases()
+    for reentrant, narrow in ((False, False), (True, False), (True, True)):
+        with rtp_ext.Ring(transport="shm", checksum=True, timeout=60.0) as ring:
+            model = rtp_ext.fully_rotate(_model(), frozen="nf4", mesh=ring)
+            rounded = _with_values(_model(), rtp_ext.frozen_weights(model)).train()
+            model.train().enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            before = ring.bytes_sent("weight")
+            if not reentrant:
+                model.base_model.model.model.layers[0].mlp.compile(backend="eager")
+            for step in range(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+                    _loss(model, rank, step).backward()
+                if step == 0:
+                    once = ring.bytes_sent("weight") - before
+                with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+                    sum(_loss(rounded, each, step) / ranks for each in range(ranks)).backward()
+            with cases.case(f"reentrant {reentrant}, autocast {narrow}"):
+                wanted, found = _adapter_gradients(rounded), _adapter_gradients(model)
+                largest = max(each.abs().max().item() for each in wanted.values())
+                for name, gradient in wanted.items():
+                    assert_same(found[name], gradient, 0.03 if narrow else 10 * TOLERANCE, name, largest)
+                plan = rtp_ext.explain(model).totals
+                assert once > plan["forward_bytes"] + plan["backward_bytes"], "layers were computed again"
+                assert ring.prefetched()[1] > 0
+            torch._dynamo.reset()
+    cases.finish()
+
+
+def test_checkpointing_with_everything():
+    run_ranks(_together, 2, timeout=120.0)
+
+
+def _flipped(rank, ranks):
+    """A bit of a block that flips on the way."""
+    cases, x = Cases(), torch.ones(3, 64)
+
+    def act(ring):
+        layer = nn.Linear(64, 96, bias=False).requires_grad_(False)
+        nn.init.constant_(layer.weight, 0.5)
+        return rtp_ext.fully_rotate(layer, frozen="nf4", mesh=ring)(x)
+
+    rings, expected = Rings("shm"), nn.functional.linear(x, torch.full((96, 64), 0.5))
+    with cases.case("found"):
+        told_of_a_flip(rings, "weight", ranks, act, r"weight hop 1 of 1: what arrived from rank 0")
+    with cases.case("control"):
+        found, ring = unnoticed(rings, "weight", ranks, act)
+        assert any(ring.exchange(not torch.allclose(found, expected)))
+        ring.close()
+    cases.finish()
+
+
+def test_a_flipped_bit_of_a_block_is_found():
+    run_ranks(_flipped, 2)
 
 
 def _meshes(rank, ranks):
