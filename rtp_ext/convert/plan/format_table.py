@@ -31,23 +31,31 @@ def table(kind: str, ring: Any, rows: Sequence[Any], totals: dict[str, int]) -> 
     cells = [_cells(several) for several in _alike(rows)]
     sums = totals["forward_bytes"] + totals["backward_bytes"] + totals["gradient_bytes"]
     cells.append(["total", *[""] * 6, _bytes(totals["held_bytes"]), _bytes(sums), _bytes(totals["collective_bytes"])])
-    widths = [max(len(name), *(len(row[place]) for row in cells)) for place, name in enumerate(_COLUMNS)]
-    lines.append(_line(list(_COLUMNS), widths))
+    heading = ["pulled" if name == "sent" and ring.pulls is not None else name for name in _COLUMNS]
+    widths = [max(len(name), *(len(row[place]) for row in cells)) for place, name in enumerate(heading)]
+    lines.append(_line(heading, widths))
     lines.append("  ".join("-" * width for width in widths))
     lines += [_line(row, widths) for row in cells[:-1]]
     lines.append("  ".join("-" * width for width in widths))
     lines.append(_line(cells[-1], widths))
-    lines += [
-        "",
-        f"A step of rank {ring.rank} sends by hops {_bytes(totals['forward_bytes'])} of weights in forward, "
-        f"{_bytes(totals['backward_bytes'])} of weights in backward and {_bytes(totals['gradient_bytes'])} of "
-        f"gradients, and by collectives {_bytes(totals['collective_bytes'])}.",
-    ]
+    lines += ["", _summary(ring, totals)]
     lines += _reasons("Not rotated", [(row.reason, row.name) for row in rows])
     lines += _reasons("Frozen, but not in blocks", [(row.wide, row.name) for row in rows])
     if ring.assumed:
         lines += ["", "No ring exists yet: these are the routes of ranks on one host."]
     return "\n".join(lines)
+
+
+def _summary(ring: Any, totals: dict[str, int]) -> str:
+    if ring.pulls is not None:
+        whole = "reads the shards of other ranks where they lie"
+        pulled = f"pulls {_bytes(totals['forward_bytes'])} of shards from other ranks"
+        return f"A forward of rank {ring.rank} {pulled if ring.pulls else whole}."
+    return (
+        f"A step of rank {ring.rank} sends by hops {_bytes(totals['forward_bytes'])} of weights in forward, "
+        f"{_bytes(totals['backward_bytes'])} of weights in backward and {_bytes(totals['gradient_bytes'])} of "
+        f"gradients, and by collectives {_bytes(totals['collective_bytes'])}."
+    )
 
 
 def _reasons(title: str, given: Sequence[tuple[str | None, str]]) -> list[str]:

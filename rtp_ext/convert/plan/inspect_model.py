@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from rtp_ext._native import shard_sizes
+from rtp_ext.convert.adapters import adapter_modules
 from rtp_ext.convert.plan.converted import (
     BESIDE_IGNORED,
     EMULATED,
@@ -71,6 +72,7 @@ class Inspection:
         self.styles = {id(part): style_of(part, mesh, request.ignored) for _, part in self.modules}
         attention = (part for _, part in self.modules if has_same_forward(part, nn.MultiheadAttention))
         self.vocabulary_heads = set(map(id, blocks.vocabulary_heads(part for _, part in self.modules)))
+        self.adapters = adapter_modules(request.root)
         self.projections = {id(part.out_proj) for part in attention}  # type: ignore[union-attr]
         self.reader = Reader(request.root, self.facts, request.not_ours)
         self.first, self.names = self.reader.first, self.reader.names
@@ -256,6 +258,8 @@ class Inspection:
             return "blocks are for weights of linear layers that rotate by themselves"
         if id(parameter) in self.tied:
             return "it is shared with another module"
+        if id(part) in self.adapters:
+            return "it belongs to an adapter"
         if id(part) in self.vocabulary_heads:
             return "it is the vocabulary head, which errors of a few bits would harm most"
         if drop_in(part) is not RotatedLinear:
