@@ -15,7 +15,7 @@ from rtp_ext.planner.display import text
 from rtp_ext.planner.measured.calibrate import calibrate, errors_of
 from rtp_ext.planner.measured.measurements import read_measurements
 from rtp_ext.planner.memory.estimate import estimate_memory
-from rtp_ext.planner.plans import when
+from rtp_ext.planner.plans import forwards, when
 from rtp_ext.planner.plans.differences import differences, differences_line
 from rtp_ext.planner.plans.search import search, smallest_cluster
 from rtp_ext.planner.specs.cluster import Cluster
@@ -122,6 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--uneven", action="store_true", help="search: also the best uneven pipeline stages (scipy)")
     asked.add_argument("--min-gpus", action="store_true", help="the fewest GPUs on which some plan fits")
     asked.add_argument("--when", action="store_true", help="when rotation wins: model size, tokens of a GPU, link")
+    asked.add_argument("--forwards", action="store_true", help="from how many tokens forwards alone hide their pulls")
     asked.add_argument("--calibrate", metavar="FILE", help="fit the time model to a CSV or JSON lines of timed steps")
 
     output = parser.add_argument_group("output")
@@ -152,6 +153,9 @@ def run(options: argparse.Namespace) -> int:
             return _calibrate(options)
         if options.when:
             return _when(options)
+        if options.forwards:
+            print(forwards.forwards_table())
+            return 0
         model, cluster = model_of(options), cluster_of(options)
         if options.min_gpus:
             return _fewest(options, model, cluster)
@@ -166,7 +170,7 @@ def run(options: argparse.Namespace) -> int:
 def _check_form(options: argparse.Namespace) -> None:
     """Raises ValueError for an output format that a question does not support."""
     forms = ("json", "csv", "explain", "plot")
-    had = {"calibrate": ("json",), "when": ("plot",), "min_gpus": ("json",)}
+    had = {"calibrate": ("json",), "when": ("plot",), "forwards": (), "min_gpus": ("json",)}
     asked = [question for question in had if getattr(options, question)]
     if len(asked) > 1:
         raise ValueError(f"expected one of {', '.join('--' + name.replace('_', '-') for name in asked)}, got several")
