@@ -80,7 +80,9 @@ def to_html(text: str) -> str:
     text = re.sub(r"\]\((?:\.\./|docs/)?([\w-]+)\.md(#[\w-]+)?\)", lambda m: f"]({file_of(m[1])}{m[2] or ''})", text)
     body = str(markdown2.markdown(text, extras=EXTRAS))
     body = re.sub(r"<h(\d)>(.*?)</h\1>", _heading, body)
-    body = re.sub(r"<code>(examples/([\w-]+)\.py)</code>", r'<a href="example-\2.html"><code>\1</code></a>', body)
+    body = re.sub(
+        r"<code>(examples/(?:[\w-]+/)*([\w-]+)\.py)</code>", r'<a href="example-\2.html"><code>\1</code></a>', body
+    )
     return body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
 
 
@@ -109,7 +111,7 @@ def build(output: Path, reference: list[str]) -> None:
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     texts = {name: page.read_text() for name, page in pages().items()}
-    examples = sorted((ROOT / "examples").glob("*.py"))
+    examples = sorted((ROOT / "examples").rglob("*.py"))
     titles = {name: "Lines of results" if name == "lines" else title_of(text) for name, text in texts.items()}
     links = [("Pages", [(titles[name], file_of(name)) for name in texts])]
     links.append(("Examples", [(file.name, example_file(file.name)) for file in examples]))

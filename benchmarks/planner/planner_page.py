@@ -29,7 +29,7 @@ from planner import published
 from planner.planner_hosts import hosts
 from planner.planner_more import capacity, markdown, sources, ways
 from planner.planner_more import grid as our_runs
-from planner.planner_when import claims_of_when, like, when
+from planner.planner_when import claims_of_when, forwards, like, when
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
 BLOCK = re.compile(r"(<!-- planner: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -155,6 +155,7 @@ BLOCKS = {
     "untouched": _untouched,
     "runs": _runs,
     "when": when,
+    "forwards": forwards,
     "sources": sources,
     "ways": ways,
     "grid": our_runs,

@@ -10,6 +10,7 @@ from rtp_ext.gpu_rates import WIRES
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory, estimate_time
 from rtp_ext.planner.constants import constants
 from rtp_ext.planner.plans.differences import differences
+from rtp_ext.planner.plans.forwards import forwards_table
 from rtp_ext.planner.plans.when import Cell, grid, when_table
 
 GB = 1e9
@@ -24,6 +25,10 @@ def cells() -> list[Cell]:
 
 def when() -> str:
     return f"\n{when_table(cells())}\n\n"
+
+
+def forwards() -> str:
+    return f"\n{forwards_table()}\n\n"
 
 
 def _tie() -> float:

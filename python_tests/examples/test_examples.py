@@ -95,7 +95,7 @@ def test_muon_beats_adamw_at_equal_steps():
 
 def test_they_are_short_and_named_where_a_reader_looks():
     which = (FOLDER.parent / "docs" / "which.md").read_text()
-    examples = sorted(FOLDER.glob("*.py"))
+    examples = sorted(FOLDER.rglob("*.py"))
     assert len(examples) >= 10
     assert [file.name for file in examples if len(file.read_text().splitlines()) >= LONGER.get(file.name, LINES)] == []
-    assert [file.name for file in examples if f"`examples/{file.name}`" not in which] == []
+    assert [file.name for file in examples if f"`examples/{file.relative_to(FOLDER)}`" not in which] == []

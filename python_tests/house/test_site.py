@@ -18,7 +18,7 @@ def test_the_site_is_made_and_its_links_lead_somewhere(tmp_path):
     made = {file.name for file in tmp_path.glob("*.html")}
     assert {"index.html", "which.html", "frameworks.html", "example-quickstart.html"} <= made
     assert made == {site.file_of(name) for name in site.pages()} | {
-        site.example_file(file.name) for file in (ROOT / "examples").glob("*.py")
+        site.example_file(file.name) for file in (ROOT / "examples").rglob("*.py")
     }
     assert site.broken(tmp_path) == []
     index = (tmp_path / "index.html").read_text()

@@ -16,7 +16,7 @@ def test_the_whole_command(tmp_path, monkeypatch, capsys):
     forwards.main()
     lines = report.read_lines(file)
     equal, unequal = ([line for line in lines if line["work"] == work] for work in ("equal", "unequal"))
-    strategies = ["none", *forwards.STRATEGIES]
+    strategies = ["none", *forwards.USUAL]
     assert [(line["tokens"], line["strategy"]) for line in equal] == [(t, s) for t in (8, 32) for s in strategies]
     assert [line["strategy"] for line in unequal] == ["none", "rtp-shm", "rtp-tcp", "fsdp2"]
     for line in equal:

@@ -1,8 +1,9 @@
-"""Adapters of the peft package that were put around rotated layers: they merge into shards."""
+"""Adapters of the peft package around rotated layers: they merge into shards, or, in a model for forwards only, not."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -41,14 +42,41 @@ class MergingAdapter:
             )
 
 
-def extend_adapters(root: nn.Module) -> None:
-    """Changes the classes of a model's peft layers so that they merge into, and out of, sharded layers."""
+class UnmergedAdapter:
+    """Mixin of peft's layers in a model for forwards only: a merge would write to shards that other ranks read."""
+
+    NAME_PREFIX = ""
+
+    def merge(self, *arguments: Any, **keywords: Any) -> Any:
+        self._refuse("merge")
+
+    def unmerge(self, *arguments: Any, **keywords: Any) -> Any:
+        self._refuse("unmerge")
+
+    def _refuse(self, what: str) -> None:
+        raise ValueError(
+            f"{what} of {type(self).__name__}: expected a plain model, got one that rotate_for_inference has "
+            "converted, whose shards other ranks may be reading: merge before, or update_weights from the merged model"
+        )
+
+
+def extend_adapters(root: nn.Module, mixin: type = MergingAdapter) -> None:
+    """Changes the classes of a model's peft layers around sharded layers: `mixin` says how they merge."""
+    for part in _tuners(root):
+        sharded = any(isinstance(parameter, DTensor) for parameter in part.get_base_layer()._parameters.values())
+        if sharded and not isinstance(part, mixin):
+            part.__class__ = mixed_class(mixin, type(part))
+
+
+def adapter_modules(root: nn.Module) -> set[int]:
+    """Returns the ids of the modules that peft's layers add to the layers that they wrap."""
+    found: set[int] = set()
+    for part in _tuners(root):
+        found |= {id(each) for each in part.modules()} - {id(each) for each in part.get_base_layer().modules()}
+    return found
+
+
+def _tuners(root: nn.Module) -> Iterator[Any]:
     tuners = sys.modules.get("peft.tuners.tuners_utils")
-    if tuners is None:
-        return
-    for part in root.modules():
-        if isinstance(part, MergingAdapter) or not isinstance(part, tuners.BaseTunerLayer):
-            continue
-        adapted: Any = part
-        if any(isinstance(parameter, DTensor) for parameter in adapted.get_base_layer()._parameters.values()):
-            part.__class__ = mixed_class(MergingAdapter, type(part))
+    if tuners is not None:
+        yield from (part for part in root.modules() if isinstance(part, tuners.BaseTunerLayer))

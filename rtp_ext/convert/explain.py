@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from rtp_ext.convert.methods.fully_shard import explain_options
 from rtp_ext.convert.plan.converted import Reader
 from rtp_ext.convert.plan.inspect_model import inspect_model
-from rtp_ext.convert.plan.request import TIMEOUT, Options, place_alone
+from rtp_ext.convert.plan.request import TIMEOUT, Options, place_alone, state_in
 from rtp_ext.convert.plan.rotation_plan import RotationPlan
 from rtp_ext.convert.plan.traffic import RingFacts
 from rtp_ext.convert.scopes import is_inside, state_of
@@ -22,6 +22,7 @@ from rtp_ext.convert.validation import members_of, read_call, validate
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.parameters.sharded_module import plain_class
 from rtp_ext.ring import Ring, RotationDims
+from rtp_ext.ring.inference import INFERENCE, InferenceRing
 
 
 @explain_options
@@ -57,7 +58,8 @@ def explain(
     parameters may be on the meta device. Routes are then those of ranks on one host, unless `mesh` is a Ring. For a
     converted model, or a part that was the argument of `fully_rotate`, it reads the plan from the modules: it ignores
     the options, leaves out bundles that an adapter has ended, and shows layers that the route planner gathers on route
-    `gather`.
+    `gather`. It does the same for a model that `rotate_for_inference` has converted; the bytes are then those that one
+    forward pulls.
 
     Args:
         module: a model, on any device; or a list of modules as `fully_rotate` takes it.
@@ -89,7 +91,9 @@ def explain(
                 f"explain: expected a model, or a module that was the argument of fully_rotate, got a "
                 f"{type(module).__name__} inside a converted model: pass that model"
             )
-        return _explain_converted(module)
+        return _explain_converted(module, state_in(module).ring)
+    if isinstance(module, nn.Module) and isinstance(module.__dict__.get(INFERENCE), InferenceRing):
+        return _explain_converted(module, module.__dict__[INFERENCE])
     alone = None
     if ranks is None and rank:
         raise ValueError(f"explain: expected ranks together with rank, got rank={rank} alone")
@@ -111,10 +115,8 @@ def _device_type(members: list[nn.Module]) -> str:
     return next(iter(sorted(kinds)), "cuda")
 
 
-def _explain_converted(module: nn.Module) -> RotationPlan:
-    state = state_of(module)
-    assert state is not None, "explain has looked"
-    facts = RingFacts.of(state.ring)
+def _explain_converted(module: nn.Module, ring: Ring) -> RotationPlan:
+    facts = RingFacts.of(ring)
     reader = Reader(module, facts)
     modules = (reader.module(name, part) for name, part in module.named_modules())
     order = {name: place for place, name in enumerate(reader.names.values())}

@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rtp_ext._native import RotationError
+from rtp_ext.convert.adapters import UnmergedAdapter, extend_adapters
 from rtp_ext.convert.agreement import Mode, agree_on_model, checksums, compare_weights
 from rtp_ext.convert.apply_plan import apply_plan
+from rtp_ext.convert.methods.save_pretrained import install_save_pretrained
 from rtp_ext.convert.plan.inspect_model import inspect_model
 from rtp_ext.convert.plan.request import TIMEOUT, Options, Request
 from rtp_ext.convert.plan.rotation_plan import ROTATED, RotationPlan
@@ -171,5 +173,7 @@ def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: Infer
         part._parameters.update({n: made[id(p)] for n, p in part._parameters.items() if id(p) in made})
     ring.whole_bytes = sum(p.nbytes for p in model.parameters() if not isinstance(p, DTensor))
     model.__dict__[INFERENCE] = ring
+    extend_adapters(model, UnmergedAdapter)
+    install_save_pretrained(model, ring)
     compare_weights(values, ring)
     logger.info("rotate_for_inference: %s: %r", type(model).__name__, ring)

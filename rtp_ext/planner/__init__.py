@@ -9,6 +9,7 @@ from rtp_ext.planner.measured.calibrate import Calibration, calibrate, errors_of
 from rtp_ext.planner.measured.measurements import Measurement, read_measurements
 from rtp_ext.planner.memory.estimate import estimate_memory
 from rtp_ext.planner.memory.report import MemoryReport
+from rtp_ext.planner.plans.forwards import ForwardTime, break_even_tokens, forward_time
 from rtp_ext.planner.plans.search import Plan, search, smallest_cluster
 from rtp_ext.planner.published import chinchilla, fujii, korthikanti, lecture, zero
 from rtp_ext.planner.rotation.operations import RotatedOperation, RotationBytes, Weight, rotations_of, rtp_bytes
@@ -23,6 +24,7 @@ from rtp_ext.planner.time.report import TimeReport
 __all__ = [
     "Calibration",
     "Cluster",
+    "ForwardTime",
     "Goodput",
     "Measurement",
     "MemoryReport",
@@ -35,11 +37,13 @@ __all__ = [
     "TimeConstants",
     "TimeReport",
     "Weight",
+    "break_even_tokens",
     "calibrate",
     "chinchilla",
     "errors_of",
     "estimate_memory",
     "estimate_time",
+    "forward_time",
     "fujii",
     "goodput",
     "korthikanti",

@@ -17,7 +17,7 @@ from rtp_ext.planner.display import text
 from rtp_ext.planner.measured.calibrate import calibrate, errors_of
 from rtp_ext.planner.measured.measurements import Measurement, read_measurements
 from rtp_ext.planner.memory.estimate import estimate_memory
-from rtp_ext.planner.plans import when
+from rtp_ext.planner.plans import forwards, when
 from rtp_ext.planner.plans.differences import differences, differences_line
 from rtp_ext.planner.plans.search import search, smallest_cluster
 from rtp_ext.planner.specs.cluster import Cluster
@@ -130,6 +130,7 @@ def add_arguments(parser: Parser) -> None:
     asked.add_argument(
         "--when", action="store_true", help="when rotation wins; of a plan with frozen weights: from how many tokens"
     )
+    asked.add_argument("--forwards", action="store_true", help="from how many tokens forwards alone hide their pulls")
     asked.add_argument("--calibrate", metavar="FILE", help="fit the time model to a CSV or JSON lines of timed steps")
 
     output = parser.add_argument_group("output")
@@ -150,6 +151,9 @@ def run(options: argparse.Namespace) -> int:
             return _calibrate(options)
         if options.when:
             return _when(options)
+        if options.forwards:
+            print(forwards.forwards_table())
+            return 0
         model, cluster = model_of(options), cluster_of(options)
         if options.min_gpus:
             return _fewest(options, model, cluster)
@@ -165,7 +169,7 @@ def _check_form(options: argparse.Namespace) -> None:
     """Raises ValueError for an output format that a question does not support."""
     forms = ("json", "csv", "explain", "plot")
     drawn = () if options.frozen or options.lora_rank else ("json", "plot")
-    had = {"calibrate": ("json",), "when": drawn, "min_gpus": ("json",)}
+    had = {"calibrate": ("json",), "when": drawn, "forwards": (), "min_gpus": ("json",)}
     asked = [question for question in had if getattr(options, question)]
     if len(asked) > 1:
         raise ValueError(f"expected one of {', '.join('--' + name.replace('_', '-') for name in asked)}, got several")

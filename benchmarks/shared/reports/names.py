@@ -14,6 +14,7 @@ NAMES = {
     "rtp-2rings": "rtp, two rings",
     "rtp-shm": "`rotate_for_inference`, `shm`",
     "rtp-tcp": "`rotate_for_inference`, `tcp`",
+    "rtp-tcp-nf4": '`rotate_for_inference`, `tcp`, `weights="nf4"`',
     "fsdp2": "`fully_shard` per block",
     "fsdp2-noreshard": "`fully_shard` per block, `reshard_after_forward=False`",
     "hsdp": "`fully_shard` per block, two replicas",

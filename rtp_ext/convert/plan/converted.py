@@ -43,6 +43,7 @@ EMULATED = "an emulated ring has no other ranks to shard it over"
 IN_IGNORED = "in ignored_params"
 BESIDE_IGNORED = "its module has another parameter in ignored_params"
 ADDED = "added after fully_rotate"
+WHOLE = "rotate_for_inference keeps it whole on every rank"
 PLAIN = "it belongs to no converted module"
 APPENDED = "attention gathers the rows that it appends"
 DIVIDED = "attention gathers it, and it rotates in three parts, since query, key and value have weights of their own"
@@ -71,6 +72,7 @@ class Reader:
 
     def __init__(self, root: nn.Module, facts: RingFacts, ignored: Iterable[int] = ()) -> None:
         self.root, self.facts = root, facts
+        self.whole = ADDED if facts.pulls is None else WHOLE
         self.ignored = set(ignored)
         self.by_name = dict(root.named_modules())
         self.names = {id(part): name for name, part in self.by_name.items()}
@@ -173,7 +175,7 @@ class Reader:
             elif beside:
                 rows.append(self._owned(name, key, parameter, REPLICATED, None, BESIDE_IGNORED))
             else:
-                reason = EMULATED if self.facts.emulated else ADDED
+                reason = EMULATED if self.facts.emulated else self.whole
                 rows.append(self._owned(name, key, parameter, REPLICATED, None, reason))
         moved = IGNORED if beside or rows[0].moved == IGNORED else REPLICATED
         return self._still(name, part, moved, rows, None)

@@ -22,26 +22,33 @@ def table(kind: str, ring: Any, rows: Sequence[Any], totals: dict[str, int]) -> 
     groups = [*map(_cells, _alike(rows))]
     sums = totals["forward_bytes"] + totals["backward_bytes"] + totals["gradient_bytes"]
     total = [_bytes(totals["held_bytes"]), _bytes(sums), _bytes(totals["collective_bytes"])]
-    numbers = [_NUMBERS, *(cells for _, cells, _ in groups), total]
+    heading = ["pulled" if name == "sent" and ring.pulls is not None else name for name in _NUMBERS]
+    numbers = [heading, *(cells for _, cells, _ in groups), total]
     widths = [max(map(len, column)) for column in zip(*numbers, strict=True)]
     room = WIDTH - sum(width + 2 for width in widths)
     left = min(room, max(len(name) for name, _, _ in [("parameter, shape", (), ""), *groups]))
     rule = "-" * (left + WIDTH - room)
-    lines += [*_line("parameter, shape", _NUMBERS, left, widths), rule]
+    lines += [*_line("parameter, shape", heading, left, widths), rule]
     for name, cells, moves in groups:
         lines += [*_line(name, cells, left, widths), *wrapped(moves, "    ", "      ")]
-    lines += [rule, *_line("total", total, left, widths), ""]
-    lines += wrapped(
-        f"A step of rank {ring.rank} sends by hops {_bytes(totals['forward_bytes'])} of weights in forward, "
-        f"{_bytes(totals['backward_bytes'])} of weights in backward and {_bytes(totals['gradient_bytes'])} of "
-        f"gradients, and by collectives {_bytes(totals['collective_bytes'])}.",
-        then="",
-    )
+    lines += [rule, *_line("total", total, left, widths), "", *wrapped(_summary(ring, totals), then="")]
     lines += _reasons("Not rotated", [(row.reason, row.name) for row in rows])
     lines += _reasons("Frozen, but not in blocks", [(row.wide, row.name) for row in rows])
     if ring.assumed:
         lines += ["", "No ring exists yet: these are the routes of ranks on one host."]
     return "\n".join(lines)
+
+
+def _summary(ring: Any, totals: dict[str, int]) -> str:
+    if ring.pulls is not None:
+        whole = "reads the shards of other ranks where they lie"
+        pulled = f"pulls {_bytes(totals['forward_bytes'])} of shards from other ranks"
+        return f"A forward of rank {ring.rank} {pulled if ring.pulls else whole}."
+    return (
+        f"A step of rank {ring.rank} sends by hops {_bytes(totals['forward_bytes'])} of weights in forward, "
+        f"{_bytes(totals['backward_bytes'])} of weights in backward and {_bytes(totals['gradient_bytes'])} of "
+        f"gradients, and by collectives {_bytes(totals['collective_bytes'])}."
+    )
 
 
 def _reasons(title: str, given: Sequence[tuple[str | None, str]]) -> list[str]:

@@ -40,14 +40,20 @@ class InBlocks:
 
     Args:
         tied: ids of parameters that several modules share.
-        heads: ids of the vocabulary heads of the model; projections: of the output projections of torch's attention.
+        heads: ids of the vocabulary heads of the model; projections: of the output projections of torch's attention;
+            adapters: of the modules of adapters.
     """
 
     def __init__(
-        self, request: Request, tied: Collection[int], heads: Collection[int], projections: Collection[int]
+        self,
+        request: Request,
+        tied: Collection[int],
+        heads: Collection[int],
+        projections: Collection[int],
+        adapters: Collection[int],
     ) -> None:
         self.request, self.format = request, request.options.frozen
-        self.tied, self.heads, self.projections = tied, heads, projections
+        self.tied, self.heads, self.projections, self.adapters = tied, heads, projections, adapters
         self.bundled: dict[int, FrozenWeight] = {}  # weights of MLPs that rotate as bundles, by id
 
     def weight(self, part: nn.Module, key: str, layer: str) -> FrozenWeight | None:
@@ -69,6 +75,8 @@ class InBlocks:
             return "blocks are for weights of linear layers and experts that rotate by themselves"
         if id(parameter) in self.tied:
             return "it is shared with another module"
+        if id(part) in self.adapters:
+            return "it belongs to an adapter"
         if layer == "linear" and id(part) in self.heads:
             return "it is the vocabulary head, which errors of a few bits would harm most"
         if layer != "experts" and drop_in(part) is not RotatedLinear:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from rtp_ext._native import shard_sizes
+from rtp_ext.convert.adapters import adapter_modules
 from rtp_ext.convert.plan.converted import (
     BESIDE_IGNORED,
     EMULATED,
@@ -72,7 +73,7 @@ class Inspection:
         attention = (part for _, part in self.modules if has_same_forward(part, nn.MultiheadAttention))
         heads = set(map(id, blocks.vocabulary_heads(part for _, part in self.modules)))
         projections = {id(part.out_proj) for part in attention}  # type: ignore[union-attr]
-        self.in_blocks = InBlocks(request, self.tied, heads, projections)
+        self.in_blocks = InBlocks(request, self.tied, heads, projections, adapter_modules(request.root))
         self.reader = Reader(request.root, self.facts, request.not_ours)
         self.first, self.names = self.reader.first, self.reader.names
         self.notes: list[str] = []

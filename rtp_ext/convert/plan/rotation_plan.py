@@ -136,12 +136,14 @@ class ParameterPlan:
         bundle: the operation that moves it, with the layers that travel together; None if it does not rotate.
         placements: its placements over the mesh of parameters.
         cut: the dimension that the ring shards, and the sizes of all ranks' shards along it; None, ().
-        route, gradient_route: the routes of weights (`ring`, `direct`, `two-level`, `gather`) and of gradients
-            (`chain`, `direct`); `all-gather` and `all-reduce` for parameters that do not rotate. None: not sent.
+        route, gradient_route: the routes of weights (`ring`, `direct`, `two-level`, `gather`; in a model for forwards
+            only `pull` or `read`) and of gradients (`chain`, `direct`); `all-gather` and `all-reduce` for parameters
+            that do not rotate. None: not sent.
         travel, reduce: dtypes in which weights and gradients travel.
         held_bytes: bytes on this rank.
         forward_bytes, backward_bytes, gradient_bytes: bytes that hops of this rank send in a step: weights in forward,
-            weights in backward, gradients. `Ring.bytes_sent` counts them.
+            weights in backward, gradients. `Ring.bytes_sent` counts them. In a model for forwards only: the bytes that
+            a forward pulls from other ranks, all experts included.
         collective_bytes: bytes that ring collectives of this rank send in a step; None: not known in advance.
         reason: why it does not rotate.
         wide: why a frozen weight is not stored in blocks, if `frozen` was given.
@@ -282,9 +284,11 @@ class RotationPlan:
             travel = facts.travel if narrow and not bias and ranks > 1 else _name(passes.compute_dtype)
             if owned.frozen is not None:
                 travel = owned.frozen.format
+            if facts.pulls is not None:
+                route, gradient_route = "pull" if facts.pulls else "read", None
             quantized = gradient_route == "direct" and facts.gradients.travel is not None
             reduce = facts.gradients.travel if quantized else _name(passes.reduce_dtype)
-        elif owned.moved in (GATHERED, REPLICATED) and not facts.emulated:
+        elif owned.moved in (GATHERED, REPLICATED) and not facts.emulated and facts.pulls is None:
             route = "all-gather" if owned.dim is not None else None
             gradient_route = "all-reduce"
             travel = None if owned.dim is None else _name(module.compute_dtype)
@@ -293,7 +297,7 @@ class RotationPlan:
             collective = gathered_traffic(owned.ring_shape, owned.dim, *dtypes, owned.trained, ranks).total
             if owned.sparse:
                 collective = None  # depends on the ids of all ranks
-        if not owned.trained:
+        if not owned.trained or facts.pulls is not None:
             gradient_route = reduce = None
         name = f"{module.name}.{owned.key}" if module.name else owned.key
         sizes = () if owned.dim is None else tuple(shard_sizes(owned.ring_shape[owned.dim], ranks))

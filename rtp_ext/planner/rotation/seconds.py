@@ -144,12 +144,12 @@ def rotation_seconds(
     rounded = direct and gradient_bytes < local_bytes
     cluster = group.cluster
     width = (product_bytes, experts_per_token)
-    whole = _computes(rotation, tokens, 1, 1, cluster, constants, recompute, *width)
+    whole = step_seconds(rotation, tokens, 1, 1, cluster, constants, recompute, *width)
     engine = dataclasses.replace(constants, kernel_s=constants.engine_launch_s)
     sums = None
     if ranks > 1:  # what is computed is added to a sum, but a contribution that is sent to its owner
         sums = (2.0 * max(4, compute_bytes), float(local_bytes if direct else 2 * reduce_bytes))
-    one = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums)
+    one = step_seconds(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums)
     of_weights, back = (
         sum(weight.travelling_bytes(ranks, weight_bytes) for weight in weights) / chunks
         for weights in (rotation.weights, rotation.backward_weights)
@@ -183,7 +183,7 @@ def rotation_seconds(
     lanes = (False, False)
     if op == "linear" and ranks > 1 and hosts == 1:
         lanes = _two_lanes(rotation, tokens, ranks * chunks, cluster)
-    filled = _computes(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums, whole_waves=False)
+    filled = step_seconds(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums, whole_waves=False)
     filled = {kind: time + cast_s[kind] for kind, time in filled.items()}
     computed = {"dgrad": dgrad or rotation.bundle, "wgrad": wgrad}
     kinds = (("forward",), tuple(kind for kind, there in computed.items() if there))
@@ -256,7 +256,7 @@ def _shard_values(weights: tuple[Weight, ...], ranks: int) -> float:
     return float(sum(weight.shard_elements(ranks) for weight in weights))
 
 
-def _computes(
+def step_seconds(
     rotation: RotatedOperation,
     tokens: int,
     ranks: int,
