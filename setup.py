@@ -7,8 +7,9 @@ CUDA and NCCL are compiled in when torch has them and nvcc is found, even where 
 this machine, or for all of ARCHITECTURES where it has none. `RTP_WITH_CUDA=0` turns CUDA off, `RTP_WITH_CUDA=1` makes
 its absence an error, `RTP_CUDA_ARCHITECTURES` names the architectures, `CUDA_HOME` the toolkit.
 
-What is installed requires exactly the torch that it was compiled with: no other one can load it. A source archive
-requires any torch that it can be compiled with.
+What is installed requires the minor version of torch that it was compiled with: any patch release of it can load it. A
+source archive requires any torch that it can be compiled with. `RTP_LOCAL_VERSION` is appended to the version of a
+wheel, after a +: release/wheels.py sets it.
 """
 
 from __future__ import annotations
@@ -205,19 +206,26 @@ class CMakeBuild(build_ext):
 
 
 def torch_requirement(commands: list[str]) -> str:
-    """The torch that a source archive (`sdist`) can be compiled with, or else the one that it is compiled with here."""
+    """The torch that a source archive (`sdist`) can be compiled with, or else the minor version of the one here."""
     if "sdist" in commands:
         return OLDEST_TORCH
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:  # somebody asks for the metadata where nothing can be compiled
         return OLDEST_TORCH
-    return f"torch=={version.split('+')[0]}"  # what comes after the + depends on where torch was downloaded
+    return f"torch=={'.'.join(version.split('.')[:2])}.*"
+
+
+def local_version() -> dict[str, dict[str, str]]:
+    """Options of setuptools that append RTP_LOCAL_VERSION to the version."""
+    local = os.environ.get("RTP_LOCAL_VERSION")
+    return {"egg_info": {"tag_build": f"+{local}"}} if local else {}
 
 
 if __name__ == "__main__":
     setup(
         ext_modules=[Extension(f"rtp_ext.{name}", sources=[]) for name in ("_C", "_R")],
         cmdclass={"build_ext": CMakeBuild},
+        options=local_version(),
         install_requires=[torch_requirement(sys.argv[1:]), "numpy"],
     )

@@ -14,12 +14,14 @@ try:
 except ImportError as error:
     raise ImportError(
         f"rtp_ext: the compiled extension could not be loaded with torch {torch.__version__} ({error}). It must be "
-        "built with the torch that runs it: pip install --no-build-isolation --force-reinstall --no-deps ."
+        "built with the minor version and the CUDA of the torch that runs it: another wheel (docs/install.md), or "
+        "pip install --no-build-isolation --force-reinstall --no-deps ."
     ) from error
 
-if _C.compiled_torch != torch.__version__:
+if _C.compiled_torch.split(".")[:2] != torch.__version__.split(".")[:2]:
     raise ImportError(
-        f"rtp_ext: built with torch {_C.compiled_torch}, but torch {torch.__version__} is loaded. Rebuild: "
+        f"rtp_ext: built with torch {_C.compiled_torch}, but torch {torch.__version__} is loaded, of another minor "
+        "version. Take another wheel (docs/install.md), or rebuild: "
         "pip install --no-build-isolation --force-reinstall --no-deps ."
     )
 

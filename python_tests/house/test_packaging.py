@@ -38,6 +38,7 @@ def test_the_source_archive_is_complete(metadata):
         for file in (ROOT / folder).rglob("*")
         if file.is_file() and file.suffix not in built and ".egg-info" not in str(file)
     }
+    needed |= {"LICENSE", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", "release/wheels.py"}
     needed |= {"CMakeLists.txt", "MANIFEST.in", "Makefile", "README.md", "CHANGELOG.md", "pyproject.toml", "setup.py"}
     assert len(needed) > 300
     assert sorted(needed - packed) == []
@@ -46,12 +47,26 @@ def test_the_source_archive_is_complete(metadata):
     assert all(source in packed for source in re.findall(r"(?<!/)csrc/[\w/]+[.]\w+", description))
 
 
-def test_what_is_compiled_requires_its_torch_and_a_source_archive_any(setup, metadata):
-    installed = version("torch").split("+")[0]
-    assert (metadata / "requires.txt").read_text().startswith(f"torch=={installed}\nnumpy\n")
+def test_what_is_compiled_requires_its_minor_torch_and_a_source_archive_any(setup, metadata):
+    minor = ".".join(version("torch").split(".")[:2])
+    assert re.fullmatch(r"\d+\.\d+", minor)
+    assert (metadata / "requires.txt").read_text().startswith(f"torch=={minor}.*\nnumpy\n")
     for command in ("bdist_wheel", "dist_info", "editable_wheel"):
-        assert setup.torch_requirement([command]) == f"torch=={installed}"
+        assert setup.torch_requirement([command]) == f"torch=={minor}.*"
     assert setup.torch_requirement(["-q", "sdist", "--dist-dir", "x"]) == "torch>=2.11"
+
+
+def test_the_version_of_a_wheel_names_torch_and_its_variant(setup, metadata, monkeypatch):
+    wheels = SimpleNamespace(**runpy.run_path(str(ROOT / "release" / "wheels.py"), run_name="wheels"))
+    assert wheels.local_version("2.14.1+cu130", "13.0") == "torch2.14.cu130"
+    assert wheels.local_version("2.14.0", None) == "torch2.14.cpu"
+    assert "\nVersion: 0.1.0\n" in (metadata / "PKG-INFO").read_text()
+    monkeypatch.setenv("RTP_LOCAL_VERSION", "torch2.14.cu130")
+    made = Distribution({"name": "rtp-ext", "version": "0.1.0", "options": setup.local_version()})
+    command = made.get_command_obj("egg_info")
+    command.egg_base = str(ROOT)
+    command.ensure_finalized()
+    assert command.egg_version == "0.1.0+torch2.14.cu130"
 
 
 def test_every_package_and_its_data_are_installed(monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 import time
@@ -127,6 +128,17 @@ def test_tables_fit_a_terminal(capsys):
         assert max(map(len, text.splitlines())) <= WIDTH
         assert all(text.count(f"rank {rank}") == 1 for rank in range(int(command[1])))
     assert max(map(len, doctor.report().splitlines())) <= WIDTH + 60  # paths of files stay whole
+
+
+def test_torches_that_no_test_has_seen_are_named(monkeypatch):
+    root = Path(__file__).resolve().parents[2]
+    assert f"(tested: {', '.join(doctor.TESTED)})" in (root / "README.md").read_text()
+    rows = re.findall(r"^\| (2\.[\d., ]+) \|", (root / "docs" / "install.md").read_text(), re.MULTILINE)
+    assert sorted(", ".join(rows).split(", ")) == sorted(doctor.TESTED)
+    for release, words in (("2.14.1+cu130", "2.14.1+cu130, "), ("2.14.7+cpu", "; untested")):
+        monkeypatch.setattr(torch, "__version__", release)
+        told = doctor._versions()["torch"]
+        assert words in told and ("untested" in told) == (release.partition("+")[0] not in doctor.TESTED)
 
 
 def test_values_for_other_programs(capsys, monkeypatch):

@@ -28,6 +28,7 @@ from rtp_ext.ring.links.host_address import LOOPBACK
 from rtp_ext.ring.links.places import Place
 from rtp_ext.ring.links.transports import launch_order_problem
 
+TESTED = ("2.11.0", "2.13.0", "2.14.0", "2.14.1")  # releases of torch; docs/install.md has them, too
 _PROBE_SECONDS = 30
 _MACHINES_OWN = "pid:[4026531836]"  # the initial namespace of process ids on Linux
 
@@ -45,7 +46,7 @@ def _versions() -> dict[str, str]:
     found = {
         "rtp_ext": _package_version(),
         "python": f"{platform.python_version()} ({sys.executable})",
-        "torch": f"{torch.__version__}, {cuda}",
+        "torch": f"{torch.__version__}, {cuda}{'' if torch.__version__.partition('+')[0] in TESTED else '; untested'}",
         "extension": f"{'with' if _native.with_cuda else 'without'} CUDA and NCCL ({_native._C.__file__})",
     }
     if (codes := _native.nccl_versions()) is not None:
