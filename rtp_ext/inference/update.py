@@ -33,6 +33,7 @@ def update_weights(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Te
         kind = type(model).__name__
         raise ValueError(f"update_weights: expected a model that rotate_for_inference converted, got a {kind}")
     targets = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    ring.drop_pulled()
     ring.exchange("update_weights begins")
     names, failure = [], None
     try:
