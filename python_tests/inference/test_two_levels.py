@@ -1,6 +1,5 @@
 """Forward-only models on several hosts with several ranks each: mapped inside, pulled once for a host between."""
 
-import contextlib
 import copy
 import os
 import signal
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import run_ranks
 from models import make_model
 from pretended_hosts import pretend_hosts
 from reference import assert_same, differs, random
@@ -56,49 +55,46 @@ class Together(nn.Module):
         return x
 
 
+@torch.no_grad()
 def shares(rank, ranks):
     pretend_hosts(rank, ranks // HOSTS)
-    cases = Cases()
     plain = make_model()
     ids = torch.arange(3 + rank).unsqueeze(0)
-    with cases.case("a language model"), torch.no_grad():
-        model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=60.0)
-        ring = rtp_ext.ring_of(model)
-        assert ring.transport == "shm+tcp" and ring.slot_count("weight").slots == 0, ring
-        for _ in range(1 + rank % 2):
-            assert_same(model(ids), plain(ids), 1e-12, "values")
-        assert differs(model(ids), plain(ids + 1), 1e-6), "control"
-        assert ring.slot_count("weight").peak_slots == 2
-        ring.exchange("no rank pulls any more")
-        ring.close()
+    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=60.0)
+    ring = rtp_ext.ring_of(model)
+    assert ring.transport == "shm+tcp" and ring.slot_count("weight").slots == 0, ring
+    for _ in range(1 + rank % 2):
+        assert_same(model(ids), plain(ids), 1e-12, "values")
+    assert differs(model(ids), plain(ids + 1), 1e-6), "control"
+    assert ring.slot_count("weight").peak_slots == 2
+    ring.exchange("no rank pulls any more")
+    ring.close()
     plain = Together(6, 64)
     x = random(3 + rank, 64, dtype=torch.float64, seed=rank)
     counts = {}
     for transport in ("shm+tcp", "tcp"):
-        with cases.case(f"bytes over {transport}"), torch.no_grad():
-            model = copy.deepcopy(plain)
-            model.before = lambda number: dist.barrier()
-            model = rtp_ext.rotate_for_inference(model, transport=transport, timeout=60.0)
-            ring = rtp_ext.ring_of(model)
-            for _ in range(3):
-                assert_same(model(x), plain(x), 1e-12, "values")
-            begun, used = ring.prefetched()
-            assert begun == used == 2 * (len(plain.layers) - 1), "the order is known from the first forward"
-            counts[transport] = ring.pulled_bytes, ring.shared_bytes
-            if transport == "shm+tcp":
-                for parameter in (*plain.parameters(), *(p.to_local() for p in model.parameters())):
-                    parameter.mul_(1.5)
-                dist.barrier()
-                assert_same(model(x), plain(x), 1e-12, "no old shard is copied after a write")
-                rtp_ext.update_weights(model, ((n, p * 2) for n, p in plain.named_parameters()))
-                for parameter in plain.parameters():
-                    parameter.mul_(2)
-                assert_same(model(x), plain(x), 1e-12, "nor after an update")
-            dist.barrier()
-            ring.close()
-    cases.finish()
-    whole = 3 * sum(p.nbytes for p in plain.parameters())
-    return whole, counts
+        model = copy.deepcopy(plain)
+        model.before = lambda number: dist.barrier()
+        model = rtp_ext.rotate_for_inference(model, transport=transport, timeout=60.0)
+        ring = rtp_ext.ring_of(model)
+        for step in range(3):
+            assert_same(model(x), plain(x), 1e-12, f"forward {step} over {transport}")
+        begun, used = ring.prefetched()
+        assert begun == used == 2 * (len(plain.layers) - 1), "the order is known from the first forward"
+        counts[transport] = ring.pulled_bytes, ring.shared_bytes
+        if transport == "shm+tcp":
+            dist.barrier()  # no rank is in a forward
+            for parameter in (*plain.parameters(), *(p.to_local() for p in model.parameters())):
+                parameter.mul_(1.5)
+            dist.barrier()  # all have written
+            assert_same(model(x), plain(x), 1e-12, "no old shard is copied after a write")
+            rtp_ext.update_weights(model, ((n, p * 2) for n, p in plain.named_parameters()))
+            for parameter in plain.parameters():
+                parameter.mul_(2)
+            assert_same(model(x), plain(x), 1e-12, "nor after an update")
+        dist.barrier()
+        ring.close()
+    return 3 * sum(p.nbytes for p in plain.parameters()), counts
 
 
 def test_a_host_pulls_once():
@@ -132,11 +128,6 @@ def sleeps(rank, ranks):
         if rank == 2:
             os.kill(os.getpid(), signal.SIGSTOP)  # an owner on the other host: pulls from it hang
         if rank == 1:
-
-            def stop(number):
-                if number == 1:
-                    os.kill(os.getpid(), signal.SIGSTOP)
-
             while state(pids[2]) != "T":
                 time.sleep(0.01)
             store.set("rank 1 begins", "")
@@ -150,11 +141,10 @@ def sleeps(rank, ranks):
             for _ in range(2):
                 assert_same(model(x), plain(x), 1e-12, "values")
             assert time.monotonic() - start < 20.0
-            assert ring.pulled_bytes > 0 and ring.shared_bytes == 0, "the mate had nothing whole"
+            shard = sum(p.to_local().nbytes for p in model.layers[0].parameters())
+            assert ring.pulled_bytes > 0 and ring.shared_bytes in (0, shard), (ring.pulled_bytes, ring.shared_bytes, shard)
             assert state(pids[1]) == "T", "control: the mate slept"
             os.kill(pids[1], signal.SIGCONT)
-    with contextlib.suppress(RuntimeError):
-        store.wait(["never"]) if rank > 3 else None
     dist.barrier()
     with torch.no_grad():
         assert_same(model(x), plain(x), 1e-12, "afterwards")

@@ -15,6 +15,14 @@ namespace {
 constexpr auto kPoll = std::chrono::milliseconds(1);        // between two looks at the slot of a mate
 constexpr auto kPatience = std::chrono::milliseconds(200);  // with a mate's pull that makes no progress
 
+// FNV-1a of an owner and its parameters that travel together.
+uint64_t identity_of(int owner, const std::vector<size_t>& parameters) {
+  constexpr uint64_t kBasis = 14695981039346656037u, kPrime = 1099511628211u;
+  uint64_t identity = (kBasis ^ static_cast<uint64_t>(owner)) * kPrime;
+  for (const size_t parameter : parameters) identity = (identity ^ parameter) * kPrime;
+  return identity;
+}
+
 }  // namespace
 
 TwoLevelShards::TwoLevelShards(int rank, int ranks, int64_t bytes, const std::string& host,
@@ -84,8 +92,7 @@ size_t TwoLevelShards::slot_with(const Task& task) const {
 }
 
 void TwoLevelShards::fetch(const Task& task) {
-  uint64_t shard = 1469598103934665603u + static_cast<uint64_t>(task.owner);  // FNV-1a
-  for (const size_t parameter : task.parameters) shard = (shard ^ (parameter + 1)) * 1099511628211u;
+  const uint64_t shard = identity_of(task.owner, task.parameters);
   const size_t slot = slot_with(task);
   const bool shares = slot < kSlots;
   if (shares) open(slot, task, shard);
