@@ -19,7 +19,8 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
       trace_(transport_),
       hops_(transport_, trace_),
       prefetcher_(transport_, pool_, hops_, trace_, rank),
-      deferred_(transport_, pool_, trace_) {}
+      deferred_(transport_, pool_, trace_),
+      pulls_(pool_) {}
 
 Executor::~Executor() {
   if (!alive()) return;
@@ -28,7 +29,10 @@ Executor::~Executor() {
 
 const Schedule& Executor::schedule(ScheduleOptions options) {
   if (options.route == Route::two_level) options.hosts = hosts_;
-  options.sourced = source_ != nullptr;
+  if (const ShardSource* source = pulls_.source()) {
+    options.sourced = true;
+    options.hosts = source->hosts();
+  }
   const auto found = schedules_.find(options);
   if (found != schedules_.end()) return found->second;
   return schedules_.emplace(options, make_schedule(ranks_, rank_, options)).first->second;
@@ -156,7 +160,7 @@ void Execution::return_slots() {
   quantizer_.reset();
   give_back(staged_, Channel::weight);
   dequantized_.give_back(executor_.pool());
-  sourced_.give_back(executor_.pool());
+  sourced_.give_back(executor_.pulls());
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     give_back(whole_[static_cast<size_t>(channel)], channel);
     auto& slots = slots_[static_cast<size_t>(channel)];
@@ -248,10 +252,9 @@ std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half) co
 }
 
 std::vector<at::Tensor> Execution::weight() {
-  const int owner = current_->owner;
   std::vector<at::Tensor> arrived = schedule_.options.sourced
-                                        ? sourced_.of(executor_.pool(), *executor_.source_, *weight_, owner)
-                                        : views(current_->weight, owner);
+                                        ? sourced_.of(executor_.pulls(), schedule_, *weight_, *current_)
+                                        : views(current_->weight, current_->owner);
   return dequantized_.of(executor_.pool(), weight_, std::move(arrived), *current_);
 }
 std::vector<at::Tensor> Execution::gradient_in() const {
@@ -341,22 +344,9 @@ void Execution::hop(const Step& step) {
   if (index++ == 0 && step.channel == Channel::weight && prefetched_) return;
   const auto send = views(step.send, step.send_owner, step.half);
   const auto receive = views(step.receive, step.receive_owner, step.half);
-  Hop hop{step.channel,
-          step.receive.is_whole(),
-          schedule_.options.route == Route::two_level,
-          step.to,
-          step.from,
-          spans_of(send),
-          spans_of(receive),
-          slot_start(step.send),
-          slot_start(step.receive),
-          {},
-          {},
-          step.send_owner,
-          step.receive_owner,
-          operation_,
-          index - 1,
-          schedule_.hops(step.channel)};
+  Hop hop = hop_of(step, schedule_.options.route, operation_, index - 1, schedule_.hops(step.channel));
+  hop.send = spans_of(send), hop.receive = spans_of(receive);
+  hop.send_slot = slot_start(step.send), hop.receive_slot = slot_start(step.receive);
   for (size_t index = 0; index < send.size(); ++index) {
     hop.remote_receive_offsets.push_back(offset(step.receive, step.half, step.send_owner, index));
     hop.remote_send_offsets.push_back(offset(step.send, step.half, step.receive_owner, index));

@@ -25,7 +25,7 @@
 #include "engine/pass_graph.h"
 #include "engine/prefetch.h"
 #include "engine/results.h"
-#include "engine/shards/shard_source.h"
+#include "engine/shards/sourced_weights.h"
 
 namespace rtp {
 
@@ -56,11 +56,13 @@ class Executor {
     });
   }
   // Makes all forwards take shards from `source`, without a hop. Backwards become errors.
-  void take_from(std::shared_ptr<ShardSource> source) { source_ = std::move(source); }
+  void take_from(std::shared_ptr<ShardSource> source) { pulls_.take_from(std::move(source)); }
+  ShardPulls& pulls() { return pulls_; }
   // Sets the context of the following passes. A forward first finishes the deferred reductions that a failed backward
   // left.
   void enter(Context context) {
     if (!context.backward) or_fail([this] { deferred_.drain(); });
+    pulls_.enter(context.phase);
     prefetcher_.enter(std::move(context));
   }
   // Finishes the deferred reduction of a gradient: see Schedule::defers_reduction.
@@ -125,7 +127,7 @@ class Executor {
   Hops hops_;
   Prefetcher prefetcher_;
   DeferredReductions deferred_;
-  std::shared_ptr<ShardSource> source_;  // null: shards travel
+  ShardPulls pulls_;  // without a source, shards travel
   Results results_;
   Hops::Counts counts_before_graph_;
   std::map<ScheduleOptions, Schedule> schedules_;

@@ -37,12 +37,7 @@ Prefetcher::Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hop
 void Prefetcher::enter(Context context) {
   context_ = std::move(context);
   index_ = 0;
-  if (context_.phase == 0) return;
-  History& history = this->history();
-  if (history.phase == context_.phase) return;
-  history.phase = context_.phase;
-  history.last = std::exchange(history.now, {});
-  history.matches = true;
+  history().enter(context_.phase);
 }
 
 Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::optional<ShardBundle>& weight,
@@ -74,24 +69,14 @@ std::optional<PrefetchedHop> Prefetcher::begin(const Schedule& schedule, const s
   } else {
     drain();
   }
-  History& history = this->history();
-  if (!known) {
-    history.matches = false;
-    return prefetched;
-  }
-  const size_t position = history.now.size();
-  history.matches = history.matches && position < history.last.size() && history.last[position].same(record);
-  history.now.push_back(std::move(record));
+  known ? history().add(std::move(record)) : history().interrupt();
   return prefetched;
 }
 
 const Prefetcher::Record* Prefetcher::upcoming() const {
-  const History& history = histories_[context_.backward ? 1 : 0];
-  if (!enabled_ || pending_ || captured_ || !history.matches || history.phase != context_.phase) return nullptr;
-  const size_t position = history.now.size();
-  if (position >= history.last.size()) return nullptr;
-  const Record& record = history.last[position];
-  return record.first_hop.receive.exists() ? &record : nullptr;
+  if (!enabled_ || pending_ || captured_) return nullptr;
+  const Record* record = histories_[context_.backward ? 1 : 0].upcoming(context_.phase);
+  return record != nullptr && record->first_hop.receive.exists() ? record : nullptr;
 }
 
 bool Prefetcher::expects() const { return upcoming() != nullptr; }
@@ -122,22 +107,8 @@ void Prefetcher::prefetch() {
   prefetched.local = bundle.local;
   transport.order_hops_after(Channel::weight, transport.streams().record_compute());
   const Step& step = record.first_hop;
-  Hop hop{Channel::weight,
-          false,
-          record.options.route == Route::two_level,
-          step.to,
-          step.from,
-          spans_of(bundle.local),
-          {},
-          nullptr,
-          nullptr,
-          {},
-          {},
-          step.send_owner,
-          step.receive_owner,
-          record.name,
-          0,
-          record.hops};
+  Hop hop = hop_of(step, record.options.route, record.name, 0, record.hops);
+  hop.send = spans_of(bundle.local);
   std::vector<at::Tensor> landing;
   for (size_t index = 0; index < bundle.layouts.size(); ++index) {
     landing.push_back(bundle.in_slot(prefetched.landing->memory, step.receive_owner, index));

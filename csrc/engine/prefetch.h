@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/hops/history.h"
 #include "engine/hops/slots.h"
 
 namespace rtp {
@@ -86,11 +87,6 @@ class Prefetcher {
 
     bool same(const Record& other) const;
   };
-  struct History {
-    int64_t phase = 0;
-    std::vector<Record> last, now;
-    bool matches = false;  // this phase equals the previous one so far
-  };
   struct Pending {
     PrefetchedHop prefetched;
     Record record;
@@ -100,7 +96,7 @@ class Prefetcher {
   };
 
   Record record_of(const Schedule& schedule, const std::optional<ShardBundle>& weight, const std::string& name);
-  History& history() { return histories_[context_.backward ? 1 : 0]; }
+  PassHistory<Record>& history() { return histories_[context_.backward ? 1 : 0]; }
   const Record* upcoming() const;
   static std::vector<int64_t> versions(const Record& record);
   bool valid(const Pending& pending, const Record& record) const;
@@ -115,7 +111,7 @@ class Prefetcher {
   bool captured_ = false;
   Context context_;
   int index_ = 0;
-  std::array<History, 2> histories_;
+  std::array<PassHistory<Record>, 2> histories_;  // of forwards and of backwards
   std::optional<Pending> pending_;
   int64_t sent_ = 0;
   int64_t used_ = 0;

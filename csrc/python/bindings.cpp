@@ -7,6 +7,7 @@
 #include "engine/executor.h"
 #include "engine/shards/pulled_shards.h"
 #include "engine/shards/shared_shards.h"
+#include "engine/shards/two_level_shards.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
 #include "python/fields.h"
@@ -153,13 +154,20 @@ void bind_executor(py::module_& m) {
       .def("memory", &ShardSource::memory, py::arg("offset"), py::arg("bytes"))
       .def("address", &ShardSource::address)
       .def("connect", &ShardSource::connect, py::arg("addresses"), py::arg("bytes"), py::arg("offsets"))
-      .def("close", &ShardSource::close, py::call_guard<NoGil>());
+      .def("close", &ShardSource::close, py::call_guard<NoGil>())
+      .def_property_readonly("pulled_bytes", &ShardSource::pulled_bytes)
+      .def_property_readonly("shared_bytes", &ShardSource::shared_bytes);
   m.def("shared_shards", [](int rank, int ranks, int64_t bytes) -> std::shared_ptr<ShardSource> {
     return std::make_shared<SharedShards>(rank, ranks, bytes);
   });
   m.def("pulled_shards",
         [](int rank, int ranks, int64_t bytes, const std::string& host, std::chrono::milliseconds timeout)
             -> std::shared_ptr<ShardSource> { return make_owned<PulledShards>(rank, ranks, bytes, host, timeout); });
+  m.def("two_level_shards",
+        [](int rank, int ranks, int64_t bytes, const std::string& host, std::chrono::milliseconds timeout, int hosts,
+           int64_t most, int64_t parameters) -> std::shared_ptr<ShardSource> {
+          return make_owned<TwoLevelShards>(rank, ranks, bytes, host, timeout, hosts, most, parameters);
+        });
   ExecutorClass executor(m, "Executor", "The transport and the slots of one ring.");
   executor
       .def(py::init<std::shared_ptr<Transport>, int, int, at::Device, int>(), py::arg("transport"), py::arg("rank"),
@@ -187,10 +195,16 @@ void bind_executor(py::module_& m) {
           py::arg("passes"), "Maximum number of gradient reductions that may finish after their pass.")
       .def("land", &Executor::finish_reduction, py::arg("gradient"), py::call_guard<NoGil>())
       .def("landed_late", [](Executor& e) { return e.deferred_reductions().finished(); })
-      .def("prefetched", [](Executor& e) { return std::pair(e.prefetcher().sent(), e.prefetcher().used()); })
+      .def("prefetched",
+           [](Executor& e) {
+             return std::pair(e.prefetcher().sent() + e.pulls().started_ahead(),
+                              e.prefetcher().used() + e.pulls().used_ahead());
+           })
       .def(
           "set_delay", [](Executor& e, std::chrono::microseconds most) { e.hops().set_delay(most); }, py::arg("most"))
-      .def("take_from", &Executor::take_from, py::arg("source"))
+      .def("take_from", &Executor::take_from, py::arg("source"), py::call_guard<NoGil>())
+      .def(
+          "end_forward", [](Executor& e) { e.pulls().end_forward(); }, py::call_guard<NoGil>())
       .def("schedules", &Executor::schedules, "Number of cached schedules.")
       .def("reset_peak", [](Executor& e) { e.pool().reset_peak(); })
       .def(

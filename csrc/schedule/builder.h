@@ -35,7 +35,7 @@ class Builder {
     chosen.gradient_route = direct && (ranks > 2 || chosen.rounded) ? GradientRoute::direct : GradientRoute::chain;
     chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && chosen.route != Route::gather &&
                     chosen.route != Route::two_level && chosen.wgrad && chosen.gradient_route == GradientRoute::chain;
-    chosen.two_streams = chosen.two_streams && !chosen.bundle && chosen.route != Route::gather;
+    chosen.two_streams = chosen.two_streams && !chosen.bundle && chosen.route != Route::gather && !chosen.sourced;
     chosen.deferred = chosen.deferred && chosen.pass == Pass::backward && chosen.route != Route::gather &&
                       chosen.route != Route::two_level && chosen.wgrad && !chosen.halves;
   }

@@ -22,7 +22,10 @@ class WeightRotation {
     if (builder_.options().in_place) return s % 2 == 0 ? home() : builder_.slot(Channel::weight, 0);
     return builder_.slot(Channel::weight, (s - 1) % 2);
   }
-  int owner(int s) const { return builder_.at(direction_ * s); }
+  int owner(int s) const {
+    const bool levels = builder_.options().sourced && builder_.options().hosts > 1;
+    return levels ? alternating_owner(s) : builder_.at(direction_ * s);
+  }
 
   // Posts the hop of the shard of step s + 1. In place, one more hop returns the shard to its owner.
   void post(int s) {
@@ -50,6 +53,15 @@ class WeightRotation {
 
  private:
   static Buffer home() { return {Channel::weight, Buffer::kHome}; }
+
+  // The owners of sourced shards of several hosts: those of this host, evenly mixed with those of others. The latter
+  // come in the same steps on all ranks of a host, so that one of them can pull a shard for all.
+  int alternating_owner(int s) const {
+    const int ranks = builder_.ranks(), hosts = builder_.options().hosts;
+    const int per_host = ranks / hosts, place = builder_.rank() % per_host, first = builder_.rank() - place;
+    if (s % hosts == 0) return first + (place - s / hosts + per_host) % per_host;
+    return (first + ranks - s + s / hosts) % ranks;
+  }
 
   Builder& builder_;
   int direction_;

@@ -120,7 +120,7 @@ struct ScheduleOptions {
   bool two_streams = false;  // except bundles: forwards alternate between two streams, dgrads and wgrads have one each
   // backward only: the pass may end before the last gradient hop has arrived: see Schedule::defers_reduction
   bool deferred = false;
-  int hosts = 1;  // route two_level only: number of hosts; each holds the same number of consecutive ranks
+  int hosts = 1;  // route two_level, or sourced: number of hosts; each holds the same number of consecutive ranks
   GradientRoute gradient_route = GradientRoute::chain;  // backward only: direct excludes routes gather and two_level
   bool rounded = false;  // gradient route direct only: contributions travel in fewer bits than the dtype of their sum
   bool sourced = false;  // forward only: the shards come from a source without hops: see ShardSource

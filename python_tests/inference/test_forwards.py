@@ -5,6 +5,7 @@ import copy
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ import torch.distributed as dist
 from harness import Cases, run_ranks
 from hf_models import inputs_of, make, make_batch
 from models import VOCABULARY, make_model
+from pretended_hosts import pretend_hosts
 from reference import assert_same, differs, random
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import rtp_ext
 from rtp_ext._native import Execution, make_schedule
@@ -86,7 +90,8 @@ def computes(rank, ranks, kinds, transport):
                 assert differs(actual, logits(other, kind, rank, step), TOLERANCES[kind]), "control: a changed weight"
         with cases.case(f"{kind}: slots"):
             slots = ring.slot_count("weight").peak_slots
-            assert slots == (min(2, ranks - 1) if transport == "tcp" else 0), slots
+            ahead = rank % 2  # in the second forward
+            assert slots == (min(2, ranks - 1 + ahead) if transport == "tcp" else 0), slots
             assert ring.hops("weight") == 0
         if transport == "tcp":
             ring.exchange("no rank pulls any more")
@@ -167,7 +172,9 @@ def test_generate_with_caches_and_different_lengths():
 
 
 def alone(rank, ranks, transport):
-    """Rank 0 runs all its forwards while the others are in none; then they run theirs."""
+    """Rank 0 runs all its forwards while the others sleep, raise and compute; then they run theirs, and it serves."""
+    if transport == "shm+tcp":
+        pretend_hosts(rank, ranks // 2)
     plain = make_model()
     model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport=transport, timeout=5.0)
     store = dist.distributed_c10d._get_default_store()
@@ -175,27 +182,37 @@ def alone(rank, ranks, transport):
         if rank == 0:
             for step in range(3):
                 assert_same(logits(model, "small", rank, step), logits(plain, "small", rank, step), 1e-12, f"{step}")
+            assert not store.check(["rank 1 woke"]), "control: rank 1 slept"
             store.set("rank 0 has ended", "")
+            dist.barrier()  # it has finished, and serves
         elif rank == 1:
             store.wait(["rank 0 has ended"])
+            store.set("rank 1 woke", "")
         else:
             with pytest.raises(IndexError):
                 model(torch.full((1, 2), VOCABULARY))  # an error of this rank's own
-            store.wait(["rank 0 has ended"])
-        assert_same(logits(model, "small", rank, 9), logits(plain, "small", rank, 9), 1e-12, "afterwards")
-    dist.barrier()
-    control = rtp_ext.fully_rotate(plain, timeout=1.0)
+            while not store.check(["rank 0 has ended"]):
+                logits(plain, "small", rank, 0)
+        if rank > 0:
+            assert_same(logits(model, "small", rank, 9), logits(plain, "small", rank, 9), 1e-12, "afterwards")
+            dist.barrier()
+    control = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=1.0)
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    waits = fully_shard(nn.Linear(8, 8), mesh=DeviceMesh.from_group(group, "cpu"))
     if rank == 0:
-        with torch.no_grad(), pytest.raises(rtp_ext.RingTimeout):
-            logits(control, "small", rank, 0)
-        store.set("the control has ended", "")
+        with torch.no_grad():
+            with pytest.raises(rtp_ext.RingTimeout):
+                logits(control, "small", rank, 0)
+            with pytest.raises(RuntimeError, match="Timed out"):
+                waits(torch.ones(1, 8))
+        store.set("the controls have ended", "")
     else:
-        store.wait(["the control has ended"])
+        store.wait(["the controls have ended"])
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_no_rank_waits_for_another(transport):
-    run_ranks(alone, 3, transport)
+@pytest.mark.parametrize(("ranks", "transport"), [(3, "shm"), (3, "tcp"), (4, "shm+tcp")])
+def test_no_rank_waits_for_another(ranks, transport):
+    run_ranks(alone, ranks, transport)
 
 
 def ended(pid: int) -> None:
@@ -209,6 +226,10 @@ def survives(rank, ranks):
     plain = make_model()
     model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=5.0)
     pulling = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport="tcp", timeout=5.0)
+    block = next(part for part in make("mixtral").modules() if type(part).__name__ == "MixtralExperts").eval()
+    choosing = rtp_ext.rotate_for_inference(copy.deepcopy(block), transport="tcp", timeout=5.0)
+    own = torch.full((3, 1), -(-block.num_experts // ranks) * rank)
+    x, weights = torch.ones(3, block.hidden_dim), torch.ones(3, 1)
     pids = rtp_ext.ring_of(model).exchange(os.getpid())
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -218,8 +239,14 @@ def survives(rank, ranks):
         for _ in range(2):  # no other ring of this rank ends, and neither does this one
             with pytest.raises(rtp_ext.RotationError, match="a pull of shards from rank 1 of the ring at"):
                 logits(pulling, "small", rank, 0)
+        theirs = torch.full_like(own, -(-block.num_experts // ranks))
+        with pytest.raises(rtp_ext.RotationError, match="a pull of shards from rank 1 of the ring at"):
+            choosing(x, theirs, weights)
+        assert_same(choosing(x, own, weights), block(x, own, weights), 1e-5, "a pass that does not need rank 1")
+        assert differs(choosing(x, own, weights), block(x, theirs, weights), 1e-5), "control: another expert"
+    rtp_ext.ring_of(pulling).communicator.executor.check_alive("afterwards")
     start = time.monotonic()
-    for each in (model, pulling):
+    for each in (model, pulling, choosing):
         rtp_ext.ring_of(each).close()
     assert time.monotonic() - start < 3.0, "close waits for no rank"
     with torch.no_grad(), pytest.raises(rtp_ext.RotationError, match="it was closed"):

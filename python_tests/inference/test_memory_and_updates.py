@@ -195,7 +195,7 @@ def test_updates(transport, tmp_path):
 def refuses(rank, ranks):
     plain = make_model()
     for options, words in (
-        ({"transport": "ce"}, "expected transport auto, shm or tcp, got 'ce'"),
+        ({"transport": "ce"}, r"expected transport auto, shm, shm\+tcp, tcp, got 'ce'"),
         ({"offload": True}, "expected offload False, got True"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -23,15 +23,15 @@ from rtp_ext.convert.plan.request import TIMEOUT, Options, Request
 from rtp_ext.convert.plan.rotation_plan import ROTATED, RotationPlan
 from rtp_ext.convert.scopes import is_inside, ring_of_module
 from rtp_ext.convert.validation import read_call, validate
+from rtp_ext.inference.forwards import mark_forwards
 from rtp_ext.nn import Flyweight
 from rtp_ext.parameters.frozen import FORMATS
 from rtp_ext.ring.autograd import as_parameter
-from rtp_ext.ring.inference import INFERENCE, InferenceRing
+from rtp_ext.ring.inference import INFERENCE, TRANSPORTS, InferenceRing
 
 logger = logging.getLogger("rtp_ext")
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_TRANSPORTS = ("auto", "shm", "tcp")
 
 
 def rotate_for_inference(
@@ -108,10 +108,10 @@ _DEFAULTS = {each.name: each.default for each in dataclasses.fields(Options)}
 def _check_arguments(model: Any, mesh: Any, transport: str, weights: str | None, offload: bool) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"rotate_for_inference: expected a torch.nn.Module, got {type(model).__name__}")
-    if transport not in _TRANSPORTS:
+    if transport not in TRANSPORTS:
         raise ValueError(
-            f"rotate_for_inference: expected transport auto, shm or tcp, got {transport!r}: pulls by copy engines, and "
-            "others, are not made yet"
+            f"rotate_for_inference: expected transport {', '.join(TRANSPORTS)}, got {transport!r}: pulls by copy "
+            "engines, and others, are not made yet"
         )
     if weights not in (None, *FORMATS):
         raise ValueError(
@@ -175,5 +175,6 @@ def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: Infer
     model.__dict__[INFERENCE] = ring
     extend_adapters(model, UnmergedAdapter)
     install_save_pretrained(model, ring)
+    mark_forwards(model, ring)
     compare_weights(values, ring)
     logger.info("rotate_for_inference: %s: %r", type(model).__name__, ring)

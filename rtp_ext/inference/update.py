@@ -46,6 +46,7 @@ def update_weights(model: nn.Module, source: nn.Module | NamedTensors, *, bucket
     if bucket_bytes < 1:
         raise ValueError(f"update_weights: expected bucket_bytes >= 1, got {bucket_bytes}")
     targets = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    ring.drop_pulled()
     ring.exchange("update_weights begins")
     if isinstance(source, nn.Module):
         count, failure = copy_from(source, targets, ring, bucket_bytes)

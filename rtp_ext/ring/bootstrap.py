@@ -1,4 +1,4 @@
-"""The start of a ring: comparison of the ranks' options, and creation of the executor."""
+"""The start of a ring: its ranks, comparison of the ranks' options, and creation of the executor."""
 
 from __future__ import annotations
 
@@ -7,15 +7,30 @@ import secrets
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rtp_ext import _native
 from rtp_ext.ring.links.communicator import Communicator
-from rtp_ext.ring.links.failure_report import this_process
+from rtp_ext.ring.links.failure_report import FailureReport, this_process
 from rtp_ext.ring.links.hosts import find_hosts
 from rtp_ext.ring.links.options import RingOptions
-from rtp_ext.ring.links.transports import NETWORKED, Connection
+from rtp_ext.ring.links.transports import NETWORKED, Connection, order_launches
 from rtp_ext.ring.links.wiring import find_wiring
+from rtp_ext.ring.mesh import RingMesh
 from rtp_ext.ring.routes.weight_routes import choose_ce_modes
+
+
+def join_ranks(meshes: RingMesh, options: RingOptions) -> Communicator:
+    """Returns the communicator of the ranks of a ring. Collective."""
+    device = torch.device(meshes.hops.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        order_launches()
+    group = meshes.hops.get_group()
+    members = dist.get_process_group_ranks(group)
+    ring = Communicator(dist.get_rank(group), dist.get_world_size(group), device, options.timeout, members)
+    ring.failure_report = FailureReport(meshes.parameters.mesh.flatten().tolist())
+    return ring
 
 
 def agree_on(options: RingOptions, ring: Communicator) -> str:

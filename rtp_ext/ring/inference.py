@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import logging
+import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,25 +17,89 @@ from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.compilers import keep_compilers_out
 from rtp_ext.ring.autograd import as_gradient
-from rtp_ext.ring.bootstrap import agree_on
+from rtp_ext.ring.bootstrap import agree_on, join_ranks
 from rtp_ext.ring.links.communicator import Communicator
-from rtp_ext.ring.links.failure_report import FailureReport
 from rtp_ext.ring.links.host_address import own_address
 from rtp_ext.ring.links.options import RingOptions
-from rtp_ext.ring.links.transports import Connection
+from rtp_ext.ring.links.transports import Candidate, choose, refuse_any
 from rtp_ext.ring.mesh import resolve_mesh
+from rtp_ext.ring.op_runner import OpRunner
+from rtp_ext.ring.prepared import Agreement
 from rtp_ext.ring.ring import Ring
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 from rtp_ext.ring.routes.plan import RoutePlan
 
-logger = logging.getLogger("rtp_ext")
-
 INFERENCE = "_rtp_inference"  # attribute of a model: its InferenceRing
+TRANSPORTS = ("auto", "shm", "shm+tcp", "tcp")  # of an InferenceRing
 _ALIGNMENT = 64  # bytes; of a shard in the memory that other ranks read
-_REASONS = {
-    "shm": "shards lie in memory that all ranks map",
-    "tcp": "a thread of each rank sends its shards on request",
-}
+_CALLER = "rotate_for_inference"
+
+
+def _candidates(ring: Communicator) -> list[Candidate]:
+    """Returns the transports of an InferenceRing, the preferred one first."""
+
+    def none(ring: Communicator) -> Any:
+        return _native.emulated_transport(ring.device)  # nothing hops
+
+    placed = ring.placed
+    return [
+        Candidate("shm", "shards lie in memory that all ranks map", lambda: placed.spread, none),
+        Candidate(
+            "shm+tcp",
+            "ranks of a host map each other's shards, and share those that come from other hosts",
+            lambda: placed.unlevel,
+            none,
+        ),
+        Candidate("tcp", "a thread of each rank sends its shards on request", lambda: None, none),
+    ]
+
+
+class _Forwards(Agreement):
+    """The running forwards of a rank, each in a thread of its own. Ranks compare nothing after the conversion."""
+
+    _phases = itertools.count(1)
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._own = threading.local()
+        super().__init__(communicator)
+
+    @property
+    def forward_phase(self) -> int:  # type: ignore[override]
+        return getattr(self._own, "phase", 0)
+
+    @forward_phase.setter
+    def forward_phase(self, phase: int) -> None:
+        self._own.phase = phase
+
+    def begin_forward(self) -> None:
+        self._own.depth = self.depth + 1
+        if self.depth == 1:
+            self.forward_phase = next(self._phases)
+
+    def end_forward(self) -> None:
+        self._own.depth = max(self.depth - 1, 0)
+        if self.depth == 0:
+            self.forward_phase = 0
+
+    @property
+    def depth(self) -> int:
+        """The number of forwards that this thread is in, one within another."""
+        return getattr(self._own, "depth", 0)
+
+    def postpone(self, *_: Any) -> bool:
+        return True
+
+
+class _InTurn(OpRunner):
+    """Runs the operations of several threads one after the other: they share slots and connections."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.turn = threading.Lock()
+
+    def run(self, *arguments: Any, **keywords: Any) -> Any:
+        with self.turn:
+            return super().run(*arguments, **keywords)
 
 
 class InferenceRing(Ring):
@@ -42,7 +107,10 @@ class InferenceRing(Ring):
 
     Over `shm` a forward computes with the shard of another rank where it lies: no hop, no slot, no copy; the memory of
     a rank that has ended stays mapped. Over `tcp` it pulls the shard from its owner, whose threads answer, into one of
-    two slots, while it computes with the shard before. Only `share`, `exchange` and `update_weights` are collective.
+    two slots, while it computes with the shard before; in the forward of a model also across layers, in the order of
+    the forward before. `shm+tcp` does the first inside a host and the second between hosts; a shard that another rank
+    of the host has in a slot comes from there. Only `share`, `exchange` and `update_weights` are collective. Threads
+    may run forwards at a time; their layers take turns.
 
     Attributes:
         shard_bytes: bytes of this rank's shards.
@@ -51,6 +119,8 @@ class InferenceRing(Ring):
 
     traceable = False
     shard_bytes = whole_bytes = 0
+    _agreement_type = _Forwards
+    _runner_type = _InTurn
 
     def __init__(
         self,
@@ -62,23 +132,15 @@ class InferenceRing(Ring):
         fixed = {"transport": transport, "route": "direct", "slot_cap": 0, "prefetch": 0, "late_gradients": 0}
         options = RingOptions.of({**fixed, "timeout": timeout})
         keep_compilers_out()
-        self.mesh = self.parameter_mesh = mesh = resolve_mesh(mesh_or_group).hops
-        device = torch.device(mesh.device_type)
-        if device.type != "cpu":
-            raise ValueError(f"rotate_for_inference: expected ranks on CPUs, got a mesh on {device.type}: not made yet")
-        group = mesh.get_group()
-        members = dist.get_process_group_ranks(group)
-        ring = Communicator(dist.get_rank(group), dist.get_world_size(group), device, options.timeout, members)
-        ring.failure_report = FailureReport(mesh.mesh.flatten().tolist())
+        meshes = resolve_mesh(mesh_or_group)
+        self.mesh = self.parameter_mesh = meshes.hops
+        if meshes.hops.device_type != "cpu":
+            raise ValueError(f"{_CALLER}: expected ranks on CPUs, got a mesh on {meshes.hops.device_type}: not made yet")
+        ring = join_ranks(meshes, options)
         self._source: Any = None
         with ring.released_on_error():
             token = agree_on(options, ring)
-            if transport == "shm" and ring.placed.spread is not None:
-                raise RotationError(
-                    f"rotate_for_inference: transport shm cannot be used: {ring.placed.spread}; tcp can"
-                )
-            name = ("shm" if ring.placed.spread is None else "tcp") if transport == "auto" else transport
-            connection = Connection(name, _native.emulated_transport(device), _REASONS[name])
+            connection = choose(ring, transport, _candidates(ring), _CALLER)
             routes = RoutePlan.of(options, "direct", GradientRoutes("chain", None, "there are none"))
             self._compose(ring, options, connection, routes, token)
 
@@ -93,18 +155,16 @@ class InferenceRing(Ring):
             # one unit at least: the address of a shard identifies its parameter
             end += max(1, -(-parameter._local_tensor.nbytes // _ALIGNMENT)) * _ALIGNMENT
         source, problem, address = None, None, ""
-        host = own_address(self.exchange) if self.transport == "tcp" else ""
+        sizes = self.exchange(end)
+        host = "" if self.transport == "shm" else own_address(self.exchange)
         try:
-            if self.transport == "tcp":
-                source = _native.pulled_shards(self.rank, self.size, end, host, self.timeout)
-            else:
-                source = _native.shared_shards(self.rank, self.size, end)
+            source = self._make_source(sizes, len(offsets), host)
             address = source.address()
         except RotationError as error:
             problem = str(error)
         self._refuse(problem)
         assert source is not None, "no problem"
-        addresses, sizes, all_offsets = zip(*self.exchange((address, end, offsets)), strict=True)
+        addresses, all_offsets = zip(*self.exchange((address, offsets)), strict=True)
         try:
             source.connect(addresses, sizes, all_offsets)
         except RotationError as error:
@@ -124,20 +184,45 @@ class InferenceRing(Ring):
         self._refuse(None)  # no rank computes before the shards of all are in place
         return moved
 
+    def _make_source(self, sizes: Sequence[int], parameters: int, host: str) -> Any:
+        """Returns the native source of the shards. `sizes`: by rank, bytes of its memory; `host`: see own_address."""
+        place = self.rank, self.size, sizes[self.rank]
+        if self.transport == "shm":
+            return _native.shared_shards(*place)
+        if self.transport == "tcp":
+            return _native.pulled_shards(*place, host, self.timeout)
+        return _native.two_level_shards(*place, host, self.timeout, self.hosts, max(sizes), parameters)
+
     def _refuse(self, problem: str | None) -> None:
         """Raises RotationError with the problems of all ranks, if any. Collective."""
-        if texts := [f"on rank {rank}, {text}" for rank, text in enumerate(self.exchange(problem)) if text is not None]:
-            raise RotationError(f"rotate_for_inference: {'; '.join(texts)}")
+        refuse_any(self.exchange(problem), _CALLER)
 
-    def postpone(self, *_: Any) -> bool:
-        """Returns True: the ranks have compared the whole model, and forwards need no comparison."""
-        return True
+    def end_forward(self) -> None:
+        """Ends the phase that `begin_forward` started."""
+        self.agreement.end_forward()
+        if self.agreement.depth == 0:
+            self.drop_pulled()
+
+    def drop_pulled(self) -> None:
+        """Drops the shards that were pulled ahead, and those that other ranks of the host may take: they may change."""
+        with self._op_runner.turn:
+            self.communicator.executor.end_forward()
+
+    @property
+    def pulled_bytes(self) -> int:
+        """The bytes of shards that have come to this rank from their owners over sockets."""
+        return 0 if self._source is None else self._source.pulled_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """The bytes of shards of other hosts that have come from another rank of this host, over `shm+tcp`."""
+        return 0 if self._source is None else self._source.shared_bytes
 
     def close(self) -> None:
         """Releases this rank's mappings, threads and groups. Idempotent; waits for no other rank.
 
         Over `shm` other ranks go on: their mappings keep the shards of this one. Over `tcp` their next pull from this
-        rank is an error.
+        rank is an error, and over `shm+tcp` that of a rank of another host.
         """
         super().close()
         if self._source is not None:

@@ -18,12 +18,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
 from rtp_ext.compilers import keep_compilers_out
-from rtp_ext.ring.bootstrap import agree_on, late_passes, make_executor
+from rtp_ext.ring.bootstrap import agree_on, join_ranks, late_passes, make_executor
 from rtp_ext.ring.cpu_offload import HostMemory, host_memory
 from rtp_ext.ring.dtensor_parameters import register_mesh
 from rtp_ext.ring.graphs import choose_graphs
 from rtp_ext.ring.links.communicator import Communicator
-from rtp_ext.ring.links.failure_report import FailureReport
 from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.options import ROUTES, TRANSPORTS, RingOptions, check_choice
 from rtp_ext.ring.links.transports import (
@@ -32,7 +31,6 @@ from rtp_ext.ring.links.transports import (
     connect,
     nccl_put_refusal,
     nccl_refusal,
-    order_launches,
 )
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.op_runner import OpRunner
@@ -151,6 +149,8 @@ class Ring:
     host_memory: HostMemory | None = None
     serial: int
     name: str  # compiled graphs find the ring by it
+    _agreement_type: type[Agreement] = Agreement
+    _runner_type: type[OpRunner] = OpRunner
 
     def __init__(
         self,
@@ -178,16 +178,10 @@ class Ring:
         self.replicas = meshes.replicas
         self.traceable = meshes.replicas == 1 and meshes.tensor is None
         register_mesh(meshes.parameters, meshes.replicas, meshes.tensor is not None)
-        device = torch.device(meshes.hops.device_type)
-        if checksum and device.type != "cpu":
-            raise ValueError(f"Ring: expected checksum=False or a ring of CPU ranks, got True on {device.type}")
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-            order_launches()
-        group = meshes.hops.get_group()
-        members = dist.get_process_group_ranks(group)
-        ring = Communicator(dist.get_rank(group), dist.get_world_size(group), device, options.timeout, members)
-        ring.failure_report = FailureReport(meshes.parameters.mesh.flatten().tolist())
+        kind = meshes.hops.device_type
+        if checksum and kind != "cpu":
+            raise ValueError(f"Ring: expected checksum=False or a ring of CPU ranks, got True on {kind}")
+        ring = join_ranks(meshes, options)
         with ring.released_on_error():
             token = agree_on(options, ring)
             connection = connect(ring, options.transport, options.transport_options)
@@ -279,9 +273,9 @@ class Ring:
         self.prefetch = 0 if self.graphs.on else options.prefetch
         executor.prefetch(self.prefetch > 0)
         self.common = Prepared()
-        self.agreement = Agreement(ring)
+        self.agreement = self._agreement_type(ring)
         self.telemetry = Telemetry(ring, connection, token)
-        self._op_runner = OpRunner(ring, self.agreement, self.graphs)
+        self._op_runner = self._runner_type(ring, self.agreement, self.graphs)
         self._late = LateGradients(ring, late)
         name_ring(self)
         self._primitives = Primitives(ring, self._op_runner, routes.hop_route, self.serial)

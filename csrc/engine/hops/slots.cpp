@@ -35,9 +35,12 @@ struct TransportMemory {
   Channel channel;
   int64_t number;
   bool fixed;
+  const std::function<at::Tensor(int64_t)>& preferred;
 
   std::shared_ptr<Slot> allocate(int64_t bytes) const {
-    return std::make_shared<Slot>(Slot{transport.allocate(channel, bytes), {}, false, number});
+    at::Tensor memory = preferred ? preferred(bytes) : at::Tensor();
+    if (!memory.defined()) memory = transport.allocate(channel, bytes);
+    return std::make_shared<Slot>(Slot{std::move(memory), {}, false, number});
   }
   bool before(const std::shared_ptr<Slot>& a, const std::shared_ptr<Slot>& b) const {
     return fixed && a->number < b->number;
@@ -207,6 +210,18 @@ std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors) {
   return spans;
 }
 
+Hop hop_of(const Step& step, Route route, std::string operation, int index, int count) {
+  Hop hop;
+  hop.channel = step.channel;
+  hop.in_whole_slot = step.receive.is_whole();
+  hop.two_level = route == Route::two_level;
+  hop.to = step.to, hop.from = step.from;
+  hop.send_shard = step.send_owner, hop.receive_shard = step.receive_owner;
+  hop.operation = std::move(operation);
+  hop.index = index, hop.count = count;
+  return hop;
+}
+
 void wait(Transfer& transfer, End end) { transfer.wait(end); }
 
 void Usage::wait_for_all(Streams& streams) {
@@ -218,7 +233,7 @@ void Usage::wait_for_all(Streams& streams) {
 std::shared_ptr<Slot> SlotPool::lease(Channel channel, int64_t bytes) {
   Ledger& slots = ledger(channel);
   const int64_t number = slots.count().allocations;
-  std::shared_ptr<Slot> slot = slots.lease(bytes, TransportMemory{*transport_, channel, number, fixed_});
+  std::shared_ptr<Slot> slot = slots.lease(bytes, TransportMemory{*transport_, channel, number, fixed_, memory_});
   slot->captured = slot->captured || captured_by_user();
   return slot;
 }
@@ -237,7 +252,7 @@ bool SlotPool::captured_by_user() const {
 void SlotPool::clear() {
   scratch_.clear(OwnMemory{device_});
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
-    ledger(channel).clear(TransportMemory{*transport_, channel, 0, false});
+    ledger(channel).clear(TransportMemory{*transport_, channel, 0, false, memory_});
   }
 }
 

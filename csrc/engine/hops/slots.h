@@ -6,9 +6,12 @@
 #include <array>
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <random>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "base/blocks.h"
@@ -70,6 +73,10 @@ struct ShardBundle {
 
 std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors);
 
+// Returns the hop of a step of a schedule with this route, without its memory. `index`, `count`: of the hop in its
+// pass.
+Hop hop_of(const Step& step, Route route, std::string operation, int index, int count);
+
 // The uses of a memory region since it was last overwritten.
 struct Usage : Uses<std::shared_ptr<Transfer>, StreamEvent> {
   // Orders the compute stream after all uses, and clears them.
@@ -95,6 +102,8 @@ class SlotPool {
   SlotPool(std::shared_ptr<Transport> transport, at::Device device)
       : transport_(std::move(transport)), device_(device) {}
 
+  // Asks `memory` for the memory of new slots first; an undefined tensor: it has none.
+  void take_memory_from(std::function<at::Tensor(int64_t)> memory) { memory_ = std::move(memory); }
   std::shared_ptr<Slot> lease(Channel channel, int64_t bytes);
   void give_back(Channel channel, std::shared_ptr<Slot> slot) { ledger(channel).give_back(std::move(slot)); }
   void clear();
@@ -119,6 +128,7 @@ class SlotPool {
 
   std::shared_ptr<Transport> transport_;
   at::Device device_;
+  std::function<at::Tensor(int64_t)> memory_;
   std::array<Ledger, 2> ledgers_;
   Ledger scratch_;
   bool fixed_ = false;

@@ -1,11 +1,10 @@
 #include "engine/shards/pulled_shards.h"
 
 #include <poll.h>
-#include <sys/socket.h>
 
-#include <cerrno>
-#include <cstring>
+#include <algorithm>
 #include <sstream>
+#include <utility>
 
 #include "base/checks.h"
 
@@ -21,34 +20,31 @@ struct Request {
   int64_t bytes;
 };
 
-// Receives exactly `bytes`. Returns false if the other end closed the connection before the first byte.
-template <typename Wait>
-bool receive_all(const Socket& socket, std::byte* data, size_t bytes, Wait&& wait) {
-  size_t received = 0;
-  while (received < bytes) {
-    const ssize_t found = recv(socket.fd(), data + received, bytes - received, MSG_DONTWAIT);
-    if (found > 0) {
-      received += static_cast<size_t>(found);
-    } else if (found == 0) {
-      if (received == 0) return false;
-      throw ConnectionError("the connection ended");
-    } else if (errno == EAGAIN) {
-      wait();
-    } else if (errno != EINTR) {
-      throw ConnectionError(concat("cannot receive: ", std::strerror(errno)));
-    }
-  }
-  return true;
-}
-
 }  // namespace
+
+class PulledShards::Queued : public Pull {
+ public:
+  Queued(PulledShards& source, Task task) : task(std::move(task)), source_(source) {}
+
+  void wait() override { source_.wait(*this); }
+  void drop() noexcept override { source_.drop(*this); }
+
+  const Task task;
+  bool ended = false;  // guarded by the mutex of the source, as are the others
+  bool given_up = false;
+  std::exception_ptr failure;
+
+ private:
+  PulledShards& source_;
+};
 
 PulledShards::PulledShards(int rank, int ranks, int64_t bytes, const std::string& host,
                            std::chrono::milliseconds timeout)
-    : ShardSource(rank, ranks, bytes),
+    : HostShards(rank, ranks, bytes),
       host_(host),
       timeout_(timeout),
       stop_(make_stop()),
+      interrupt_(make_stop()),
       listener_(listen_at(host, ranks)),
       accepting_([this] { accept(); }) {}
 
@@ -57,53 +53,105 @@ std::string PulledShards::address() const { return concat(port_of(listener_), ' 
 void PulledShards::connect(const std::vector<std::string>& addresses, const std::vector<int64_t>& bytes,
                            const std::vector<std::vector<int64_t>>& offsets) {
   expect_counts(addresses.size(), bytes.size(), offsets.size());
-  for (size_t peer = 0; peer < addresses.size(); ++peer) {
-    auto owner = std::make_unique<Owner>();
-    std::istringstream fields(addresses[peer]);
-    fields >> owner->port >> owner->number >> owner->host;
-    RTP_CHECK_VALUE(!fields.fail(), "pulled shards: expected 'port number host', got '", addresses[peer], "'");
-    owner->bytes = bytes[peer];
-    owner->offsets = offsets[peer];
+  for (const std::string& address : addresses) {
+    Owner owner;
+    std::istringstream fields(address);
+    fields >> owner.port >> owner.number >> owner.host;
+    RTP_CHECK_VALUE(!fields.fail(), "pulled shards: expected 'port number host', got '", address, "'");
     owners_.push_back(std::move(owner));
   }
-  set_offsets(offsets[rank()]);
+  set_all_offsets(offsets);
+  pulling_ = std::thread([this] { run(); });
 }
 
-void PulledShards::pull(const std::vector<at::Tensor>& local, int owner_rank, const std::vector<at::Tensor>& targets) {
-  Owner& owner = *owners_[owner_rank];
-  const std::lock_guard lock(owner.mutex);
-  const auto named = [&](const auto&... what) {
-    return concat("a pull of shards from rank ", owner_rank, " of the ring at ", owner.host, ": ", what...);
-  };
-  try {
-    if (!owner.socket) owner.socket = connect_to(owner.host, owner.port, stop_, timeout_);
-    std::vector<Request> requests;
-    for (size_t index = 0; index < local.size(); ++index) {
-      const int64_t offset = owner.offsets[parameter_of(local[index])];
-      requests.push_back({owner.number, offset, static_cast<int64_t>(targets[index].nbytes())});
+std::shared_ptr<Pull> PulledShards::pull(const std::vector<size_t>& parameters, int owner,
+                                         const std::vector<at::Tensor>& targets) {
+  auto pull = std::make_shared<Queued>(*this, Task{parameters, owner, targets});
+  {
+    const std::lock_guard lock(mutex_);
+    queue_.push_back(pull);
+  }
+  queued_.notify_one();
+  return pull;
+}
+
+void PulledShards::wait(Queued& pull) {
+  std::unique_lock lock(mutex_);
+  ended_.wait(lock, [&] { return pull.ended || closing_; });
+  if (pull.failure) std::rethrow_exception(pull.failure);
+  if (!pull.ended) throw RotationError(concat("a pull of shards from rank ", pull.task.owner, ": the ring was closed"));
+}
+
+void PulledShards::drop(Queued& pull) noexcept {
+  std::unique_lock lock(mutex_);
+  if (pull.ended || closing_) return;
+  if (queue_.front().get() != &pull) {
+    queue_.erase(std::find_if(queue_.begin(), queue_.end(), [&](const auto& each) { return each.get() == &pull; }));
+    pull.ended = true;
+    return;
+  }
+  pull.given_up = true;
+  raise_stop(interrupt_);
+  ended_.wait(lock, [&] { return pull.ended || closing_; });
+}
+
+// The thread of this rank's pulls.
+void PulledShards::run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    queued_.wait(lock, [&] { return closing_ || !queue_.empty(); });
+    if (closing_) return;
+    const std::shared_ptr<Queued> pull = queue_.front();
+    lock.unlock();
+    try {
+      fetch(pull->task);
+    } catch (const Stopped&) {  // the failure is that of the ring's end, if anything waits for it
+    } catch (const std::exception&) {
+      pull->failure = std::current_exception();
     }
-    send_all(owner.socket, {{requests.data(), requests.size() * sizeof(Request)}}, stop_);
-    for (const at::Tensor& target : targets)
-      receive(owner, static_cast<std::byte*>(target.data_ptr()), target.nbytes());
-  } catch (const Stopped&) {
-    owner.socket = {};
-    throw RotationError(named("the ring was closed"));
-  } catch (const RingTimeout& error) {
-    owner.socket = {};
-    throw RingTimeout(named(error.what()));
-  } catch (const RotationError& error) {
-    owner.socket = {};  // what arrives later belongs to no pull
-    throw RotationError(named(error.what()));
+    lock.lock();
+    if (closing_) return;
+    if (pull->given_up) lower_stop(interrupt_);
+    pull->ended = true;
+    queue_.pop_front();
+    ended_.notify_all();
   }
 }
 
-void PulledShards::receive(Owner& owner, std::byte* data, size_t bytes) const {
-  const bool any = receive_all(owner.socket, data, bytes, [&] {
-    if (!wait_ready(owner.socket, POLLIN, stop_, timeout_)) {
-      throw RingTimeout(concat("nothing arrived for ", std::chrono::duration<double>(timeout_).count(), " s"));
+void PulledShards::receive(const Task& task, const std::function<void(size_t)>& progress) {
+  Owner& owner = owners_[task.owner];
+  const auto named = [&](const auto&... what) {
+    return concat("a pull of shards from rank ", task.owner, " of the ring at ", owner.host, ": ", what...);
+  };
+  try {
+    if (!owner.connection) owner.connection = Incoming(connect_to(owner.host, owner.port, interrupt_, timeout_));
+    std::vector<Request> requests;
+    std::vector<iovec> buffers;
+    for (size_t index = 0; index < task.targets.size(); ++index) {
+      const at::Tensor& target = task.targets[index];
+      const auto bytes = static_cast<int64_t>(target.nbytes());
+      requests.push_back({owner.number, offsets_of(task.owner)[task.parameters[index]], bytes});
+      if (bytes > 0) buffers.push_back({target.data_ptr(), target.nbytes()});
     }
-  });
-  if (!any) throw ConnectionError("it has ended, or closed its ring");
+    send_all(owner.connection.socket(), {{requests.data(), requests.size() * sizeof(Request)}}, interrupt_);
+    size_t before = 0;
+    const auto count = [&](size_t received) {
+      pulled_bytes_ += static_cast<int64_t>(received - std::exchange(before, received));
+      progress(received);
+    };
+    if (!owner.connection.receive_all(std::move(buffers), interrupt_, count, timeout_)) {
+      throw ConnectionError("it has ended, or closed its ring");
+    }
+  } catch (const Stopped&) {
+    owner.connection = {};  // what arrives later belongs to no pull
+    throw;
+  } catch (const RingTimeout& error) {
+    owner.connection = {};
+    throw RingTimeout(named(error.what()));
+  } catch (const RotationError& error) {
+    owner.connection = {};
+    throw RotationError(named(error.what()));
+  }
 }
 
 // The thread that accepts connections.
@@ -114,7 +162,7 @@ void PulledShards::accept() {
       Socket socket = accept_at(listener_);
       if (!socket) continue;
       const std::lock_guard lock(mutex_);
-      answering_.emplace_back([this, socket = std::move(socket)] { answer(socket); });
+      answering_.emplace_back([this, socket = std::move(socket)]() mutable { answer(std::move(socket)); });
     }
   } catch (const Stopped&) {
   } catch (const RotationError&) {  // the listener failed: ranks that connect later get an error
@@ -122,15 +170,17 @@ void PulledShards::accept() {
 }
 
 // A thread that answers the requests of one connection, and ends with it.
-void PulledShards::answer(const Socket& socket) {
+void PulledShards::answer(Socket socket) {
   try {
+    Incoming connection(std::move(socket));
     Request request;
-    auto* text = reinterpret_cast<std::byte*>(&request);
-    while (receive_all(socket, text, sizeof request, [&] { wait_ready(socket, POLLIN, stop_, kWake); })) {
+    while (true) {
+      if (!wait_ready(connection.socket(), POLLIN, stop_, kWake)) continue;
+      if (!connection.receive_all({{&request, sizeof request}}, stop_, [](size_t) {})) return;
       const bool inside = request.number == number() && request.offset >= 0 && request.bytes >= 0 &&
                           request.offset <= own_bytes() && request.bytes <= own_bytes() - request.offset;
       if (!inside) return;  // not a rank of this ring
-      send_all(socket, {{own_data() + request.offset, static_cast<size_t>(request.bytes)}}, stop_);
+      send_all(connection.socket(), {{own_data() + request.offset, static_cast<size_t>(request.bytes)}}, stop_);
     }
   } catch (const Stopped&) {
   } catch (const RotationError&) {  // the other rank has ended, or left the connection
@@ -138,8 +188,16 @@ void PulledShards::answer(const Socket& socket) {
 }
 
 void PulledShards::close() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    closing_ = true;
+  }
   raise_stop(stop_);
+  raise_stop(interrupt_);
+  queued_.notify_all();
+  ended_.notify_all();
   if (accepting_.joinable()) accepting_.join();
+  if (pulling_.joinable()) pulling_.join();
   for (std::thread& thread : answering_) {
     if (thread.joinable()) thread.join();
   }

@@ -2,6 +2,10 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -9,15 +13,15 @@
 #include <thread>
 #include <vector>
 
-#include "engine/shards/shard_source.h"
+#include "engine/shards/host_shards.h"
 #include "transport/tcp/socket.h"
 
 namespace rtp {
 
 // One connection to every other rank, made by the first pull from it, and one thread for every connection of another
-// rank. A pull fails with RotationError that names the owner if the owner has ended, and with RingTimeout if it sends
-// nothing for the timeout.
-class PulledShards : public ShardSource {
+// rank. A thread of this rank runs its pulls. A pull fails with RotationError that names the owner if the owner has
+// ended, and with RingTimeout if it sends nothing for the timeout.
+class PulledShards : public HostShards {
  public:
   // `host`: the address at which other ranks reach this one.
   PulledShards(int rank, int ranks, int64_t bytes, const std::string& host, std::chrono::milliseconds timeout);
@@ -26,33 +30,53 @@ class PulledShards : public ShardSource {
   std::string address() const override;
   void connect(const std::vector<std::string>& addresses, const std::vector<int64_t>& bytes,
                const std::vector<std::vector<int64_t>>& offsets) override;
-  bool maps() const override { return false; }
-  void pull(const std::vector<at::Tensor>& local, int owner, const std::vector<at::Tensor>& targets) override;
+  std::shared_ptr<Pull> pull(const std::vector<size_t>& parameters, int owner,
+                             const std::vector<at::Tensor>& targets) override;
   void close() noexcept override;
+
+ protected:
+  struct Task {
+    std::vector<size_t> parameters;
+    int owner;
+    std::vector<at::Tensor> targets;
+  };
+
+  // Fills the targets of a pull, on the thread of pulls. Throws Stopped if it was given up.
+  virtual void fetch(const Task& task) {
+    receive(task, [](size_t) {});
+  }
+  // Fills them from the owner. Calls `progress` with the number of bytes that have arrived so far.
+  void receive(const Task& task, const std::function<void(size_t)>& progress);
+  // Raised when the running pull is given up, and when the ring ends.
+  const Socket& interrupt() const { return interrupt_; }
 
  private:
   struct Owner {
     std::string host;
     int port = 0;
     uint64_t number = 0;
-    int64_t bytes = 0;
-    std::vector<int64_t> offsets;
-    std::mutex mutex;  // one pull at a time
-    Socket socket;
+    Incoming connection;  // used by the thread of pulls only
   };
+  class Queued;
 
   void accept();
-  void answer(const Socket& socket);
-  void receive(Owner& owner, std::byte* data, size_t bytes) const;
+  void answer(Socket socket);
+  void run();
+  void wait(Queued& pull);
+  void drop(Queued& pull) noexcept;
 
   const std::string host_;
   const std::chrono::milliseconds timeout_;
-  Socket stop_;
+  Socket stop_;       // raised when the ring ends
+  Socket interrupt_;  // and when the running pull was given up
   Socket listener_;
-  std::vector<std::unique_ptr<Owner>> owners_;  // by rank
-  std::mutex mutex_;                            // guards the threads
+  std::vector<Owner> owners_;  // by rank
+  std::mutex mutex_;           // guards what follows
   std::list<std::thread> answering_;
-  std::thread accepting_;
+  std::deque<std::shared_ptr<Queued>> queue_;  // the first one is running or will be next
+  std::condition_variable queued_, ended_;
+  bool closing_ = false;
+  std::thread accepting_, pulling_;
 };
 
 }  // namespace rtp

@@ -1,28 +1,24 @@
 // Shards in memory that all ranks of a host map: a forward computes with another rank's shard where it lies.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "engine/shards/shard_source.h"
+#include "engine/shards/host_shards.h"
 
 namespace rtp {
 
-// Maps the shards of the other ranks read-only. The memory of a rank stays valid when its process ends: the mappings
-// keep it.
-class SharedShards : public ShardSource {
+// Maps the shards of all ranks; nothing is pulled.
+class SharedShards : public HostShards {
  public:
-  using ShardSource::ShardSource;
+  using HostShards::HostShards;
 
-  std::string address() const override;
+  std::string address() const override { return map_address(); }
   void connect(const std::vector<std::string>& addresses, const std::vector<int64_t>& bytes,
                const std::vector<std::vector<int64_t>>& offsets) override;
-  bool maps() const override { return true; }
-  at::Tensor at(const at::Tensor& local, int owner, const std::vector<int64_t>& shape) const override;
-
- private:
-  std::vector<SharedMemory> peers_;  // by rank; empty for this one
-  std::vector<std::vector<int64_t>> offsets_;
+  std::shared_ptr<Pull> pull(const std::vector<size_t>& parameters, int owner,
+                             const std::vector<at::Tensor>& targets) override;
 };
 
 }  // namespace rtp

@@ -176,6 +176,11 @@ Socket make_stop() {
 
 void raise_stop(const Socket& stop) noexcept { eventfd_write(stop.fd(), 1); }
 
+void lower_stop(const Socket& stop) noexcept {
+  eventfd_t value;
+  eventfd_read(stop.fd(), &value);
+}
+
 bool wait_ready(const Socket& socket, short events, const Socket& stop, std::chrono::milliseconds longest) {
   pollfd both[] = {{socket.fd(), events, 0}, {stop.fd(), POLLIN, 0}};
   if (poll(both, 2, static_cast<int>(std::min<int64_t>(longest.count(), 1 << 30))) < 0 && errno != EINTR) {
@@ -231,28 +236,34 @@ void Incoming::set_low_water(size_t bytes) {
   low_water_ = bytes;
 }
 
-void Incoming::receive_all(std::vector<iovec> buffers, const Socket& stop,
-                           const std::function<void(size_t)>& progress) {
+bool Incoming::receive_all(std::vector<iovec> buffers, const Socket& stop, const std::function<void(size_t)>& progress,
+                           std::chrono::milliseconds silence) {
   size_t total = 0, received = 0, first = 0;
   for (const iovec& buffer : buffers) total += buffer.iov_len;
+  auto heard = std::chrono::steady_clock::now();
   while (received < total) {
     set_low_water(std::min(kLowWater, total - received));
     // Also reads less after a stall: the message may be shorter than expected.
-    wait_ready(socket_, POLLIN, stop, kStallInterval);
+    wait_ready(socket_, POLLIN, stop, std::min(kStallInterval, silence));
     msghdr message{};
     message.msg_iov = &buffers[first];
     message.msg_iovlen = buffers.size() - first;
     const ssize_t found = recvmsg(socket_.fd(), &message, MSG_DONTWAIT);
     if (found > 0) {
+      heard = std::chrono::steady_clock::now();
       received += static_cast<size_t>(found);
       first = advance(buffers, first, static_cast<size_t>(found));
       progress(received);
     } else if (found == 0) {
+      if (received == 0) return false;
       throw ConnectionError("it ended the connection");
     } else if (errno != EAGAIN && errno != EINTR) {
       fail("cannot receive");
+    } else if (std::chrono::steady_clock::now() - heard >= silence) {
+      throw RingTimeout(concat("nothing arrived for ", std::chrono::duration<double>(silence).count(), " s"));
     }
   }
+  return true;
 }
 
 }  // namespace rtp

@@ -51,9 +51,10 @@ int port_of(const Socket& listener);
 // Returns the next pending connection of `listener`, which sends without delay; an empty socket if there is none.
 Socket accept_at(const Socket& listener);
 
-// An event for waits that is raised once and stays raised.
+// An event for waits, which stays raised until it is lowered.
 Socket make_stop();
 void raise_stop(const Socket& stop) noexcept;
+void lower_stop(const Socket& stop) noexcept;
 
 // Waits at most `longest` until `socket` is ready for `events` of poll(2) or has failed. Returns whether it is.
 bool wait_ready(const Socket& socket, short events, const Socket& stop, std::chrono::milliseconds longest);
@@ -69,12 +70,17 @@ class Incoming {
  public:
   static constexpr size_t kLowWater = 1 << 20;
 
+  static constexpr auto kEver = std::chrono::hours(24 * 365);
+
   Incoming() = default;
   explicit Incoming(Socket socket) : socket_(std::move(socket)) {}
   explicit operator bool() const { return static_cast<bool>(socket_); }
+  const Socket& socket() const { return socket_; }
 
-  // Fills `buffers`. Calls `progress` with the number of received bytes; it may throw.
-  void receive_all(std::vector<iovec> buffers, const Socket& stop, const std::function<void(size_t)>& progress);
+  // Fills `buffers`. Calls `progress` with the number of received bytes; it may throw. Returns false if the other end
+  // closed the connection before the first byte. Throws RingTimeout if nothing arrives for `silence`.
+  bool receive_all(std::vector<iovec> buffers, const Socket& stop, const std::function<void(size_t)>& progress,
+                   std::chrono::milliseconds silence = kEver);
 
  private:
   void set_low_water(size_t bytes);

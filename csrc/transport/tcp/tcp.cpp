@@ -268,7 +268,9 @@ void SocketTransport::receive(HopQueue& queue, PendingHop& pending) {
       if (found != expected) wrong(found, " bytes, expected ", expected);
     }
   };
-  incoming.receive_all(chunks_of(header, hop.receive), peers_.stop(), check);
+  if (!incoming.receive_all(chunks_of(header, hop.receive), peers_.stop(), check)) {
+    throw ConnectionError("it ended the connection");
+  }
   pending.arrived = Clock::now();
 }
 

@@ -133,9 +133,15 @@ def connect(ring: Communicator, requested: str, options: TransportOptions) -> Co
     and the log contain the refused candidates and the causes. Collective."""
     if ring.size == 1:
         return Connection("emulated", _native.emulated_transport(ring.device), "a single rank sends nothing")
-    offered = [c for c in candidates(ring, options) if (c.automatic if requested == "auto" else c.name == requested)]
+    return choose(ring, requested, candidates(ring, options), "Ring")
+
+
+def choose(ring: Communicator, requested: str, known: Sequence[Candidate], caller: str) -> Connection:
+    """Returns the connection of the `requested` candidate, or for `auto` of the first that all ranks can use. `caller`
+    begins the texts of errors. Collective."""
+    offered = [c for c in known if (c.automatic if requested == "auto" else c.name == requested)]
     if not offered:
-        raise ValueError(f"Ring: transport {requested} does not work on device type {ring.device.type}")
+        raise ValueError(f"{caller}: transport {requested} does not work on device type {ring.device.type}")
     refused: list[str] = []
     for candidate in offered:
         native, problem = _try(ring, candidate)
@@ -144,7 +150,7 @@ def connect(ring: Communicator, requested: str, options: TransportOptions) -> Co
             return Connection(candidate.name, native, "; ".join([virtue, *refused]))
         refused.append(f"{candidate.name} cannot be used ({candidate.virtue}): {problem}")
         logger.info("ring of %d: %s", ring.size, refused[-1])
-    raise RotationError(f"Ring: transport {'; '.join(refused)}")
+    raise RotationError(f"{caller}: transport {'; '.join(refused)}")
 
 
 def _try(ring: Communicator, candidate: Candidate) -> tuple[Any, str | None]:
@@ -181,7 +187,7 @@ def _make_shm(ring: Communicator) -> Any:
         native.connect([addresses[rank] for rank in here])
     except RotationError as error:
         problem = str(error)
-    _refuse_any(ring.exchange(problem))  # no rank may free its memory before: others would report it missing
+    refuse_any(ring.exchange(problem))  # no rank may free its memory before: others would report it missing
     return native
 
 
@@ -195,14 +201,14 @@ def _offer(ring: Communicator, make: Callable[[], Any]) -> tuple[Any, Sequence[A
     except RotationError as error:
         problem = str(error)
     addresses, problems = zip(*ring.exchange((address, problem)), strict=True)
-    _refuse_any(problems)
+    refuse_any(problems)
     return native, addresses
 
 
-def _refuse_any(problems: Sequence[str | None]) -> None:
-    """Raises RotationError with the problems of all ranks, if any. `problems`: by rank."""
+def refuse_any(problems: Sequence[str | None], caller: str | None = None) -> None:
+    """Raises RotationError with the problems of all ranks, if any. `problems`: by rank. `caller` begins the text."""
     if texts := [f"on rank {rank}, {text}" for rank, text in enumerate(problems) if text is not None]:
-        raise RotationError("; ".join(texts))
+        raise RotationError(("" if caller is None else f"{caller}: ") + "; ".join(texts))
 
 
 def _make_tcp(ring: Communicator) -> Any:
@@ -278,7 +284,7 @@ def _unique_ids(ring: Communicator, count: int, per_host: int | None = None) -> 
     except RotationError as error:
         problem = str(error)
     every, problems = zip(*ring.exchange((ids, problem)), strict=True)
-    _refuse_any(problems)
+    refuse_any(problems)
     return every[first]
 
 
@@ -338,7 +344,7 @@ def _make_levels(ring: Communicator, options: TransportOptions, inner: str) -> A
             native = _native.nccl_transport(ids, inside, settled, bool(options.registered))
     except RuntimeError as error:
         problem = str(error)
-    _refuse_any(ring.exchange(problem))
+    refuse_any(ring.exchange(problem))
     outer = _native.nccl_transport(_unique_ids(ring, 2), between, settled, False)
     return _native.CompositeTransport(native, outer, ring.rank, per_host)
 

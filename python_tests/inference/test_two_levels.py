@@ -1,0 +1,180 @@
+"""Forward-only models on several hosts with several ranks each: mapped inside, pulled once for a host between."""
+
+import copy
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from models import make_model
+from pretended_hosts import pretend_hosts
+from reference import assert_same, differs, random
+from torch import nn
+
+import rtp_ext
+from rtp_ext._native import make_schedule
+
+HOSTS = 2
+
+
+def test_order():
+    """Ranks of a host take their own shards in turn, and need those of other hosts in the same steps."""
+    for hosts, per_host in ((2, 2), (3, 2), (2, 3)):
+        ranks = hosts * per_host
+        for host in range(hosts):
+            here = range(host * per_host, (host + 1) * per_host)
+            orders = [
+                [step.owner for step in make_schedule(ranks, rank, pass_="forward", sourced=True, hosts=hosts).steps]
+                for rank in here
+            ]
+            for rank, order in zip(here, orders, strict=True):
+                assert order[0] == rank and sorted(order) == list(range(ranks))
+                assert order[::hosts] == [here[0] + (rank - here[0] - s) % per_host for s in range(per_host)]
+            for step in range(ranks):
+                assert len({order[step] for order in orders}) == (per_host if step % hosts == 0 else 1)
+
+
+class Together(nn.Module):
+    """Layers that all ranks of the ring begin together: ranks of a host are near each other in time."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, dtype=torch.float64) for _ in range(layers))
+        for number, parameter in enumerate(self.parameters()):
+            parameter.data.copy_(random(*parameter.shape, dtype=torch.float64, seed=number) / width)
+        self.before = lambda number: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            self.before(number)
+            x = x + layer(x)
+        return x
+
+
+@torch.no_grad()
+def shares(rank, ranks):
+    pretend_hosts(rank, ranks // HOSTS)
+    plain = make_model()
+    ids = torch.arange(3 + rank).unsqueeze(0)
+    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=60.0)
+    ring = rtp_ext.ring_of(model)
+    assert ring.transport == "shm+tcp" and ring.slot_count("weight").slots == 0, ring
+    for _ in range(1 + rank % 2):
+        assert_same(model(ids), plain(ids), 1e-12, "values")
+    assert differs(model(ids), plain(ids + 1), 1e-6), "control"
+    assert ring.slot_count("weight").peak_slots == 2
+    ring.exchange("no rank pulls any more")
+    ring.close()
+    plain = Together(6, 64)
+    x = random(3 + rank, 64, dtype=torch.float64, seed=rank)
+    counts = {}
+    for transport in ("shm+tcp", "tcp"):
+        model = copy.deepcopy(plain)
+        model.before = lambda number: dist.barrier()
+        model = rtp_ext.rotate_for_inference(model, transport=transport, timeout=60.0)
+        ring = rtp_ext.ring_of(model)
+        for step in range(3):
+            assert_same(model(x), plain(x), 1e-12, f"forward {step} over {transport}")
+        begun, used = ring.prefetched()
+        assert begun == used == 2 * (len(plain.layers) - 1), "the order is known from the first forward"
+        counts[transport] = ring.pulled_bytes, ring.shared_bytes
+        if transport == "shm+tcp":
+            dist.barrier()  # no rank is in a forward
+            for parameter in (*plain.parameters(), *(p.to_local() for p in model.parameters())):
+                parameter.mul_(1.5)
+            dist.barrier()  # all have written
+            assert_same(model(x), plain(x), 1e-12, "no old shard is copied after a write")
+            rtp_ext.update_weights(model, ((n, p * 2) for n, p in plain.named_parameters()))
+            for parameter in plain.parameters():
+                parameter.mul_(2)
+            assert_same(model(x), plain(x), 1e-12, "nor after an update")
+        dist.barrier()
+        ring.close()
+    return 3 * sum(p.nbytes for p in plain.parameters()), counts
+
+
+def test_a_host_pulls_once():
+    ranks = 2 * HOSTS
+    results = run_ranks(shares, ranks)
+    whole = results[0][0]
+    once = whole // HOSTS  # bytes of the other host's shards, in three forwards
+    for host in range(HOSTS):
+        mates = [counts for _, counts in results[host * 2 : host * 2 + 2]]
+        for counts in mates:
+            pulled, shared = counts["shm+tcp"]
+            assert pulled + shared == counts["tcp"][0] - whole // ranks, "each rank got every shard once"
+        between = sum(counts["shm+tcp"][0] for counts in mates)
+        print(f"host {host}: {between} bytes from the other host for two ranks, which need {once} each")
+        assert once <= between <= 1.5 * once, "mostly once for both; a rank that is late pulls again"
+        assert counts["tcp"][1] == 0, "control: over tcp nothing is shared"
+
+
+def sleeps(rank, ranks):
+    """Rank 1 is stopped in the middle of a forward, while it pulls; its mate goes on."""
+    pretend_hosts(rank, ranks // HOSTS)
+    plain = Together(4, 32)
+    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=60.0)
+    ring = rtp_ext.ring_of(model)
+    assert ring.transport == "shm+tcp"
+    pids = ring.exchange(os.getpid())
+    store = dist.distributed_c10d._get_default_store()
+    x = random(2, 32, dtype=torch.float64, seed=0)
+    state = lambda pid: Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]  # noqa: E731
+    with torch.no_grad():
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)  # an owner on the other host: pulls from it hang
+        if rank == 1:
+            while state(pids[2]) != "T":
+                time.sleep(0.01)
+            store.set("rank 1 begins", "")
+            model(x)  # it claims the shard of rank 2, and hangs
+        if rank == 0:
+            store.wait(["rank 1 begins"])
+            time.sleep(0.5)
+            os.kill(pids[1], signal.SIGSTOP)
+            os.kill(pids[2], signal.SIGCONT)
+            start = time.monotonic()
+            for _ in range(2):
+                assert_same(model(x), plain(x), 1e-12, "values")
+            assert time.monotonic() - start < 20.0
+            shard = sum(p.to_local().nbytes for p in model.layers[0].parameters())
+            assert ring.pulled_bytes > 0 and ring.shared_bytes in (0, shard), (ring.pulled_bytes, ring.shared_bytes, shard)
+            assert state(pids[1]) == "T", "control: the mate slept"
+            os.kill(pids[1], signal.SIGCONT)
+    dist.barrier()
+    with torch.no_grad():
+        assert_same(model(x), plain(x), 1e-12, "afterwards")
+    dist.barrier()
+    ring.close()
+
+
+def test_a_mate_that_sleeps_stops_nobody():
+    run_ranks(sleeps, 2 * HOSTS)
+
+
+def dies(rank, ranks):
+    """An owner of another host that dies is an error that names it; mates inside a host stay."""
+    pretend_hosts(rank, ranks // HOSTS)
+    plain = Together(3, 32)
+    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=5.0)
+    pids = rtp_ext.ring_of(model).exchange(os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while Path(f"/proc/{pids[1]}").exists() and Path(f"/proc/{pids[1]}/stat").read_text().split()[2] != "Z":
+        time.sleep(0.01)
+    x = random(2, 32, dtype=torch.float64, seed=0)
+    with torch.no_grad():
+        if rank == 0:
+            assert_same(model(x), plain(x), 1e-12, "its memory stays mapped")
+        else:
+            with pytest.raises(rtp_ext.RotationError, match="from rank 1 of the ring"):
+                model(x)
+    rtp_ext.ring_of(model).close() if rank else time.sleep(1.0)
+
+
+def test_an_owner_that_died():
+    run_ranks(dies, 2 * HOSTS, lost=[1])
