@@ -180,7 +180,11 @@ def _slots(rank, ranks):
                     reduce_bytes=4,
                     slot_cap=0,
                 )
+                sent = torch.tensor(float(ring.bytes_sent("weight")))
+                dist.all_reduce(sent)
+                closed = 3 * 2 * (ranks - 1) * 36 / 64 * sum(p.numel() for p in rounded.parameters())
                 with cases.case(f"{what} over {transport}"):
+                    assert abs(sent.item() - closed) <= 0.02 * closed, (sent, closed)
                     for mine, theirs in zip(found, expected, strict=True):
                         for value, wanted in zip(mine, theirs, strict=True):
                             assert_same(value, wanted, 2 * TOLERANCE, what)
