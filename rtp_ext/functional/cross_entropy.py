@@ -91,6 +91,11 @@ def prepare_cross_entropy(
         vocabulary, features = reversed(whole) if transposed else whole
         if bias is not None:
             expect_shape(call, params[1], shapes[1], (vocabulary,))
+            if frozen is not None and frozen.group_rows > 1:
+                raise ValueError(
+                    f"{call.name}: expected rows that fill whole blocks of {frozen.format} in a frozen weight with a "
+                    f"bias, got rows of {features}"
+                )
         return vocabulary, features, None if frozen is None else frozen.format
 
     facts = (("frozen", frozen), ("transposed", transposed))

@@ -62,10 +62,13 @@ class RotatedModule(ShardedModule):
         for key, parameter in self._parameters.items():
             if parameter is None:
                 continue
-            if frozen is not None and key in frozen:
-                memo[id(parameter)] = _in_blocks(parameter, ring, frozen[key])
-            elif id(parameter) not in memo:
-                memo[id(parameter)] = shard_parameter(parameter, ring, shard_dims[key])
+            if id(parameter) not in memo:
+                weight = None if frozen is None else frozen.get(key)
+                memo[id(parameter)] = (
+                    shard_parameter(parameter, ring, shard_dims[key])
+                    if weight is None
+                    else _in_blocks(parameter, ring, weight)
+                )
             self._parameters[key] = memo[id(parameter)]
 
     @classmethod

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from grids import few
 from harness import Cases, run_ranks
 from reference import assert_same, differs, full
 from safetensors.torch import save_file
@@ -27,6 +28,8 @@ from rtp_ext.parameters.sharding import frozen_of
 
 TOLERANCE = 1e-6  # float32
 WIDTH, ROWS, MICRO = 64, 6, 4
+SCHEDULES = [(Schedule1F1B, 2), (ScheduleInterleavedZeroBubble, 4)]  # with the number of stages
+SLOTS = [(transport, what) for transport in ("shm", "c10d") for what in ("experts", "mlp", "head")]
 
 
 def _mlp(features: int, hidden: int, seed: int = 0) -> nn.Module:
@@ -69,7 +72,7 @@ def _pipelines(rank, ranks):
     cases = Cases()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ring"))
     place, stage_of = mesh.get_local_rank("ring"), mesh.get_local_rank("pp")
-    for schedule, count in ((Schedule1F1B, 2), (ScheduleInterleavedZeroBubble, 4)):
+    for schedule, count in few([(ScheduleInterleavedZeroBubble, 4)], SCHEDULES):
         torch.manual_seed(1)
         plain = [Stage(index) for index in range(count)]
         mine = {index: copy.deepcopy(plain[index]) for index in range(stage_of, count, 2)}
@@ -139,53 +142,56 @@ def _size(parameters: list, ranks: int, bundle: bool) -> _native.OperationSize:
 
 def _slots(rank, ranks):
     cases = Cases()
-    for transport in ("shm", "c10d"):
-        for what in ("experts", "mlp", "head"):
-            with rtp_ext.Ring(transport=transport, timeout=60.0) as ring:
-                model = {"experts": lambda: _experts(32, 24, 6), "mlp": lambda: _mlp(24, 640), "head": nn.Linear}[what]
-                model = nn.Sequential(model() if what != "head" else nn.Linear(64, 302, bias=False))
-                rounded = copy.deepcopy(model)
-                model = rtp_ext.fully_rotate(model.requires_grad_(False), mesh=ring, frozen="nf4")
-                for name, value in rtp_ext.frozen_weights(model).items():
-                    rounded.get_parameter(name).data.copy_(value)
-                features = {"experts": 32, "mlp": 24, "head": 64}[what]
-                x = torch.randn(10, features, generator=torch.Generator().manual_seed(rank))
-                choice, shares = torch.arange(20).view(10, 2) * 5 % 6, torch.full((10, 2), 0.5)
-                targets = torch.arange(10) * 29
-                parameters = [*model.parameters()]
-                found, expected = [], []
-                for _ in range(3):
-                    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-                    if what == "experts":
-                        y, wanted = model[0](mine, choice, shares), rounded[0](theirs, choice, shares)
-                    elif what == "mlp":
-                        y, wanted = model(mine), rounded(theirs)
-                    else:
-                        y = rotated_linear_cross_entropy(mine, model[0].weight, targets, ring=ring)
-                        wanted = nn.functional.cross_entropy(rounded(theirs), targets)
-                    y.sum().backward()
-                    wanted.sum().backward()
-                    found.append((y.detach(), mine.grad))
-                    expected.append((wanted.detach(), theirs.grad))
-                counts = [ring.slot_count(channel) for channel in ("weight", "gradient", "scratch")]
-                order = [1, 0, 2] if what == "mlp" else range(len(parameters))  # the engine has the gate first
-                planned = _native.footprint(
-                    [_size([parameters[place] for place in order], ranks, True)],
-                    ranks=ranks,
-                    in_place=False,
-                    cast=False,
-                    sends_anywhere=True,
-                    receives_anywhere=transport != "shm",
-                    compute_bytes=4,
-                    reduce_bytes=4,
-                    slot_cap=0,
-                )
-                with cases.case(f"{what} over {transport}"):
-                    for mine, theirs in zip(found, expected, strict=True):
-                        for value, wanted in zip(mine, theirs, strict=True):
-                            assert_same(value, wanted, 2 * TOLERANCE, what)
-                    assert counts[0].peak_bytes == planned.weight.peak_bytes > 0 and counts[1].bytes == 0
-                    assert counts[2].peak_bytes == planned.scratch.peak_bytes
+    for transport, what in few([("shm", "experts"), ("c10d", "mlp"), ("c10d", "head")], SLOTS):
+        with rtp_ext.Ring(transport=transport, timeout=60.0) as ring:
+            model = {"experts": lambda: _experts(32, 24, 6), "mlp": lambda: _mlp(24, 640), "head": nn.Linear}[what]
+            model = nn.Sequential(model() if what != "head" else nn.Linear(64, 302, bias=False))
+            rounded = copy.deepcopy(model)
+            model = rtp_ext.fully_rotate(model.requires_grad_(False), mesh=ring, frozen="nf4")
+            for name, value in rtp_ext.frozen_weights(model).items():
+                rounded.get_parameter(name).data.copy_(value)
+            features = {"experts": 32, "mlp": 24, "head": 64}[what]
+            x = torch.randn(10, features, generator=torch.Generator().manual_seed(rank))
+            choice, shares = torch.arange(20).view(10, 2) * 5 % 6, torch.full((10, 2), 0.5)
+            targets = torch.arange(10) * 29
+            parameters = [*model.parameters()]
+            found, expected = [], []
+            for _ in range(3):
+                mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+                if what == "experts":
+                    y, wanted = model[0](mine, choice, shares), rounded[0](theirs, choice, shares)
+                elif what == "mlp":
+                    y, wanted = model(mine), rounded(theirs)
+                else:
+                    y = rotated_linear_cross_entropy(mine, model[0].weight, targets, ring=ring)
+                    wanted = nn.functional.cross_entropy(rounded(theirs), targets)
+                y.sum().backward()
+                wanted.sum().backward()
+                found.append((y.detach(), mine.grad))
+                expected.append((wanted.detach(), theirs.grad))
+            counts = [ring.slot_count(channel) for channel in ("weight", "gradient", "scratch")]
+            order = [1, 0, 2] if what == "mlp" else range(len(parameters))  # the engine has the gate first
+            planned = _native.footprint(
+                [_size([parameters[place] for place in order], ranks, True)],
+                ranks=ranks,
+                in_place=False,
+                cast=False,
+                sends_anywhere=True,
+                receives_anywhere=transport != "shm",
+                compute_bytes=4,
+                reduce_bytes=4,
+                slot_cap=0,
+            )
+            sent = torch.tensor(float(ring.bytes_sent("weight")))
+            dist.all_reduce(sent)
+            closed = 3 * 2 * (ranks - 1) * 36 / 64 * sum(p.numel() for p in rounded.parameters())
+            with cases.case(f"{what} over {transport}"):
+                assert abs(sent.item() - closed) <= 0.02 * closed, (sent, closed)
+                for mine, theirs in zip(found, expected, strict=True):
+                    for value, wanted in zip(mine, theirs, strict=True):
+                        assert_same(value, wanted, 2 * TOLERANCE, what)
+                assert counts[0].peak_bytes == planned.weight.peak_bytes > 0 and counts[1].bytes == 0
+                assert counts[2].peak_bytes == planned.scratch.peak_bytes
     cases.finish()
 
 
