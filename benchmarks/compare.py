@@ -84,7 +84,7 @@ from shared.options.compare_options import describe, parse_arguments
 from shared.reports.compare_report import report
 from shared.strategies import STRATEGIES, Trainer
 from shared.tracing import record_steps
-from shared.wire import Counter, closed_form, measure_sockets, processors, roof
+from shared.wire import Counter, adapters_form, closed_form, measure_sockets, processors, roof
 
 from rtp_ext.measure.timing import Sample, Stopwatch
 
@@ -361,19 +361,19 @@ def _ways(strategy: str, args: argparse.Namespace) -> Result:
     kind = STRATEGIES[strategy]
     rotated = strategy.startswith("rtp") and not kind.exact
     told = {name: getattr(args, name) if rotated else None for name in ("travel", "gradient_route", "gradient_travel")}
-    return (
-        told
-        | dict(kind.ways)
-        | {"reduce_dtype": args.reduce_dtype if kind.follows_policy and not kind.exact else "float32"}
-    )
+    told |= {"reduce_dtype": args.reduce_dtype if kind.follows_policy and not kind.exact else "float32"}
+    return told | dict(kind.ways)
 
 
 def _closed_form(strategy: str, place: Place, args: argparse.Namespace) -> float | None:
     ways = _ways(strategy, args)
-    if args.lora or {args.dtype, ways["reduce_dtype"]} != {"float32"} or ways["travel"] or ways["gradient_travel"]:
+    if {args.dtype, ways["reduce_dtype"]} != {"float32"} or ways["gradient_travel"]:
         return None
+    workload = WORKLOADS[args.model]
+    if args.lora or ways["travel"]:
+        return adapters_form(strategy, workload.sizes, args.lora, place.ranks, ways) if args.lora else None
     with torch.device("meta"):
-        return closed_form(strategy, WORKLOADS[args.model].build(), place.ranks, args.ranks_per_host)
+        return closed_form(strategy, workload.build(), place.ranks, args.ranks_per_host)
 
 
 def _add_comparisons(rows: list[Result], first_loss: float) -> None:

@@ -10,12 +10,15 @@ import socket
 import statistics
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from rtp_ext.host import cores
+from rtp_ext.planner import ModelSpec, rotations_of
+from rtp_ext.planner.native import wire_bytes
 from shared.hosts import address, bits_per_second, bytes_sent, card
 from shared.launch import Place, gather
 
@@ -74,6 +77,37 @@ def closed_form(strategy: str, model: nn.Module, ranks: int, per_host: int = 1) 
     if strategy == "fsdp2-noreshard":
         return share * 3 * whole
     return 0.0 if strategy in ("none", "single") else None
+
+
+def adapters_form(
+    strategy: str, sizes: dict[str, int], rank: int, ranks: int, ways: Mapping[str, str | None]
+) -> float | None:
+    """The same for adapters of rank `rank` around the frozen weights of a Llama of `sizes`, one rank on a host.
+
+    ways: `travel` and `frozen` of a strategy that rotates. Rotations are those of the planner; the first projections,
+    whose input requires no gradient, travel in forward only, and norms are gathered once.
+    """
+    names = {"ffn": "inner", "vocab": "vocabulary"}
+    keys = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+    spec = ModelSpec.llama(**{key: sizes[names.get(key, key)] for key in keys})
+    trained = 4 * spec.layers * spec.adapter_parameters(rank)
+    blocks, whole = (4 * count + trained for count in (spec.layers * spec.layer_parameters, spec.parameters))
+    share = (ranks - 1) / ranks
+    if strategy == "ddp":
+        return share * 2 * trained
+    if strategy == "fsdp2":
+        return share * (whole + blocks + 2 * trained)
+    if not strategy.startswith("rtp"):
+        return 0.0 if strategy in ("none", "single") else None
+    rotations, norms = rotations_of(spec, frozen=ways.get("frozen"), lora_rank=rank)
+    first = [*rotations[1:10:3], *rotations[2:10:3]]  # q, k, v of the first layer, each with its A
+    size, total = wire_bytes(ways["travel"], 4), 4.0 * sum(weight.shard_elements(ranks) for weight in norms)
+    for rotation in rotations:
+        total += sum(weight.travelling_bytes(ranks, size) for weight in rotation.weights)
+        total += sum(4 * weight.shard_elements(ranks) for weight in rotation.weights if weight.has_gradient)
+        total += sum(weight.travelling_bytes(ranks, size) for weight in rotation.backward_weights)
+    total -= sum(weight.travelling_bytes(ranks, size) for rotation in first for weight in rotation.weights)
+    return (ranks - 1) * total
 
 
 def measure_sockets(place: Place, rate: str | None) -> float:

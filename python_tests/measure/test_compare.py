@@ -79,6 +79,8 @@ def _compares(rank, ranks, file):
             assert rows["rtp-nf4"]["frozen"] == "nf4" and rows["rtp-nf4"]["loss_spread"] < 1e-6
             assert rows["rtp-int8"]["travel"] == "int8" and rows["rtp-int8"]["loss_spread"] > 1e-5, "control"
             sent, kept = ({name: row[key] for name, row in rows.items()} for key in ("ring_bytes", "kept_bytes"))
+            norms = 4 * 3 * 32 / ranks  # gathered, not sent along the ring
+            assert sent["rtp"] == rows["rtp"]["closed_form_bytes"] - norms and rows["fsdp2"]["closed_form_bytes"] > 0
             assert sent["rtp-nf4"] < sent["rtp"] and kept["rtp-nf4"] < kept["rtp"] == kept["fsdp2"]
     with cases.case("control: other frozen weights"):
         right, models.FrozenWeight = models.FrozenWeight, lambda _, *rest: right("mxfp4", *rest)

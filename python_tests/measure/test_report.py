@@ -199,6 +199,10 @@ def test_figures_come_from_committed_results_alone(tmp_path, monkeypatch, capsys
     assert all(
         text in drawn for text in ("no limit", "2gbit", "DDP", "256 tokens", "1024 tokens", "the least it could be")
     )
+    assert "<!-- 0.00 -->" in drawn and "<!-- 0.1 -->" not in drawn
+    plot.main(["rates", str(file), "--model", "mlp", "--log", "--output", str(tmp_path / "rates"), "--uncommitted"])
+    drawn = (tmp_path / "rates.svg").read_text()
+    assert "<!-- 0.00 -->" not in drawn and "<!-- 0.1 -->" in drawn, "a logarithmic axis with plain numbers"
     with pytest.raises(SystemExit, match="no line between made hosts of model 'gpt9'"):
         plot.main(["rates", str(file), "--model", "gpt9", "--output", str(tmp_path / "x"), "--uncommitted"])
     monkeypatch.setattr(plot, "committed", lambda path: True)
