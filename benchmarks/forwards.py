@@ -15,15 +15,17 @@ its weights in blocks of 4 bits.
 
 Equal work: every rank has `tokens`, and the time is that of the slowest rank. Unequal work: rank 0 has `tokens`, the
 others 4 times as many. `fast_ms` is the time of rank 0, `slow_ms` that of the slowest other rank, and `alone_ms` the
-time of rank 0 while the others compute nothing. A pipeline has no rank that could be done earlier, and no time there.
-Nor can ranks of fully_shard compute alone.
+time of rank 0 while the others compute nothing; `reference_ms` and `reference_alone_ms` are those of `none`, which show
+the cost of memory and caches that ranks of one host share. A pipeline has no rank that could be done earlier, and no
+time there. Nor can ranks of fully_shard compute alone.
 
 `roof_ms` is the larger of the time of `none` and the time of the counted bytes on the wire: no strategy that computes
 as much and sends as much can be faster. The kernel counts the bytes that leave a host.
 
 The run fails and records nothing if an output differs from that of the plain model. It records, and then fails, if
-rtp-shm takes more than 1.05 of `none`, rtp-tcp more than 1.1 of its roof, or rank 0 more than 1.05 of `alone_ms` in
-unequal work. The last line of stdout is JSON. One JSON line per case is appended to results/MACHINE/forwards.jsonl.
+rtp-shm takes more than 1.05 of `none`, rtp-tcp more than 1.1 of its roof, or, in unequal work, `fast_ms` of `alone_ms`
+more than 1.05 times as much as for `none`. The last line of stdout is JSON. One JSON line per case is appended to
+results/MACHINE/forwards.jsonl.
 """
 
 import argparse
@@ -293,6 +295,7 @@ def _rows(cases: list[Case], strategies: dict[str, Strategy], place: Place, toke
                 "slow_ms": seconds[1:].amax(0).median().item(),
                 "alone_ms": None if alone is None else alone[0][0].median().item(),
                 "reference_ms": found["none", work][0][0].median().item(),
+                "reference_alone_ms": found["none", "alone"][0][0].median().item(),
             }
         else:
             continue
