@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from grids import few
 from harness import Cases, run_ranks
 from hf_models import inputs_of, make, make_batch
 from live_bytes import LiveBytes
@@ -89,7 +90,11 @@ def copies(rank, ranks, kinds):
     cases.finish()
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), [(1, ["small"]), (2, ["small", "llama"]), (3, ["gpt2"]), (4, ["small"])])
+ENOUGH = [(2, ["llama"]), (4, ["small"])]
+EVERYTHING = [*ENOUGH, *((ranks, ["small", "llama", "gpt2"]) for ranks in (1, 2, 3, 4))]
+
+
+@pytest.mark.parametrize(("ranks", "kinds"), few(ENOUGH, EVERYTHING))
 def test_values(ranks, kinds):
     run_ranks(copies, ranks, kinds)
 

@@ -2,10 +2,12 @@
 memory, and new values."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
+from grids import few
 from harness import Cases, run_ranks
 from hf_models import inputs_of, make, make_batch
 from live_bytes import LiveBytes
@@ -74,9 +76,11 @@ def computes(rank, ranks, transport, formats):
     cases.finish()
 
 
+ENOUGH = [(2, "tcp", FORMATS), (3, "shm", FORMATS[:1])]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "transport", "formats"),
-    [(1, "shm", FORMATS[:1]), (2, "tcp", FORMATS), (3, "shm", FORMATS[:2]), (4, "tcp", FORMATS[:1])],
+    ("ranks", "transport", "formats"), few(ENOUGH, [*ENOUGH, *product((1, 2, 3, 4), ("shm", "tcp"), [FORMATS])])
 )
 def test_values_bytes_and_updates(ranks, transport, formats):
     run_ranks(computes, ranks, transport, formats)

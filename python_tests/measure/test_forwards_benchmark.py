@@ -46,15 +46,17 @@ def test_the_whole_command(tmp_path, monkeypatch, capsys):
 def test_surprises_name_what_is_slower_than_expected():
     fast = {"tokens": 64, "rate": "1gbit", "step_ms": 105.0, "reference_ms": 100.0, "roof_ms": 100.0}
     alone = {"tokens": 64, "strategy": "rtp-tcp", "work": "unequal", "fast_ms": 100.0, "alone_ms": 100.0}
+    alone |= {"reference_ms": 90.0, "reference_alone_ms": 95.0}
     rows = [fast | {"strategy": name, "work": "equal"} for name in ("none", "rtp-shm", "rtp-tcp", "fsdp2")]
     assert surprises([*rows, alone]) == []
     slower = [row | {"step_ms": 111.0} for row in rows]
     texts = surprises([*slower, alone | {"fast_ms": 106.0}])
     assert texts == [
         "rtp-shm, 64 tokens, 1gbit: 1.11 of no communication, at most 1.05 expected",
-        "rtp-tcp, 64 tokens, 1gbit: 1.11 of the roof, at most 1.1 expected",
+        "rtp-tcp, 64 tokens, 1gbit: 1.11 of the roof, at most 1.10 expected",
         "rtp-tcp, 64 tokens, one host: 1.06 of the rank alone, at most 1.05 expected",
     ]
+    assert surprises([alone | {"fast_ms": 106.0, "reference_ms": 97.0}]) == [], "ranks share memory"
     assert len(surprises([rows[2] | {"step_ms": float("nan")}])) == 1
 
 

@@ -43,7 +43,7 @@ FORWARDS: dict[str, Callable[[Row], str | None]] = {
     "MiB that leave a host": _number("sent_bytes", 2**20),
     "fast rank, ms (median, p20-p80)": _median("fast_ms", "fast_"),
     "of that rank alone": _quotient("fast_ms", "alone_ms"),
-    "of that rank without communication": _quotient("fast_ms", "reference_ms"),
+    "the same without communication": _quotient("reference_ms", "reference_alone_ms"),
     "slow rank, ms": _number("slow_ms"),
     "weights and slots, MiB per rank": _number("kept_bytes", 2**20),
 }
@@ -73,7 +73,8 @@ def surprises(rows: list[Row]) -> list[str]:
         place = f"{row['strategy']}, {row['tokens']} tokens, {row.get('rate') or 'one host'}"
         found: dict[str, tuple[str, str, float]] = {}
         if row["work"] == "unequal" and row.get("alone_ms") is not None and row["strategy"] != "none":
-            found = {"of the rank alone": ("fast_ms", "alone_ms", ALONE)}
+            sharing = max(1.0, row["reference_ms"] / row["reference_alone_ms"])  # of memory, also without communication
+            found = {"of the rank alone": ("fast_ms", "alone_ms", ALONE * sharing)}
         elif row["work"] == "equal" and row["strategy"] == "rtp-shm":
             found = {"of no communication": ("step_ms", "reference_ms", SHM)}
         elif row["work"] == "equal" and row["strategy"] == "rtp-tcp":
@@ -81,5 +82,5 @@ def surprises(rows: list[Row]) -> list[str]:
         for what, (above, below, most) in found.items():
             ratio = row[above] / row[below]
             if not ratio <= most:  # NaN is not
-                texts.append(f"{place}: {ratio:.2f} {what}, at most {most} expected")
+                texts.append(f"{place}: {ratio:.2f} {what}, at most {most:.2f} expected")
     return texts
