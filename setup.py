@@ -192,6 +192,7 @@ if __name__ == "__main__" and sys.argv[1:] == ["kernels"]:
 
 from setuptools import Extension, setup  # noqa: E402
 from setuptools.command.build_ext import build_ext  # noqa: E402
+from setuptools.command.egg_info import egg_info  # noqa: E402
 
 
 class CMakeBuild(build_ext):
@@ -216,16 +217,19 @@ def torch_requirement(commands: list[str]) -> str:
     return f"torch=={'.'.join(version.split('.')[:2])}.*"
 
 
-def local_version() -> dict[str, dict[str, str]]:
-    """Options of setuptools that append RTP_LOCAL_VERSION to the version."""
-    local = os.environ.get("RTP_LOCAL_VERSION")
-    return {"egg_info": {"tag_build": f"+{local}"}} if local else {}
+class EggInfo(egg_info):
+    """Appends RTP_LOCAL_VERSION to the version, here because the setup.cfg of a source archive has the last word on
+    options."""
+
+    def finalize_options(self) -> None:
+        if local := os.environ.get("RTP_LOCAL_VERSION"):
+            self.tag_build = f"+{local}"
+        super().finalize_options()
 
 
 if __name__ == "__main__":
     setup(
         ext_modules=[Extension(f"rtp_ext.{name}", sources=[]) for name in ("_C", "_R")],
-        cmdclass={"build_ext": CMakeBuild},
-        options=local_version(),
+        cmdclass={"build_ext": CMakeBuild, "egg_info": EggInfo},
         install_requires=[torch_requirement(sys.argv[1:]), "numpy"],
     )

@@ -62,11 +62,13 @@ def test_the_version_of_a_wheel_names_torch_and_its_variant(setup, metadata, mon
     assert wheels.local_version("2.14.0", None) == "torch2.14.cpu"
     assert "\nVersion: 0.1.0\n" in (metadata / "PKG-INFO").read_text()
     monkeypatch.setenv("RTP_LOCAL_VERSION", "torch2.14.cu130")
-    made = Distribution({"name": "rtp-ext", "version": "0.1.0", "options": setup.local_version()})
-    command = made.get_command_obj("egg_info")
+    made = Distribution({"name": "rtp-ext", "version": "0.1.0"})
+    made.command_options["egg_info"] = {"tag_build": ("setup.cfg", "")}  # as in a source archive
+    command = setup.EggInfo(made)
+    made._set_command_options(command)
     command.egg_base = str(ROOT)
     command.ensure_finalized()
-    assert command.egg_version == "0.1.0+torch2.14.cu130"
+    assert command.egg_version == made.get_version() == "0.1.0+torch2.14.cu130"
 
 
 def test_every_package_and_its_data_are_installed(monkeypatch):
