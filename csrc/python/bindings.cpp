@@ -5,6 +5,7 @@
 #include "base/checks.h"
 #include "base/host.h"
 #include "engine/executor.h"
+#include "engine/shards/copied_shards.h"
 #include "engine/shards/pulled_shards.h"
 #include "engine/shards/shared_shards.h"
 #include "engine/shards/two_level_shards.h"
@@ -168,6 +169,9 @@ void bind_executor(py::module_& m) {
            int64_t most, int64_t parameters) -> std::shared_ptr<ShardSource> {
           return make_owned<TwoLevelShards>(rank, ranks, bytes, host, timeout, hosts, most, parameters);
         });
+#ifdef RTP_WITH_CUDA
+  m.def("copied_shards", &make_copied_shards, py::call_guard<NoGil>());
+#endif
   ExecutorClass executor(m, "Executor", "The transport and the slots of one ring.");
   executor
       .def(py::init<std::shared_ptr<Transport>, int, int, at::Device, int>(), py::arg("transport"), py::arg("rank"),

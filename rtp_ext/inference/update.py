@@ -45,6 +45,8 @@ def update_weights(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Te
         if isinstance(named_tensors, Generator):
             named_tensors.close()  # other ranks may wait for this one in a stream
     digest = hashlib.sha256(repr(sorted(names)).encode()).hexdigest()
+    if ring.device.type == "cuda":
+        torch.cuda.synchronize(ring.device)  # other ranks read without waiting for this one's streams
     answers = ring.exchange((None if failure is None else f"{type(failure).__name__}: {failure}", digest))
     if failure is not None:
         raise failure
