@@ -154,7 +154,8 @@ void bind_executor(py::module_& m) {
   py::class_<ShardSource, std::shared_ptr<ShardSource>>(m, "ShardSource", "Where forwards get shards without hops.")
       .def("memory", &ShardSource::memory, py::arg("offset"), py::arg("bytes"))
       .def("address", &ShardSource::address)
-      .def("connect", &ShardSource::connect, py::arg("addresses"), py::arg("bytes"), py::arg("offsets"))
+      .def("connect", &ShardSource::connect, py::arg("addresses"), py::arg("bytes"), py::arg("offsets"),
+           py::call_guard<NoGil>())
       .def("close", &ShardSource::close, py::call_guard<NoGil>())
       .def_property_readonly("pulled_bytes", &ShardSource::pulled_bytes)
       .def_property_readonly("shared_bytes", &ShardSource::shared_bytes);

@@ -95,7 +95,7 @@ def wrong(results, ranks, sleeps=()):
 def test_computes_read_the_shards_of_their_owners(sim, ranks):
     sim.controls.delay_us = 200
     sleeps = (1,)  # an owner that computes nothing
-    results = run_threads(forwards, ranks, sim, sim.unique_id(), threading.Barrier(ranks), -1, sleeps)
+    results = run_threads(forwards, ranks, sim, ranks, sim.unique_id(), threading.Barrier(ranks), -1, sleeps)
     assert wrong(results, ranks, sleeps) == []
     pulled, prefetched, slots = results[0][1]
     assert pulled == 3 * sum(shard(layer, owner, ranks).nbytes for layer in range(3) for owner in range(1, ranks))
@@ -108,6 +108,6 @@ def test_a_mistake_is_noticed(sim, mutant):
     for seed in range(10):
         sim.reset(seed)
         sim.controls.delay_us = 500
-        if wrong(run_threads(forwards, 3, sim, sim.unique_id(), threading.Barrier(3), number), 3):
+        if wrong(run_threads(forwards, 3, sim, 3, sim.unique_id(), threading.Barrier(3), number), 3):
             return
     raise AssertionError(f"not noticed: {mutant}")
