@@ -5,6 +5,7 @@
 #include "base/checks.h"
 #include "base/host.h"
 #include "engine/executor.h"
+#include "engine/shards/copied_shards.h"
 #include "engine/shards/pulled_shards.h"
 #include "engine/shards/shared_shards.h"
 #include "engine/shards/two_level_shards.h"
@@ -153,7 +154,8 @@ void bind_executor(py::module_& m) {
   py::class_<ShardSource, std::shared_ptr<ShardSource>>(m, "ShardSource", "Where forwards get shards without hops.")
       .def("memory", &ShardSource::memory, py::arg("offset"), py::arg("bytes"))
       .def("address", &ShardSource::address)
-      .def("connect", &ShardSource::connect, py::arg("addresses"), py::arg("bytes"), py::arg("offsets"))
+      .def("connect", &ShardSource::connect, py::arg("addresses"), py::arg("bytes"), py::arg("offsets"),
+           py::call_guard<NoGil>())
       .def("close", &ShardSource::close, py::call_guard<NoGil>())
       .def_property_readonly("pulled_bytes", &ShardSource::pulled_bytes)
       .def_property_readonly("shared_bytes", &ShardSource::shared_bytes);
@@ -168,6 +170,9 @@ void bind_executor(py::module_& m) {
            int64_t most, int64_t parameters) -> std::shared_ptr<ShardSource> {
           return make_owned<TwoLevelShards>(rank, ranks, bytes, host, timeout, hosts, most, parameters);
         });
+#ifdef RTP_WITH_CUDA
+  m.def("copied_shards", &make_copied_shards, py::call_guard<NoGil>());
+#endif
   ExecutorClass executor(m, "Executor", "The transport and the slots of one ring.");
   executor
       .def(py::init<std::shared_ptr<Transport>, int, int, at::Device, int>(), py::arg("transport"), py::arg("rank"),

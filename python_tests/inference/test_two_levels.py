@@ -136,13 +136,19 @@ def sleeps(rank, ranks):
             store.wait(["rank 1 begins"])
             time.sleep(0.5)
             os.kill(pids[1], signal.SIGSTOP)
+            while state(pids[1]) != "T":
+                time.sleep(0.01)
             os.kill(pids[2], signal.SIGCONT)
             start = time.monotonic()
             for _ in range(2):
                 assert_same(model(x), plain(x), 1e-12, "values")
             assert time.monotonic() - start < 20.0
             shard = sum(p.to_local().nbytes for p in model.layers[0].parameters())
-            assert ring.pulled_bytes > 0 and ring.shared_bytes in (0, shard), (ring.pulled_bytes, ring.shared_bytes, shard)
+            assert ring.pulled_bytes > 0 and ring.shared_bytes in (0, shard), (
+                ring.pulled_bytes,
+                ring.shared_bytes,
+                shard,
+            )
             assert state(pids[1]) == "T", "control: the mate slept"
             os.kill(pids[1], signal.SIGCONT)
     dist.barrier()

@@ -43,19 +43,21 @@ def rotate_for_inference(
     offload: bool = False,
     timeout: float | datetime.timedelta = TIMEOUT,
 ) -> _Model:
-    """Spreads the weights of a model over ranks on CPUs for forwards only, in place, and returns the model.
+    """Spreads the weights of a model over ranks for forwards only, in place, and returns the model.
 
     Each rank keeps 1/R of the weights of linear, embedding, convolution and attention layers and of experts. A forward
     takes the shards of all ranks one after the other, its own first, and writes each product into its part of the
     output. No rank waits for another one's calls: ranks may run different numbers of forwards of different lengths,
     with caches of their own. Parameters of other modules (norms, stray ones) stay whole on every rank. Conversion and
-    `update_weights` are collective; nothing else is, `close` of the ring included. Names in state_dict and classes of
-    layers are unchanged; `rtp_ext.ring_of(model)` is the ring, whose repr states the bytes.
+    `update_weights` are collective; nothing else is, `close` of the ring included, except over `ce`. Names in
+    state_dict and classes of layers are unchanged; `rtp_ext.ring_of(model)` is the ring, whose repr states the bytes.
 
     Over `shm` all ranks map all shards, so that the host holds the weights once: products read the shard of another
     rank where it lies, experts that no token chose are not read, and a rank may end while others go on. Over `tcp` a
-    thread of the owner sends a shard on request, into one of two slots, while the rank computes with the shard before;
-    without the owner, forwards fail.
+    thread of the owner sends a shard on request, into one of two slots, while the rank computes with the shard before,
+    also across layers; without the owner, forwards fail. `shm+tcp` is the first inside hosts and the second between
+    them; ranks of a host that are in the same layer share what comes from other hosts. Over `ce` copy engines copy
+    shards between GPUs of one host; it has not run on a GPU yet. docs/inference.md compares them.
 
     Parameters may be on the meta device, so that no rank holds the whole model: they are zero until load_safetensors
     (and a barrier after it) or `update_weights` fills them. Under torch.autocast each forward casts every shard on
@@ -63,12 +65,12 @@ def rotate_for_inference(
 
     Args:
         model: the same on every rank.
-        mesh: a one-dimensional DeviceMesh or a process group of CPU ranks; None: the default group.
-        transport: `shm` (ranks of one host), `tcp` (of any hosts), or `auto`: shm on one host, else tcp. Others are not
-            made yet.
-        weights: None, "int8", "nf4" or "mxfp4": weights of linear layers are stored and read in blocks of codes with a
-            scale, and are widened where a product needs them; see docs/frozen.md for the formats and for weights that
-            keep their dtype. `Linear4bit` layers of bitsandbytes keep their bits, with and without it.
+        mesh: a one-dimensional DeviceMesh, or a process group of CPU ranks; None: the default group.
+        transport: for CPUs `shm` (ranks of one host), `shm+tcp` (hosts with equally many neighbouring ranks), `tcp` (of
+            any hosts); for GPUs `ce` (of one host); or `auto`: the first of these that works.
+        weights: None, "int8", "nf4" or "mxfp4": weights of linear layers and experts are stored and read in blocks of
+            codes with a scale, and are widened where a product needs them; see docs/frozen.md for the formats and for
+            weights that keep their dtype. `Linear4bit` layers of bitsandbytes keep their bits, with and without it.
         offload: False. Offloading is not made yet.
         timeout: seconds (or a timedelta) after which a rank that does not take part in a collective is an error.
 
@@ -109,16 +111,16 @@ def _check_arguments(model: Any, mesh: Any, transport: str, weights: str | None,
     if not isinstance(model, nn.Module):
         raise TypeError(f"rotate_for_inference: expected a torch.nn.Module, got {type(model).__name__}")
     if transport not in TRANSPORTS:
-        raise ValueError(
-            f"rotate_for_inference: expected transport {', '.join(TRANSPORTS)}, got {transport!r}: pulls by copy "
-            "engines, and others, are not made yet"
-        )
+        raise ValueError(f"rotate_for_inference: expected transport {', '.join(TRANSPORTS)}, got {transport!r}")
     if weights not in (None, *FORMATS):
         raise ValueError(
             f"rotate_for_inference: expected weights None, {', '.join(map(repr, FORMATS))}, got {weights!r}"
         )
     if offload:
-        raise ValueError("rotate_for_inference: expected offload False, got True: not made yet; CPU ranks need none")
+        raise ValueError(
+            "rotate_for_inference: expected offload False, got True: shards of CPU ranks are in the memory of the host "
+            "already, and from pinned memory of the host to GPUs is not made yet"
+        )
     for name, part in model.named_modules():
         label = f"{name or 'the model'} ({type(part).__name__})"
         if is_inside(part) or ring_of_module(part) is not None:
@@ -165,7 +167,7 @@ def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: Infer
     old: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     cut = {key: parameter for key, parameter in old.items() if isinstance(parameter, DTensor)}
     new = dict(zip(cut, ring.share([*cut.values()]), strict=True))
-    new |= {key: torch.zeros_like(p, device="cpu") for key, p in old.items() if key not in cut and p.is_meta}
+    new |= {key: torch.zeros_like(p, device=ring.device) for key, p in old.items() if key not in cut and p.is_meta}
     made = {key: as_parameter(tensor, old[key].requires_grad) for key, tensor in new.items()}
     for key, parameter in made.items():
         parameter.__dict__.update(old[key].__dict__)

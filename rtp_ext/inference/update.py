@@ -67,6 +67,8 @@ def update_weights(model: nn.Module, source: nn.Module | NamedTensors, *, bucket
 
 def _end(ring: InferenceRing, failure: Exception | None, digest: str = "") -> None:
     """Raises where an update has failed on a rank, or where the digests of their names differ. Collective."""
+    if ring.device.type == "cuda":
+        torch.cuda.synchronize(ring.device)  # other ranks read without waiting for this one's streams
     answers = ring.exchange((None if failure is None else f"{type(failure).__name__}: {failure}", digest))
     if failure is not None:
         raise failure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from rtp_ext.ring.bootstrap import agree_on, join_ranks
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.host_address import own_address
 from rtp_ext.ring.links.options import RingOptions
-from rtp_ext.ring.links.transports import Candidate, choose, refuse_any
+from rtp_ext.ring.links.transports import Candidate, ce_refusal, choose, refuse_any, unique_ids
 from rtp_ext.ring.mesh import resolve_mesh
 from rtp_ext.ring.op_runner import OpRunner
 from rtp_ext.ring.prepared import Agreement
@@ -29,8 +30,10 @@ from rtp_ext.ring.ring import Ring
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 from rtp_ext.ring.routes.plan import RoutePlan
 
+logger = logging.getLogger("rtp_ext")
+
 INFERENCE = "_rtp_inference"  # attribute of a model: its InferenceRing
-TRANSPORTS = ("auto", "shm", "shm+tcp", "tcp")  # of an InferenceRing
+TRANSPORTS = ("auto", "shm", "shm+tcp", "tcp", "ce")  # of an InferenceRing
 _ALIGNMENT = 64  # bytes; of a shard in the memory that other ranks read
 _CALLER = "rotate_for_inference"
 
@@ -42,6 +45,9 @@ def _candidates(ring: Communicator) -> list[Candidate]:
         return _native.emulated_transport(ring.device)  # nothing hops
 
     placed = ring.placed
+    if ring.device.type == "cuda":
+        virtue = "copy engines copy shards from the memory of their owners"
+        return [Candidate("ce", virtue, lambda: placed.spread or ce_refusal(), none)]
     return [
         Candidate("shm", "shards lie in memory that all ranks map", lambda: placed.spread, none),
         Candidate(
@@ -109,7 +115,8 @@ class InferenceRing(Ring):
     a rank that has ended stays mapped. Over `tcp` it pulls the shard from its owner, whose threads answer, into one of
     two slots, while it computes with the shard before; in the forward of a model also across layers, in the order of
     the forward before. `shm+tcp` does the first inside a host and the second between hosts; a shard that another rank
-    of the host has in a slot comes from there. Only `share`, `exchange` and `update_weights` are collective. Threads
+    of the host has in a slot comes from there. Over `ce` copy engines copy a shard from the GPU of its owner, which
+    takes no part. Only `share`, `exchange` and `update_weights` are collective. Threads
     may run forwards at a time; their layers take turns.
 
     Attributes:
@@ -119,6 +126,8 @@ class InferenceRing(Ring):
 
     traceable = False
     shard_bytes = whole_bytes = 0
+    agreement: _Forwards
+    _op_runner: _InTurn
     _agreement_type = _Forwards
     _runner_type = _InTurn
 
@@ -134,8 +143,8 @@ class InferenceRing(Ring):
         keep_compilers_out()
         meshes = resolve_mesh(mesh_or_group)
         self.mesh = self.parameter_mesh = meshes.hops
-        if meshes.hops.device_type != "cpu":
-            raise ValueError(f"{_CALLER}: expected ranks on CPUs, got a mesh on {meshes.hops.device_type}: not made yet")
+        if meshes.hops.device_type not in ("cpu", "cuda"):
+            raise ValueError(f"{_CALLER}: expected ranks on CPUs or CUDA GPUs, got a mesh on {meshes.hops.device_type}")
         ring = join_ranks(meshes, options)
         self._source: Any = None
         with ring.released_on_error():
@@ -156,9 +165,10 @@ class InferenceRing(Ring):
             end += max(1, -(-parameter._local_tensor.nbytes // _ALIGNMENT)) * _ALIGNMENT
         source, problem, address = None, None, ""
         sizes = self.exchange(end)
-        host = "" if self.transport == "shm" else own_address(self.exchange)
+        host = own_address(self.exchange) if "tcp" in self.transport else ""
+        unique = unique_ids(self.communicator, 1)[0] if self.transport == "ce" else b""
         try:
-            source = self._make_source(sizes, len(offsets), host)
+            source = self._make_source(sizes, len(offsets), host, unique)
             address = source.address()
         except RotationError as error:
             problem = str(error)
@@ -175,17 +185,21 @@ class InferenceRing(Ring):
             for parameter, offset in zip(parameters, offsets, strict=True):
                 local = parameter._local_tensor
                 place = source.memory(offset, local.nbytes).view(local.dtype).view(local.shape)
-                if not local.is_meta:
-                    place.copy_(local)
+                place.zero_() if local.is_meta else place.copy_(local)
                 moved.append(as_gradient(place, parameter._spec))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # other ranks read without waiting for this one's streams
         self.shard_bytes = sum(parameter._local_tensor.nbytes for parameter in moved)
         self._source = source
         self.communicator.executor.take_from(source)
         self._refuse(None)  # no rank computes before the shards of all are in place
         return moved
 
-    def _make_source(self, sizes: Sequence[int], parameters: int, host: str) -> Any:
-        """Returns the native source of the shards. `sizes`: by rank, bytes of its memory; `host`: see own_address."""
+    def _make_source(self, sizes: Sequence[int], parameters: int, host: str, unique: bytes) -> Any:
+        """Returns the native source of the shards. `sizes`: by rank, bytes of its memory; `host`: see own_address;
+        `unique`: an id of NCCL. Collective over `ce`."""
+        if self.transport == "ce":
+            return _native.copied_shards(unique, self.rank, self.size, max(sizes), self.device, self.timeout)
         place = self.rank, self.size, sizes[self.rank]
         if self.transport == "shm":
             return _native.shared_shards(*place)
@@ -219,16 +233,32 @@ class InferenceRing(Ring):
         return 0 if self._source is None else self._source.shared_bytes
 
     def close(self) -> None:
-        """Releases this rank's mappings, threads and groups. Idempotent; waits for no other rank.
+        """Releases this rank's mappings, threads and groups. Idempotent.
 
         Over `shm` other ranks go on: their mappings keep the shards of this one. Over `tcp` their next pull from this
-        rank is an error, and over `shm+tcp` that of a rank of another host.
+        rank is an error, and over `shm+tcp` that of a rank of another host. Over `ce` it is collective, since copies
+        from memory that its owner has freed cannot be made errors; where another rank does not close within the
+        timeout, the memory of the shards is kept until the process ends.
         """
+        source, self._source = self._source, None
+        over = source is not None and self._all_close()
         super().close()
-        if self._source is not None:
-            self._source.close()
+        if source is not None:
+            if over:
+                source.close()
             self.communicator.executor.take_from(None)
-            self._source = None
+
+    def _all_close(self) -> bool:
+        """Returns whether no other rank reads this one's shards any more, where that matters. Collective over `ce`."""
+        if self.transport != "ce":
+            return True
+        try:
+            torch.cuda.synchronize(self.device)
+            self.exchange("close")
+            return True
+        except RuntimeError as error:
+            logger.warning("%s: the shards stay in memory, since not all ranks have closed: %s", _CALLER, error)
+            return False
 
     def __repr__(self) -> str:
         return (

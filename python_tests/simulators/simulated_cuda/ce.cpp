@@ -1,4 +1,4 @@
-// The transport ce, its mutants (mutants.py) and the links of the emulated ring. Sources and bindings form one
+// The transport ce and the copied shards, their mutants (mutants.py), and the links of the emulated ring. Sources and bindings form one
 // translation unit because their headers dominate the compile time.
 #include "../../../csrc/transport/ce/ce.cpp"
 
@@ -6,10 +6,13 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "../../../csrc/device/copy_engine.cpp"
+#include "../../../csrc/engine/shards/copied_shards.cpp"
+#include "../../../csrc/engine/shards/shard_source.cpp"
 #include "../../../csrc/transport/ce/peer_flags.cpp"
 #include "../../../csrc/transport/ce/peer_memory.cpp"
 #include "../../../csrc/transport/emulated/emulated.cpp"
 #include "../../../csrc/transport/emulated/links.cpp"
+#include "mutated_copied_shards.h"
 #include "mutated_transport_ce.h"
 
 void bind_ce(pybind11::module_& m);
@@ -63,6 +66,14 @@ void bind_ce(pybind11::module_& m) {
   m.def("emulated", [](const std::string& link) -> std::shared_ptr<Transport> {
     return std::make_shared<EmulatedDevice>(at::Device(at::kCPU, 0), link);
   });
+  m.def(
+      "copied_shards",
+      [](const std::string& id, int rank, int ranks, int64_t bytes, std::chrono::milliseconds timeout, int mutant) {
+        const NoGil release;
+        const auto make = mutant < 0 ? &make_copied_shards : kCopiedMutants[mutant];
+        return make(id, rank, ranks, bytes, at::Device(at::kCPU, 0), timeout);
+      },
+      py::arg("id"), py::arg("rank"), py::arg("ranks"), py::arg("bytes"), py::arg("timeout"), py::arg("mutant") = -1);
   m.def("ce_check", [](Transport& transport) { ce(transport).check(); });
   m.def("ce_raised", [](Transport& transport) { return ce(transport).raised(); });
   m.def("ce_at_rest", [](Transport& transport) { return ce(transport).at_rest(); }, py::call_guard<NoGil>());

@@ -1,4 +1,5 @@
-"""Mutants of the transport `ce` with one planted mistake each, which the tests of its protocol must detect."""
+"""Mutants of the transport `ce`, and of the shards that copy engines copy, with one planted mistake each, which the
+tests of their protocols must detect."""
 
 from __future__ import annotations
 
@@ -74,6 +75,17 @@ LOCK_STEP = {
     ),
 }
 ALL = CE_MUTANTS | GATHER_MUTANTS | LOCK_STEP
+# name -> text in csrc/engine/shards/copied_shards.cpp, and its replacement
+COPIED_MUTANTS = {
+    "copies into a slot that a compute still reads": (
+        "    streams_.order_after(copies_.get(), streams_.record_compute());\n",
+        "",
+    ),
+    "computes before the copy has ended": (
+        "  void wait() override { streams_.order_compute_after(arrived_); }\n",
+        "  void wait() override {}\n",
+    ),
+}
 
 
 def modes_of(mutant: str) -> list[str]:
@@ -92,8 +104,7 @@ def _replace(text: str, change: tuple[str, str]) -> str:
 
 
 def write_ce_mutants(source: Path, folder: Path) -> None:
-    """Writes all mutants of `source` (ce.cpp) into mutated_transport_ce.h in `folder`. An unchanged file keeps its
-    modification time."""
+    """Writes all mutants of `source` (ce.cpp) into mutated_transport_ce.h in `folder`."""
     text = source.read_text()
     includes, body = text.split("namespace rtp {\n", 1)
     body = body[: body.index("std::optional<std::string> ce_refusal()")]
@@ -114,8 +125,30 @@ def write_ce_mutants(source: Path, folder: Path) -> None:
         f"  static constexpr decltype(&rtp::mutant_0::make) makers[] = {{{makers}}};\n"
         "  return makers[mutant](end, id);\n}\n"
     )
-    file = folder / "mutated_transport_ce.h"
-    if not file.exists() or file.read_text() != "".join(parts):
-        made = folder / f"{file.name}.{os.getpid()}"  # another process may be reading the file
-        made.write_text("".join(parts))
+    _write(folder / "mutated_transport_ce.h", "".join(parts))
+
+
+def write_copied_mutants(source: Path, folder: Path) -> None:
+    """Writes all mutants of `source` (copied_shards.cpp) into mutated_copied_shards.h in `folder`."""
+    includes, body = source.read_text().split("namespace rtp {\n", 1)
+    body = body[: body.index("std::shared_ptr<ShardSource> make_copied_shards(")]
+    parts = [includes]
+    for number, change in enumerate(COPIED_MUTANTS.values()):
+        parts.append(
+            f"namespace rtp::copied_mutant_{number} {{\n{_replace(body, change)}"
+            "std::shared_ptr<ShardSource> make(const std::string& id, int rank, int ranks, int64_t bytes,\n"
+            "                                  at::Device device, std::chrono::milliseconds timeout) {\n"
+            "  return std::make_shared<CopiedShards>(id, rank, ranks, bytes, device, timeout);\n}\n"
+            f"}}  // namespace rtp::copied_mutant_{number}\n"
+        )
+    makers = ", ".join(f"rtp::copied_mutant_{number}::make" for number in range(len(COPIED_MUTANTS)))
+    parts.append(f"constexpr decltype(&rtp::make_copied_shards) kCopiedMutants[] = {{{makers}}};\n")
+    _write(folder / "mutated_copied_shards.h", "".join(parts))
+
+
+def _write(file: Path, text: str) -> None:
+    """Writes a file. An unchanged file keeps its modification time."""
+    if not file.exists() or file.read_text() != text:
+        made = file.with_name(f"{file.name}.{os.getpid()}")  # another process may be reading the file
+        made.write_text(text)
         made.replace(file)

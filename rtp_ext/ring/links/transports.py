@@ -273,7 +273,7 @@ def nccl_put_refusal() -> str | None:
     return nccl_refusal() or _native.nccl_put_refusal()
 
 
-def _unique_ids(ring: Communicator, count: int, per_host: int | None = None) -> list[bytes]:
+def unique_ids(ring: Communicator, count: int, per_host: int | None = None) -> list[bytes]:
     """Returns unique ids of `count` communicators of the ring or, with `per_host`, of this rank's host, created by its
     first rank. Collective over the ring."""
     first = 0 if per_host is None else ring.rank - ring.rank % per_host
@@ -313,7 +313,7 @@ def _make_ce(ring: Communicator) -> Any:
     if hosts > 1:
         raise RotationError(f"its ranks are on {hosts} hosts")
     _warn_of_few_connections()
-    return _native.ce_transport(_unique_ids(ring, 1)[0], _ring_end(ring))
+    return _native.ce_transport(unique_ids(ring, 1)[0], _ring_end(ring))
 
 
 def _warn_of_few_connections() -> None:
@@ -328,13 +328,13 @@ def _warn_of_few_connections() -> None:
 
 
 def _make_nccl(ring: Communicator, options: TransportOptions, registered: bool) -> Any:
-    return _native.nccl_transport(_unique_ids(ring, 2), _ring_end(ring), settle(ring, options), registered)
+    return _native.nccl_transport(unique_ids(ring, 2), _ring_end(ring), settle(ring, options), registered)
 
 
 def _make_levels(ring: Communicator, options: TransportOptions, inner: str) -> Any:
     """Returns the transport `ce+nccl` or `nccl+nccl`. Collective over the ring."""
     settled, per_host = settle(ring, options), ring.placed.of.count(0)
-    end, ids, native, between, problem = _ring_end(ring), _unique_ids(ring, 2, per_host), None, None, None
+    end, ids, native, between, problem = _ring_end(ring), unique_ids(ring, 2, per_host), None, None, None
     try:
         inside, between = _native.ring_levels(end, per_host)
         if inner == "ce":
@@ -345,12 +345,12 @@ def _make_levels(ring: Communicator, options: TransportOptions, inner: str) -> A
     except RuntimeError as error:
         problem = str(error)
     refuse_any(ring.exchange(problem))
-    outer = _native.nccl_transport(_unique_ids(ring, 2), between, settled, False)
+    outer = _native.nccl_transport(unique_ids(ring, 2), between, settled, False)
     return _native.CompositeTransport(native, outer, ring.rank, per_host)
 
 
 def _make_nccl_put(ring: Communicator, options: TransportOptions) -> Any:
-    ids = _unique_ids(ring, _native.nccl_put_communicators())
+    ids = unique_ids(ring, _native.nccl_put_communicators())
     return _native.nccl_put_transport(ids, _ring_end(ring), settle(ring, options))
 
 
