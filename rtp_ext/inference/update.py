@@ -46,7 +46,12 @@ def update_weights(model: nn.Module, source: nn.Module | NamedTensors, *, bucket
     if bucket_bytes < 1:
         raise ValueError(f"update_weights: expected bucket_bytes >= 1, got {bucket_bytes}")
     targets = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
-    ring.exchange("update_weights begins")
+    kinds = ring.exchange("a model" if isinstance(source, nn.Module) else "named tensors")
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise ValueError(
+                f"update_weights: expected {kinds[0]} on every rank, as on rank 0, got {kind} on rank {rank}"
+            )
     if isinstance(source, nn.Module):
         count, failure = copy_from(source, targets, ring, bucket_bytes)
         _end(ring, failure)
