@@ -47,7 +47,13 @@ def update_weights(model: nn.Module, source: nn.Module | NamedTensors, *, bucket
         raise ValueError(f"update_weights: expected bucket_bytes >= 1, got {bucket_bytes}")
     targets = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     ring.drop_pulled()
-    ring.exchange("update_weights begins")
+    ring.synchronize()  # other ranks write without waiting for what this one still reads
+    kinds = ring.exchange("a model" if isinstance(source, nn.Module) else "named tensors")
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise ValueError(
+                f"update_weights: expected {kinds[0]} on every rank, as on rank 0, got {kind} on rank {rank}"
+            )
     if isinstance(source, nn.Module):
         count, failure = copy_from(source, targets, ring, bucket_bytes)
         _end(ring, failure)
@@ -67,8 +73,7 @@ def update_weights(model: nn.Module, source: nn.Module | NamedTensors, *, bucket
 
 def _end(ring: InferenceRing, failure: Exception | None, digest: str = "") -> None:
     """Raises where an update has failed on a rank, or where the digests of their names differ. Collective."""
-    if ring.device.type == "cuda":
-        torch.cuda.synchronize(ring.device)  # other ranks read without waiting for this one's streams
+    ring.synchronize()  # other ranks read without waiting for this one's streams
     answers = ring.exchange((None if failure is None else f"{type(failure).__name__}: {failure}", digest))
     if failure is not None:
         raise failure

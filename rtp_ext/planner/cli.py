@@ -127,9 +127,7 @@ def add_arguments(parser: Parser) -> None:
     asked.add_argument("--top", type=int, default=10, metavar="N", help="plans to show of a search; default: 10")
     asked.add_argument("--uneven", action="store_true", help="search: also the best uneven pipeline stages (scipy)")
     asked.add_argument("--min-gpus", action="store_true", help="the fewest GPUs on which some plan fits")
-    asked.add_argument(
-        "--when", action="store_true", help="when rotation wins; of a plan with frozen weights: from how many tokens"
-    )
+    asked.add_argument("--when", action="store_true", help="when rotation wins; with --frozen: from how many tokens")
     asked.add_argument("--forwards", action="store_true", help="from how many tokens forwards alone hide their pulls")
     asked.add_argument("--calibrate", metavar="FILE", help="fit the time model to a CSV or JSON lines of timed steps")
 

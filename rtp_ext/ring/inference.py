@@ -222,6 +222,11 @@ class InferenceRing(Ring):
         with self._op_runner.turn:
             self.communicator.executor.end_forward()
 
+    def synchronize(self) -> None:
+        """Waits until this rank's device has read and written all shards of its calls so far."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     @property
     def pulled_bytes(self) -> int:
         """The bytes of shards that have come to this rank from their owners over sockets."""
