@@ -45,6 +45,7 @@ from typing import Any
 from shared.card import RESULTS
 from shared.reports.commands import today
 from shared.reports.names import NAMES
+from shared.reports.own_pages import deliver
 from shared.reports.run_reports import OF_A_RUN
 from shared.reports.travel_report import ways_of
 
@@ -388,17 +389,6 @@ def rewrite(text: str, results: Path) -> str:
     if not BLOCK.search(text):
         raise ValueError("expected a block <!-- report: MACHINE TABLE --> ... <!-- end -->, found none")
     return BLOCK.sub(lambda found: found[1] + block(found[2], results) + found[4], text)
-
-
-def deliver(args: argparse.Namespace, page: Path, before: str, after: str, block: re.Pattern[str], source: str) -> None:
-    """Writes a regenerated page, checks it against the old one, or prints its blocks. Exits if a check fails."""
-    if args.write:
-        page.write_text(after)
-    elif args.check:
-        if before != after:
-            sys.exit(f"{page.name} differs from {source}")
-    else:
-        print("\n".join(found[0] for found in block.finditer(after)))
 
 
 def main(argv: list[str] | None = None) -> None:

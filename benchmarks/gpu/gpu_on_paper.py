@@ -36,8 +36,8 @@ from rtp_ext.ring.routes.route_planner import Device, LayerSize, Link, predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from report import deliver
 from shared.card import RESULTS, last_command
+from shared.reports.own_pages import deliver
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
 CALLS = RESULTS / "cpu-2core" / "driver_calls.jsonl"

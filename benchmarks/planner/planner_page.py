@@ -22,7 +22,8 @@ from rtp_ext.planner.memory.activations import layer_tensors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from report import deliver
+
+from shared.reports.own_pages import deliver
 
 from planner import planner_runs as runs
 from planner import published

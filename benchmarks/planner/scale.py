@@ -28,7 +28,8 @@ from rtp_ext.planner.plans.search import limit_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from report import deliver
+
+from shared.reports.own_pages import deliver
 
 from planner.planner_more import markdown
 

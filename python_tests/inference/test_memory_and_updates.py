@@ -195,7 +195,8 @@ def test_updates(transport, tmp_path):
 def refuses(rank, ranks):
     plain = make_model()
     for options, words in (
-        ({"transport": "ce"}, r"expected transport auto, shm, shm\+tcp, tcp, got 'ce'"),
+        ({"transport": "nccl"}, r"expected transport auto, shm, shm\+tcp, tcp, ce, got 'nccl'"),
+        ({"transport": "ce"}, "transport ce does not work on device type cpu"),
         ({"offload": True}, "expected offload False, got True"),
     ):
         with pytest.raises(ValueError, match=words):

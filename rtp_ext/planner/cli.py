@@ -14,8 +14,8 @@ from rtp_ext.command_line import Parser, did_you_mean, in_words, progress, wrapp
 from rtp_ext.gpu_rates import LINKS
 from rtp_ext.planner.constants import constants
 from rtp_ext.planner.display import text
-from rtp_ext.planner.measured.calibrate import calibrate, errors_of
-from rtp_ext.planner.measured.measurements import Measurement, read_measurements
+from rtp_ext.planner.measured.calibrate import fitted_and_errors
+from rtp_ext.planner.measured.measurements import read_measurements
 from rtp_ext.planner.memory.estimate import estimate_memory
 from rtp_ext.planner.plans import forwards, when
 from rtp_ext.planner.plans.differences import differences, differences_line
@@ -43,7 +43,6 @@ from rtp_ext.planner.time.estimate import estimate_time
 from rtp_ext.planner.time.explain import explain_time
 
 PROGRAM = f"{command_line.PROGRAM} plan"
-_MIN_MEASUREMENTS = 10  # minimum number of measurements for a separate test set
 _FLAGS = (
     *("sequence_parallel", "in_place", "fused_loss", "flash_attention", "fp8"),
     *("offload", "compiled", "fused_norm", "cp_balanced"),
@@ -276,25 +275,9 @@ def _when(options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace) -> int:
     measured = read_measurements(options.calibrate)
     with progress("fitting constants"):
-        result = _fit(measured)
+        result = fitted_and_errors(measured)
     print(json.dumps(result, indent=2))
     return 0
-
-
-def _fit(measured: Sequence[Measurement]) -> dict[str, Any]:
-    """Fits to every second measurement and returns the errors on the others next to them. With few measurements, fits
-    to all of them, and returns the leave-one-out errors."""
-    few = len(measured) < _MIN_MEASUREMENTS
-    found = calibrate(measured if few else measured[::2])
-    if few:
-        apart = [
-            calibrate([*measured[:i], *measured[i + 1 :]]).constants for i in range(len(measured) * (len(measured) > 1))
-        ]
-        off = [errors_of([run], one).mean_error for run, one in zip(measured, apart, strict=False)]
-        kept = {"mean_error": sum(off) / len(off), "largest_error": max(off), "measurements": len(off)} if off else None
-    else:
-        kept = errors_of(measured[1::2], found.constants).to_dict()
-    return {"fitted": found.to_dict(), "kept_back": kept, "before": errors_of(measured).to_dict()}
 
 
 def _json(model: ModelSpec, cluster: Cluster, plans: list[dict[str, Any]], strategies: Sequence[Strategy]) -> str:

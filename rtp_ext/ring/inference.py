@@ -187,8 +187,7 @@ class InferenceRing(Ring):
                 place = source.memory(offset, local.nbytes).view(local.dtype).view(local.shape)
                 place.zero_() if local.is_meta else place.copy_(local)
                 moved.append(as_gradient(place, parameter._spec))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # other ranks read without waiting for this one's streams
+        self.synchronize()  # other ranks read without waiting for this one's streams
         self.shard_bytes = sum(parameter._local_tensor.nbytes for parameter in moved)
         self._source = source
         self.communicator.executor.take_from(source)
@@ -258,7 +257,7 @@ class InferenceRing(Ring):
         if self.transport != "ce":
             return True
         try:
-            torch.cuda.synchronize(self.device)
+            self.synchronize()
             self.exchange("close")
             return True
         except RuntimeError as error:

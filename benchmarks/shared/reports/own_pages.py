@@ -1,9 +1,11 @@
-"""Pages whose one table a benchmark makes from its own results."""
+"""Pages with tables from results: the block of one table, and how a page that was made again is delivered."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,3 +46,14 @@ def block(rows: list[Row], done: str, more: str, lines: list[list[str]]) -> str:
     head, *body = lines
     table = "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *body])
     return f"\n{commands}\n\n{about}\n\n{table}\n\n"
+
+
+def deliver(args: argparse.Namespace, page: Path, before: str, after: str, block: re.Pattern[str], source: str) -> None:
+    """Writes a regenerated page, checks it against the old one, or prints its blocks. Exits if a check fails."""
+    if args.write:
+        page.write_text(after)
+    elif args.check:
+        if before != after:
+            sys.exit(f"{page.name} differs from {source}")
+    else:
+        print("\n".join(found[0] for found in block.finditer(after)))

@@ -73,7 +73,7 @@ void ShardPulls::drop_ahead() {
 }
 
 void ShardPulls::end_pass() {
-  if (phase_ == 0) end_forward();  // no call ends a forward of unknown passes
+  if (phase_ == 0) end_forward();  // the end of an unknown forward is unknown, too
 }
 
 const std::vector<at::Tensor>& SourcedWeights::of(ShardPulls& pulls, const Schedule& schedule,

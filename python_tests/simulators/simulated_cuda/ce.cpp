@@ -1,5 +1,5 @@
-// The transport ce and the copied shards, their mutants (mutants.py), and the links of the emulated ring. Sources and bindings form one
-// translation unit because their headers dominate the compile time.
+// The transport ce and the copied shards, their mutants (mutants.py), and the links of the emulated ring. Sources and
+// bindings form one translation unit because their headers dominate the compile time.
 #include "../../../csrc/transport/ce/ce.cpp"
 
 #include <pybind11/chrono.h>

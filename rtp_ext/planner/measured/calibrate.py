@@ -13,6 +13,7 @@ from rtp_ext.planner.measured.measurements import Measurement
 
 FITTED = ("gemm_fraction", "hbm_fraction", "host_s")
 _LARGEST = {name: 1.0 for name in FITTED if name.endswith("fraction")}
+_MIN_MEASUREMENTS = 10  # for a separate test set
 _ROUNDS, _FIRST_STEP, _LAST_STEP = 40, 1.5, 1.005
 
 
@@ -95,3 +96,19 @@ def calibrate(
             if step < _LAST_STEP:
                 break
     return errors_of(measurements, constants)
+
+
+def fitted_and_errors(measured: Sequence[Measurement]) -> dict[str, Any]:
+    """Fits to every second measurement and returns the errors on the others next to them. With few measurements, fits
+    to all of them, and returns the leave-one-out errors."""
+    few = len(measured) < _MIN_MEASUREMENTS
+    found = calibrate(measured if few else measured[::2])
+    if few:
+        apart = [
+            calibrate([*measured[:i], *measured[i + 1 :]]).constants for i in range(len(measured) * (len(measured) > 1))
+        ]
+        off = [errors_of([run], one).mean_error for run, one in zip(measured, apart, strict=False)]
+        kept = {"mean_error": sum(off) / len(off), "largest_error": max(off), "measurements": len(off)} if off else None
+    else:
+        kept = errors_of(measured[1::2], found.constants).to_dict()
+    return {"fitted": found.to_dict(), "kept_back": kept, "before": errors_of(measured).to_dict()}
