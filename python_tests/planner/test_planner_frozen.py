@@ -14,6 +14,7 @@ from rtp_ext.__main__ import main
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory, estimate_time, rotations_of, rtp_bytes
 from rtp_ext.planner.memory.states import rotation_bytes, trained_count
 from rtp_ext.planner.plans.when import hidden_from
+from rtp_ext.planner.time.estimate import step_flops
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,7 +57,7 @@ def test_bytes_are_those_of_explain(frozen, ranks):
     for lora_rank in (RANK, 0) if frozen else (RANK,):
         with torch.device("meta"):
             model = _model(lora_rank)
-        plan = rtp_ext.explain(model, frozen=frozen, ranks=ranks, device="cpu")
+        plan = rtp_ext.explain(model, frozen=frozen, bundle=lora_rank > 0, ranks=ranks, device="cpu")
         rotations, others = rotations_of(SPEC, frozen=frozen, lora_rank=lora_rank)
         held = rtp_bytes(rotations, ranks, others=others)
         totals = plan.totals
@@ -123,8 +124,10 @@ def test_time_falls_with_the_bytes_on_a_slow_link():
     assert seconds["mxfp4"] <= seconds["nf4"] < seconds["int8"] < seconds[None]
     full = estimate_time(LLAMA, slow, Strategy(rtp=8))
     assert steps[None].components["rotation"] < full.components["rotation"], "no hops of gradients"
-    alone = estimate_time(LLAMA, slow, Strategy(rtp=8, frozen="nf4")).components
-    assert alone["gemm"] < 0.7 * full.components["gemm"] and alone["gemm"] < steps["nf4"].components["gemm"]
+    assert steps["nf4"].components["gemm"] < full.components["gemm"]
+    plans = (Strategy(rtp=8, frozen="nf4", lora_rank=rank) for rank in (1, 64))
+    few, many, all_ = (step_flops(LLAMA, plan, 8) for plan in (*plans, Strategy(rtp=8)))
+    assert 2 / 3 < few / all_ < 0.7 and few < many < all_, "no products for gradients of frozen weights"
     assert steps[None].components["optimizer"] < 0.05 * full.components["optimizer"]
     tokens = [
         hidden_from(LLAMA, slow, Strategy(rtp=8, frozen=frozen, lora_rank=16)) for frozen in (None, "int8", "nf4")
@@ -143,12 +146,17 @@ def test_what_a_plan_refuses():
         ({"lora_rank": 8}, "lora_rank needs rtp of at least 2"),
         ({"rtp": 2, "frozen": "nf2"}, "expected frozen of"),
         ({"rtp": 2, "lora_rank": -1}, "lora_rank"),
-        ({"rtp": 2, "frozen": "nf4", "tp": 2}, "frozen weights: expected tp 1, got 2"),
-        ({"rtp": 2, "frozen": "nf4", "in_place": True}, "expected in_place False, got True"),
-        ({"rtp": 2, "dp": 2, "frozen": "nf4", "outer": "zero"}, "expected outer 'allreduce', got 'zero'"),
+        ({"rtp": 2, "frozen": "nf4"}, "needs lora_rank of at least 1"),
+        ({"rtp": 2, "lora_rank": 8, "tp": 2}, "frozen weights: expected tp 1, got 2"),
+        ({"rtp": 2, "lora_rank": 8, "in_place": True}, "expected in_place False, got True"),
+        ({"rtp": 2, "lora_rank": 8, "frozen": "nf4", "fused_loss": True}, "expected fused_loss False, got True"),
+        ({"rtp": 2, "dp": 2, "lora_rank": 8, "outer": "zero"}, "expected outer 'allreduce', got 'zero'"),
     ):
         with pytest.raises(ValueError, match=message):
             Strategy(**options)
+    mixture, plan = ModelSpec.preset("mixtral-8x7b"), Strategy(rtp=2, frozen="nf4", lora_rank=8)
+    with pytest.raises(ValueError, match="needs a model without experts, got 8 in each layer of mixtral-8x7b"):
+        plan.check(mixture, Cluster.preset("h100-80gb", gpus=2))
 
 
 def test_the_command(capsys):

@@ -292,7 +292,7 @@ def rotations_of(
 
     tp: tensor-parallel ranks that share every weight. layers, embedding, head: those of one pipeline stage. own_head:
     a tied head has its own copy, on another stage than the embedding. frozen, lora_rank: of `Strategy`; adapters end
-    bundles, and MLPs whose weights are in blocks rotate layer by layer.
+    bundles, and with `frozen` alone rotations are those of `bundle=False`.
     """
     h, q, kv, f = model.hidden, model.query_features // tp, model.kv_features // tp, model.ffn // tp
     vocab, trained = -(-model.vocab // tp), frozen is None and not lora_rank
@@ -308,7 +308,7 @@ def rotations_of(
         adapter = [(Weight((lora_rank, columns)),), (Weight((rows, lora_rank)),)] if lora_rank else []
         return [RotatedOperation("linear", weights) for weights in (linear(rows, columns, bias), *adapter)]
 
-    bundled = bool(bundle) and not lora_rank
+    bundled = bool(bundle) and trained
     layer: list[RotatedOperation] = []
     projections = [(rows, h, model.qkv_bias) for rows in (q, kv, kv)]
     if model.family == "gpt":  # one fused layer
@@ -322,7 +322,7 @@ def rotations_of(
     if model.experts:
         gates = 2 if model.gated else 1
         layer.append(RotatedOperation("bundle", (weight(model.experts, gates * f, h), weight(model.experts, h, f))))
-    elif bundled and frozen is None:
+    elif bundled:
         up = linear(f, h, model.mlp_bias)
         down = (weight(h, f, dim=1), *((weight(h),) if model.mlp_bias else ()))
         layer.append(RotatedOperation("bundle", (*(up if model.gated else ()), *up, *down)))
