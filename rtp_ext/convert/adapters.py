@@ -68,6 +68,12 @@ def extend_adapters(root: nn.Module, mixin: type = MergingAdapter) -> None:
             part.__class__ = mixed_class(mixin, type(part))
 
 
+def reading_adapter(root: nn.Module) -> nn.Module | None:
+    """Returns a layer of peft whose forward reads the whole base weight, as DoRA does for the norms of its rows; None
+    if there is none."""
+    return next((part for part in _tuners(root) if len(getattr(part, "lora_magnitude_vector", ())) > 0), None)
+
+
 def adapter_modules(root: nn.Module) -> set[int]:
     """Returns the ids of the modules that peft's layers add to the layers that they wrap."""
     found: set[int] = set()

@@ -23,7 +23,7 @@ TOLERANCE = 1e-6  # float32, of the largest gradient
 STEPS = 2
 
 
-def _model(targets: str | list[str] = "all-linear") -> nn.Module:
+def _model(targets: str | list[str] = "all-linear", dora: bool = False) -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=96,
@@ -36,7 +36,8 @@ def _model(targets: str | list[str] = "all-linear") -> nn.Module:
         use_cache=False,
     )
     model = peft.get_peft_model(
-        LlamaForCausalLM(config), peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+        LlamaForCausalLM(config),
+        peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", use_dora=dora),
     )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zeros, which would hide the base
@@ -118,6 +119,10 @@ def _adapters(rank, ranks):
             with pytest.raises(ValueError, match=f"merge: expected a base weight .* blocks of {format}"):
                 model.merge_adapter()
         ring.close()
+    for options in ({}, {"frozen": "nf4"}):
+        refused = pytest.raises(ValueError, match=r"got DoRA around .*q_proj \(Linear\), .*pass use_dora=False")
+        with cases.case(f"DoRA {options}"), refused:
+            rtp_ext.fully_rotate(_model(dora=True), **options)
     cases.finish()
 
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from rtp_ext.convert.adapters import reading_adapter
 from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
 from rtp_ext.convert.optimizers import REPLACED
 from rtp_ext.convert.plan.in_blocks import is_taken, refusal_of_package
@@ -56,6 +57,12 @@ def validate(plan: RotationPlan, request: Request) -> None:
     _check_tables(request, modules)
     _check_ties(request, modules)
     _check_dtypes(plan, dict(modules))
+    if (dora := reading_adapter(request.root)) is not None:
+        name = next(name for name, part in request.root.named_modules() if part is dora)
+        raise ValueError(
+            f"fully_rotate: expected adapters that add to outputs, got DoRA around {name} ({type(dora).__name__}), "
+            "which computes norms of the whole weight in each forward: no rank holds one; pass use_dora=False"
+        )
     if request.options.frozen is not None or any(module.is_new and module.in_blocks for module in plan.modules):
         _check_frozen(plan, request, dict(modules))
     if request.options.loss_head is not None:
