@@ -37,8 +37,8 @@ class Weight:
             return
         if len(self.shape) not in (2, 3) or self.dim != 0:
             raise ValueError(
-                f"rotation: expected a frozen weight of 2 or 3 dimensions that is cut along the first, got {self.shape} "
-                f"cut along {self.dim}"
+                f"rotation: expected a frozen weight of 2 or 3 dimensions that is cut along the first, got "
+                f"{self.shape} cut along {self.dim}"
             )
         if len(self.shape) == 3 and self._group > 1:
             raise ValueError(
