@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Cases, run_ranks
+from hf_models import make
 from reference import assert_same, differs, random
 from torch import nn
 
@@ -31,6 +32,22 @@ class Layers(nn.Module):
                 raise RuntimeError("the caller's own error")
             x = torch.tanh(self.layers[number](x))
         return x
+
+
+class Choosing(nn.Module):
+    """Experts between linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = next(
+            part for part in make("mixtral").modules() if type(part).__name__ == "MixtralExperts"
+        ).eval()
+        self.first = nn.Linear(self.experts.hidden_dim, self.experts.hidden_dim)
+        self.last = nn.Linear(self.experts.hidden_dim, 3)
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        index, weights = torch.full((len(x), 1), expert), torch.ones(len(x), 1)
+        return self.last(self.experts(self.first(x), index, weights))
 
 
 def foreign_bytes(model: nn.Module) -> int:
@@ -121,6 +138,21 @@ def ahead(rank, ranks):
         assert len(outputs) == 18
         forward()
         assert forward() == (once, (LAYERS - 1, LAYERS - 1)), "afterwards"
+    with cases.case("experts between linear layers"):
+        torch.manual_seed(0)
+        block = Choosing()
+        chooses = rtp_ext.rotate_for_inference(copy.deepcopy(block), transport="tcp", timeout=60.0)
+        dense = foreign_bytes(chooses.first) + foreign_bytes(chooses.last)
+        each = -(-block.experts.num_experts // ranks)
+        y = random(4, block.experts.hidden_dim, dtype=torch.float32, seed=rank)
+        for expert, most in ((each * rank, 0), (each * rank, 0), (each * ((rank + 1) % ranks), foreign_bytes(chooses))):
+            before = rtp_ext.ring_of(chooses).pulled_bytes
+            with torch.no_grad():
+                assert_same(chooses(y, expert), block(y, expert), 1e-5, f"expert {expert}")
+            pulled = rtp_ext.ring_of(chooses).pulled_bytes - before
+            assert pulled == dense if most == 0 else dense < pulled <= most, f"{pulled} bytes, linear layers {dense}"
+        dist.barrier()
+        rtp_ext.ring_of(chooses).close()
     dist.barrier()
     with cases.case("closed"):
         ring.close()

@@ -17,7 +17,6 @@ from rtp_ext.ring.links.options import RingOptions
 from rtp_ext.ring.links.transports import NETWORKED, Connection, order_launches
 from rtp_ext.ring.links.wiring import find_wiring
 from rtp_ext.ring.mesh import RingMesh
-from rtp_ext.ring.routes.weight_routes import choose_ce_modes
 
 
 def join_ranks(meshes: RingMesh, options: RingOptions) -> Communicator:
@@ -56,10 +55,8 @@ def late_passes(options: RingOptions, device: torch.device, transport: str) -> i
     return int(device.type == "cpu" and transport in NETWORKED)
 
 
-def make_executor(ring: Communicator, options: RingOptions, connection: Connection, hop_route: str, late: int) -> Any:
+def make_executor(ring: Communicator, options: RingOptions, connection: Connection, late: int) -> Any:
     """Returns the native executor of one rank. `late`: see `late_passes`."""
-    if connection.name in ("ce", "ce+nccl"):
-        choose_ce_modes(connection.native, hop_route, options.transport_options.ce_mode)
     native = _native.CheckedTransport(connection.native, ring.size) if options.checksum else connection.native
     executor = _native.Executor(native, ring.rank, ring.size, ring.device, ring.placed.count)
     executor.allow_deferred(late)

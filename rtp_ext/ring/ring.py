@@ -40,6 +40,7 @@ from rtp_ext.ring.registry import name_ring
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes, LateGradients
 from rtp_ext.ring.routes.plan import RoutePlan, plan_routes
 from rtp_ext.ring.routes.route_planner import Link, RoutePlanner
+from rtp_ext.ring.routes.weight_routes import choose_ce_modes
 from rtp_ext.ring.telemetry import Telemetry
 
 __all__ = ["ROUTES", "TRANSPORTS", "Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
@@ -186,6 +187,8 @@ class Ring:
             token = agree_on(options, ring)
             connection = connect(ring, options.transport, options.transport_options)
             routes = plan_routes(ring, connection.name, options)
+            if connection.name in ("ce", "ce+nccl"):
+                choose_ce_modes(connection.native, routes.hop_route, options.transport_options.ce_mode)
             self._compose(ring, options, connection, routes, token)
             if self.gate.compare_devices(ring.exchange):
                 self.measure_link()
@@ -250,7 +253,7 @@ class Ring:
     ) -> None:
         """Creates the executor and the fields that use it."""
         late = late_passes(options, ring.device, connection.name)
-        ring.executor = executor = make_executor(ring, options, connection, routes.hop_route, late)
+        ring.executor = executor = make_executor(ring, options, connection, late)
         self.options, self.token = options, token
         self.rank, self.size, self.device, self.timeout = ring.rank, ring.size, ring.device, options.timeout
         self.travel, self.slot_cap, self.late_gradients = options.travel, options.slot_cap, late

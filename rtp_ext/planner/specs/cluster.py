@@ -111,8 +111,8 @@ class Cluster:
                 f"got {', '.join(unknown[:8])}"
             )
         if unknown or missing:
-            near = "".join(f"{name}{did_you_mean(name, fields)}, " for name in unknown).rstrip(", ")
-            problems = [f"unknown fields {near}"] if unknown else []
+            near = did_you_mean(unknown[0], fields) if len(unknown) == 1 else ""
+            problems = [f"unknown fields {', '.join(unknown)}{near}"] if unknown else []
             problems += [f"missing fields {', '.join(missing)}"] if missing else []
             raise ValueError(f"cluster {label}: {'; '.join(problems)}")
         return cls(**given)
