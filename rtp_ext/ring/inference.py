@@ -205,16 +205,13 @@ class InferenceRing(Ring):
         """Starts the phase of a model's forward in this thread, whose passes are expected in the order of the one
         before."""
         if self.agreement.forward_phase:  # of a forward that this one is within, or that KeyboardInterrupt has left
-            self.drop_pulled()
+            self.end_forward()
         self.agreement.begin_forward()
 
     def end_forward(self) -> None:
-        """Ends the phase that `begin_forward` started."""
+        """Ends the phase that `begin_forward` started. Drops the shards that were pulled ahead, and those that other
+        ranks of the host may take: they may change."""
         self.agreement.end_forward()
-        self.drop_pulled()
-
-    def drop_pulled(self) -> None:
-        """Drops the shards that were pulled ahead, and those that other ranks of the host may take: they may change."""
         with self._op_runner.turn:
             self.communicator.executor.end_forward()
 
