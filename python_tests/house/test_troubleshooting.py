@@ -1,14 +1,16 @@
 """docs/troubleshooting.md quotes a stable part of every message of an error that users can meet.
 
 An entry is a code span in the first column of a table there; "..." in it stands for any text. It covers a message that
-has its pieces in this order. Messages are read from the sources: the text of each call of an error class in rtp_ext,
-and of each check and throw in csrc, with "{}" for values.
+has its pieces in this order, and, where the second column names folders, comes from one of them. Messages are read from
+the sources: the text of each call of an error class in rtp_ext, and of each check and throw in csrc, with "{}" for
+values.
 """
 
 import ast
 import re
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -26,7 +28,10 @@ INTERNAL = {
     "csrc/engine/shards/pulled_shards.cpp: pulled shards: expected": "addresses that rtp_ext has exchanged",
     "csrc/transport/shm/shm.cpp: transport shm: expected": "addresses that rtp_ext has exchanged",
     "csrc/transport/tcp/peers.cpp: transport tcp: expected": "addresses that rtp_ext has exchanged",
-    "csrc/transport/nccl/": "ids and sizes that rtp_ext has exchanged",
+    "csrc/transport/nccl/nccl.cpp: transport nccl: expected": "ids that rtp_ext has exchanged",
+    "csrc/transport/nccl/peer_status.cpp: peer status": "addresses that rtp_ext has exchanged",
+    "csrc/transport/nccl/put.cpp: transport nccl-put: expected": "ids that rtp_ext has exchanged",
+    "csrc/transport/nccl/supervised.cpp: expected hosts": "hosts that rtp_ext has counted",
     "csrc/transport/composite/": "hosts that rtp_ext has counted",
     "csrc/transport/checked.cpp: transport checked": "a transport that the ring has made",
     "csrc/transport/c10d.cpp: transport c10d: expected two": "groups that the ring has made",
@@ -126,26 +131,32 @@ def messages() -> list[tuple[str, str]]:
     return found
 
 
-def entries(page: str) -> dict[str, str]:
-    """The entries of the page, each with its section."""
-    found: dict[str, str] = {}
-    for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
-        title = section.split("\n", 1)[0]
-        for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE):
-            for entry in re.findall(r"`([^`]+)`", row):
-                assert entry not in found, f"{entry}: twice"
-                found[entry] = title
-    return found
+class Entry(NamedTuple):
+    text: str
+    section: str
+    folders: tuple[str, ...]  # none: messages of all files
 
-
-def covers(entry: str, text: str) -> bool:
-    at = 0
-    for piece in entry.split("..."):
-        at = text.find(piece, at)
-        if at < 0:
+    def covers(self, file: str, message: str) -> bool:
+        if self.folders and not file.startswith(self.folders):
             return False
-        at += len(piece)
-    return True
+        at = 0
+        for piece in self.text.split("..."):
+            at = message.find(piece, at)
+            if at < 0:
+                return False
+            at += len(piece)
+        return True
+
+
+def entries(page: str) -> list[Entry]:
+    """The entries of the page, in its order."""
+    found = []
+    for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        for first, second in re.findall(r"^\| (`.*?) \| (.*?) \|", section, re.MULTILINE):
+            folders = tuple(re.findall(r"`((?:rtp_ext|csrc)/[^`]+)`", second))
+            found += [Entry(text, section.split("\n", 1)[0], folders) for text in re.findall(r"`([^`]+)`", first)]
+    assert len(found) == len(set(found)), "an entry twice"
+    return found
 
 
 def met(found: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -156,15 +167,18 @@ def met(found: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 def uncovered(page: str, found: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """The messages that users can meet and that no entry of the page covers."""
-    quoted = list(entries(page))
-    return [(file, text) for file, text in met(found) if not any(covers(entry, text) for entry in quoted)]
+    quoted = entries(page)
+    return [(file, text) for file, text in met(found) if not any(entry.covers(file, text) for entry in quoted)]
 
 
 def useless(page: str, found: list[tuple[str, str]]) -> list[str]:
     """The entries that cover no message, or, outside of ARGUMENTS, so many that they do not tell them apart."""
-    texts = {text for _, text in met(found)}
-    counts = {entry: sum(covers(entry, text) for text in texts) for entry in entries(page)}
-    return [entry for entry, where in entries(page).items() if not 0 < counts[entry] <= (MOST, 999)[where == ARGUMENTS]]
+    covered = {entry: {text for file, text in met(found) if entry.covers(file, text)} for entry in entries(page)}
+    return [
+        entry.text
+        for entry, texts in covered.items()
+        if not texts or (len(texts) > MOST and entry.section != ARGUMENTS)
+    ]
 
 
 def test_every_message_has_an_entry():
@@ -196,6 +210,7 @@ def test_messages_without_an_entry_are_found():
       if (y) throw RotationError(concat("no tea for rank ", rank, "!"));
       // RotationError("in a comment")"""
     assert native_messages("a.cpp", native) == [("a.cpp", ": expected tea, got "), ("a.cpp", "no tea for rank {}!")]
-    assert uncovered(PAGE, [("a.py", "{}: expected tea, got {}")]) == [("a.py", "{}: expected tea, got {}")]
-    assert useless(f"{PAGE}| `expected tea` |\n", found) == ["expected tea"]
+    new = ("rtp_ext/convert/new.py", "{}: expected tea, got {}")
+    assert uncovered(PAGE, [new]) == [new]
+    assert useless(f"{PAGE}| `expected tea` | a | b |\n", found) == ["expected tea"]
     assert useless(PAGE.replace("`did not answer (waited`", "`expected`"), found) == ["expected"]
