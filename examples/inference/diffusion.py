@@ -51,7 +51,7 @@ def sample(model: DiTTransformer2DModel, *, steps: int, side: int, seed: int) ->
 def main(arguments: list[str] | None = None) -> tuple[torch.Tensor, int]:
     """Returns this rank's latents, and the bytes of weights that it keeps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transport", choices=("auto", "shm", "tcp"), default="auto")
+    parser.add_argument("--transport", choices=("auto", "shm", "shm+tcp", "tcp"), default="auto")
     parser.add_argument("--weights", choices=("int8", "nf4", "mxfp4"), help="store linear layers in fewer bits")
     options = parser.parse_args(arguments)
     if not dist.is_initialized():

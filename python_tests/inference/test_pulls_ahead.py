@@ -1,7 +1,10 @@
 """Shards are pulled ahead across layers: bytes, wrong guesses, new weights, threads."""
 
 import copy
+import socket
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +55,11 @@ class Choosing(nn.Module):
 
 def foreign_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() - p.to_local().nbytes for p in model.parameters())
+
+
+def status(key: str) -> int:
+    """A number of this process that the kernel counts."""
+    return int(Path("/proc/self/status").read_text().partition(f"{key}:")[2].split()[0])
 
 
 def ahead(rank, ranks):
@@ -153,9 +161,33 @@ def ahead(rank, ranks):
             assert pulled == dense if most == 0 else dense < pulled <= most, f"{pulled} bytes, linear layers {dense}"
         dist.barrier()
         rtp_ext.ring_of(chooses).close()
+    with cases.case("connections that end, as after pulls that were given up, leave no stacks of threads"):
+        port, _, host = ring._source.address().split()
+        before = {key: status(key) for key in ("Threads", "VmSize")}
+        for _ in range(40):
+            socket.create_connection((host, int(port))).close()
+            while status("Threads") > before["Threads"]:
+                time.sleep(0.001)
+        grown = status("VmSize") - before["VmSize"]  # kB; a stack takes 8 MiB of addresses
+        assert grown < 20 * 8192, f"{grown} kB for 40 connections"
     dist.barrier()
-    with cases.case("closed"):
+    with cases.case("closed in a forward of another thread"):
+
+        def forwards():
+            try:
+                with torch.no_grad():
+                    while True:
+                        model(x)
+            except BaseException as error:
+                errors.append(error)
+
+        other = threading.Thread(target=forwards)
+        other.start()
+        time.sleep(0.05)
+        dist.barrier()
         ring.close()
+        other.join(20.0)
+        assert [type(error) for error in errors] == [rtp_ext.RotationError], errors
         with torch.no_grad(), pytest.raises(rtp_ext.RotationError, match="it was closed"):
             model(x)
     cases.finish()

@@ -55,6 +55,24 @@ class Together(nn.Module):
         return x
 
 
+def interrupted(model: Together, x: torch.Tensor) -> None:
+    """The first rank of each host runs a forward that KeyboardInterrupt ends, for which torch calls no hook, and
+    another one."""
+    if dist.get_rank() % 2 == 0:
+        before = model.before
+        model.before = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        model.before = lambda number: None
+        model(x)
+        model.before = before
+
+
+def interrupt(number: int) -> None:
+    if number == 2:
+        raise KeyboardInterrupt
+
+
 @torch.no_grad()
 def shares(rank, ranks):
     pretend_hosts(rank, ranks // HOSTS)
@@ -82,11 +100,20 @@ def shares(rank, ranks):
         begun, used = ring.prefetched()
         assert begun == used == 2 * (len(plain.layers) - 1), "the order is known from the first forward"
         counts[transport] = ring.pulled_bytes, ring.shared_bytes
+        plan = rtp_ext.explain(model)
+        assert 3 * plan.totals["forward_bytes"] == sum(counts[transport]), "the shards that lie here are not pulled"
+        assert ("reads those of its own host" in str(plan).replace("\n", " ")) == (transport == "shm+tcp")
         if transport == "shm+tcp":
+            interrupted(model, x)
             dist.barrier()  # no rank is in a forward
             for parameter in (*plain.parameters(), *(p.to_local() for p in model.parameters())):
                 parameter.mul_(1.5)
             dist.barrier()  # all have written
+            if rank % 2:
+                model.before = lambda number: None
+                assert_same(model(x), plain(x), 1e-12, "no old shard is copied from a mate that an interrupt has hit")
+                model.before = lambda number: dist.barrier()
+            dist.barrier()
             assert_same(model(x), plain(x), 1e-12, "no old shard is copied after a write")
             rtp_ext.update_weights(model, ((n, p * 2) for n, p in plain.named_parameters()))
             for parameter in plain.parameters():

@@ -14,36 +14,49 @@ from rtp_ext.__main__ import main
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory, estimate_time, rotations_of, rtp_bytes
 from rtp_ext.planner.memory.states import rotation_bytes, trained_count
 from rtp_ext.planner.plans.when import hidden_from
+from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.time.estimate import step_flops
 
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"layers": 2, "hidden": 192, "heads": 6, "kv_heads": 3, "ffn": 576, "vocab": 96, "seq": 16}
 SPEC = ModelSpec.llama(**SIZES)
+NEOX = ModelSpec.gpt(**{**SIZES, "kv_heads": None}, positions=0, tied=False)
+MIXTURE = ModelSpec.llama(**SIZES, experts=6, experts_per_token=2)
+NARROW = dataclasses.replace(MIXTURE, ffn=3)  # down of an expert: 9 blocks of nf4, and not whole ones of int8
+TIED = ModelSpec.llama(**SIZES, tied=True)
 RANK = 6
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]  # all linear layers beside experts
 LLAMA = ModelSpec.preset("llama-3-8b", seq=2048)
 
 
-def _model(lora_rank: int) -> torch.nn.Module:
-    config = transformers.LlamaConfig(
-        hidden_size=SPEC.hidden,
-        num_hidden_layers=SPEC.layers,
-        num_attention_heads=SPEC.heads,
-        num_key_value_heads=SPEC.kv_heads,
-        intermediate_size=SPEC.ffn,
-        vocab_size=SPEC.vocab,
-        use_cache=False,
-    )
-    model = transformers.LlamaForCausalLM(config).requires_grad_(False)
+def _model(lora_rank: int, spec: ModelSpec = SPEC) -> torch.nn.Module:
+    sizes = {
+        "hidden_size": spec.hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "intermediate_size": spec.ffn,
+        "vocab_size": spec.vocab,
+        "tie_word_embeddings": spec.tied,
+        "use_cache": False,
+    }
+    if spec.family == "gpt":
+        model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes))
+    elif spec.experts:
+        experts = {"num_local_experts": spec.experts, "num_experts_per_tok": spec.experts_per_token}
+        sizes |= {"num_key_value_heads": spec.kv_heads, "head_dim": spec.head_dim, **experts}
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=spec.kv_heads, **sizes))
+    model.requires_grad_(False)
     if not lora_rank:
         return model
-    options = peft.LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, options)
+    layers = ATTENTION if spec.experts else "all-linear"
+    return peft.get_peft_model(model, peft.LoraConfig(r=lora_rank, target_modules=layers, task_type="CAUSAL_LM"))
 
 
-def _wire(frozen: str | None, lora_rank: int, ranks: int) -> tuple[int, int, int]:
+def _wire(rotations: list, ranks: int) -> tuple[int, int, int]:
     """Bytes of the hops of weights in forward and in backward, and of gradients, where all shards are equal."""
-    rotations, _ = rotations_of(SPEC, frozen=frozen, lora_rank=lora_rank)
     forward = sum(weight.travelling_bytes(ranks, 4) for each in rotations for weight in each.weights)
     backward = sum(weight.travelling_bytes(ranks, 4) for each in rotations for weight in each.backward_weights)
     trained = [weight for each in rotations for weight in each.weights if weight.has_gradient]
@@ -63,24 +76,50 @@ def test_bytes_are_those_of_explain(frozen, ranks):
         totals = plan.totals
         assert held.parameters_bytes == totals["held_bytes"]
         sent = tuple(totals[f"{name}_bytes"] for name in ("forward", "backward", "gradient"))
-        assert _wire(frozen, lora_rank, ranks) == sent
+        assert _wire(rotations, ranks) == sent
         count = 4 * SPEC.layers * SPEC.adapter_parameters(lora_rank) / ranks
         assert held.gradients_bytes == count == held.optimizer_bytes / 2
         wide = rtp_bytes(rotations_of(SPEC)[0], ranks, others=others)
         assert wide.parameters_bytes != held.parameters_bytes, "control: without frozen weights"
 
 
+@pytest.mark.parametrize("spec", [SPEC, TIED, NEOX, MIXTURE, NARROW], ids=["llama", "tied", "gpt", "experts", "narrow"])
+def test_bytes_of_experts_and_fused_heads_are_those_of_explain(spec):
+    with torch.device("meta"):
+        model = _model(RANK, spec)
+    for frozen, ranks, fused in (("nf4", 3, True), ("int8", 2, True), ("mxfp4", 1, True), ("int8", 3, False)):
+        fused = fused and spec is not NEOX  # which fuses no head
+        head = "fused" if fused else None
+        plan = rtp_ext.explain(model, frozen=frozen, loss_head=head, ranks=ranks, device="cpu")
+        rotations, others = rotations_of(spec, frozen=frozen, lora_rank=RANK, fused_loss=fused)
+        held, totals = rtp_bytes(rotations, ranks, others=others), plan.totals
+        assert held.parameters_bytes == totals["held_bytes"], (frozen, ranks)
+        sent = tuple(totals[f"{name}_bytes"] for name in ("forward", "backward", "gradient"))
+        assert _wire(rotations, ranks) == sent, (frozen, ranks)
+        assert held.gradients_bytes == 4 * spec.layers * spec.adapter_parameters(RANK) / ranks
+        assert (rotations[-1].weights[0].frozen is not None) == (fused and not spec.tied)
+        blocks = {weight.shape for each in rotations for weight in each.weights if weight.frozen}
+        experts = 1 if spec is NARROW and frozen == "int8" else 2
+        assert sum(len(shape) == 3 for shape in blocks) == (experts if spec.experts else 0)
+
+
 def _converted(rank, ranks):
     cases = Cases()
-    for frozen, transport in (("nf4", "shm"), ("int8", "c10d"), (None, "shm")):
-        with rtp_ext.Ring(transport=transport, timeout=60.0, route="ring") as ring, cases.case(f"{frozen} {transport}"):
-            model = rtp_ext.fully_rotate(_model(RANK), mesh=ring, frozen=frozen)
+    for frozen, transport, spec, fused in (
+        ("nf4", "shm", SPEC, True),
+        ("int8", "c10d", MIXTURE, True),
+        (None, "shm", SPEC, False),
+    ):
+        name = f"{frozen} {transport} {spec.experts} {fused}"
+        with rtp_ext.Ring(transport=transport, timeout=60.0, route="ring") as ring, cases.case(name):
+            head = "fused" if fused else None
+            model = rtp_ext.fully_rotate(_model(RANK, spec), mesh=ring, frozen=frozen, loss_head=head)
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
             ids = torch.arange(32).view(2, 16) % SPEC.vocab
             for _ in range(2):
                 model(input_ids=ids, labels=ids).loss.backward()
                 optimizer.step()
-            rotations, others = rotations_of(SPEC, frozen=frozen, lora_rank=RANK)
+            rotations, others = rotations_of(spec, frozen=frozen, lora_rank=RANK, fused_loss=fused)
             reach = {"receives_anywhere": transport != "shm", "late_gradients": int(transport == "c10d")}
             planned = rtp_bytes(rotations, ranks, rank=rank, others=others, **reach)
             counts = [ring.slot_count(channel).peak_bytes for channel in ("weight", "gradient", "scratch")]
@@ -89,7 +128,7 @@ def _converted(rank, ranks):
             states = [v for state in optimizer.state.values() for v in state.values() if v.dim() > 0]
             assert held == planned.parameters_bytes
             assert sum(local(v).untyped_storage().nbytes() for v in states) == planned.optimizer_bytes
-            assert planned.weight_slots_bytes < rtp_bytes(rotations_of(SPEC)[0], ranks).weight_slots_bytes, "control"
+            assert planned.weight_slots_bytes < rtp_bytes(rotations_of(spec)[0], ranks).weight_slots_bytes, "control"
     cases.finish()
 
 
@@ -113,6 +152,17 @@ def test_a_plan_counts_blocks_slots_scratch_and_adapters():
     trained = rotation_bytes(LLAMA, Strategy(rtp=8), 0)
     assert held.gradient_slots_bytes < trained.gradient_slots_bytes / 10
     assert "blocks of nf4" in " ".join(term.what for term in terms)
+
+
+def test_experts_and_fused_heads_in_a_plan():
+    model, cluster = ModelSpec.preset("mixtral-8x7b", seq=2048), Cluster.preset("h100-80gb", gpus=8, link="pcie")
+    plans = [Strategy(rtp=8, frozen=frozen, lora_rank=16, fused_loss=True) for frozen in (None, "int8", "nf4")]
+    wide, _, nf4 = (rotation_bytes(model, plan, 0) for plan in plans)
+    blocked = model.layers * (model.attention_parameters + model.mlp_parameters) + model.head_parameters
+    assert wide.parameters_bytes - nf4.parameters_bytes == blocked * (2 - 0.5625) / 8
+    assert nf4.scratch_bytes == 2 * 3 * model.ffn * model.hidden * model.experts // 8, "a rank's experts in bfloat16"
+    seconds = [estimate_time(model, cluster, plan).step_seconds for plan in plans]
+    assert seconds[2] < seconds[1] < seconds[0]
 
 
 def test_time_falls_with_the_bytes_on_a_slow_link():
@@ -149,14 +199,19 @@ def test_what_a_plan_refuses():
         ({"rtp": 2, "frozen": "nf4"}, "needs lora_rank of at least 1"),
         ({"rtp": 2, "lora_rank": 8, "tp": 2}, "frozen weights: expected tp 1, got 2"),
         ({"rtp": 2, "lora_rank": 8, "in_place": True}, "expected in_place False, got True"),
-        ({"rtp": 2, "lora_rank": 8, "frozen": "nf4", "fused_loss": True}, "expected fused_loss False, got True"),
         ({"rtp": 2, "dp": 2, "lora_rank": 8, "outer": "zero"}, "expected outer 'allreduce', got 'zero'"),
     ):
         with pytest.raises(ValueError, match=message):
             Strategy(**options)
-    mixture, plan = ModelSpec.preset("mixtral-8x7b"), Strategy(rtp=2, frozen="nf4", lora_rank=8)
-    with pytest.raises(ValueError, match="needs a model without experts, got 8 in each layer of mixtral-8x7b"):
-        plan.check(mixture, Cluster.preset("h100-80gb", gpus=2))
+    bundle = RotatedOperation("bundle", (Weight((64, 64)), Weight((64, 64), dim=1)))
+    for make, message in (
+        (lambda: Weight((64, 64), dim=1, frozen="nf4"), "cut along the first, got .* cut along 1"),
+        (lambda: Weight((2, 3, 32), frozen="nf4"), "fill whole blocks of nf4, got 96 numbers in each"),
+        (lambda: RotatedOperation("embedding", (Weight((64, 64), frozen="nf4"),)), "of kind embedding"),
+        (lambda: dataclasses.replace(bundle, weights=(Weight((64, 64), frozen="nf4"),)), "of kind bundle"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 def test_the_command(capsys):

@@ -46,7 +46,7 @@ def update_weights(model: nn.Module, source: nn.Module | NamedTensors, *, bucket
     if bucket_bytes < 1:
         raise ValueError(f"update_weights: expected bucket_bytes >= 1, got {bucket_bytes}")
     targets = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
-    ring.drop_pulled()
+    ring.end_forward()  # shards that were pulled ahead are old from now on
     ring.synchronize()  # other ranks write without waiting for what this one still reads
     kinds = ring.exchange("a model" if isinstance(source, nn.Module) else "named tensors")
     for rank, kind in enumerate(kinds):

@@ -48,9 +48,10 @@ def load_safetensors(module: nn.Module, files: Files, *, strict: bool = True) ->
     Returns the missing and the unexpected names, as load_state_dict does; both are empty if strict.
 
     Raises ValueError for missing or unexpected names (if strict), for a wrong shape or dtype (with the parameter,
-    expected and actual), for files that contradict each other or cannot be read, for an index that names anything but
-    files in its folder; TypeError for `files` that are not paths; FileNotFoundError; ImportError if safetensors is not
-    installed. Not collective: every rank reads independently.
+    expected and actual), for infinities and NaNs in this rank's part of a frozen weight in blocks (after the check:
+    earlier tensors are loaded, and other ranks may load all), for files that contradict each other or cannot be read,
+    for an index that names anything but files in its folder; TypeError for `files` that are not paths;
+    FileNotFoundError; ImportError if safetensors is not installed. Not collective: every rank reads independently.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"load_safetensors: expected a torch.nn.Module, got {type(module).__name__}")
@@ -194,7 +195,10 @@ def _check(file: Any, path: Path, name: str, target: torch.Tensor) -> None:
 def _copy(file: Any, name: str, target: torch.Tensor) -> None:
     local = target.to_local() if isinstance(target, DTensor) else target
     if frozen_of(target) is not None:
-        load_plain(target, file.get_slice(name))  # type: ignore[arg-type]
+        try:
+            load_plain(target, file.get_slice(name))  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"load_safetensors: {name}: {error}") from error
     elif target.dim() == 0:
         local.copy_(file.get_tensor(name))
     elif local.numel() > 0:

@@ -75,7 +75,10 @@ class ShardedModule:
             given = state_dict.get(prefix + name)
             frozen = frozen_of(old)
             if frozen is not None and spec is not None and _is_plain(given, frozen.shape):
-                given = frozen.encode(given.detach().to(old.device), frozen.packed_shape[frozen.dim])
+                try:
+                    given = frozen.encode(given.detach().to(old.device), frozen.packed_shape[frozen.dim])
+                except ValueError as error:
+                    raise ValueError(f"load_state_dict: {prefix}{name}: {error}") from error
                 state_dict[prefix + name] = placed_as(given, spec)
             elif spec is not None and not assign and _is_whole(given) and given.shape == old.shape:
                 state_dict[prefix + name] = placed_as(given, spec)

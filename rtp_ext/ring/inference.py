@@ -78,19 +78,10 @@ class _Forwards(Agreement):
         self._own.phase = phase
 
     def begin_forward(self) -> None:
-        self._own.depth = self.depth + 1
-        if self.depth == 1:
-            self.forward_phase = next(self._phases)
+        self.forward_phase = next(self._phases)
 
     def end_forward(self) -> None:
-        self._own.depth = max(self.depth - 1, 0)
-        if self.depth == 0:
-            self.forward_phase = 0
-
-    @property
-    def depth(self) -> int:
-        """The number of forwards that this thread is in, one within another."""
-        return getattr(self._own, "depth", 0)
+        self.forward_phase = 0
 
     def postpone(self, *_: Any) -> bool:
         return True
@@ -210,14 +201,17 @@ class InferenceRing(Ring):
         """Raises RotationError with the problems of all ranks, if any. Collective."""
         refuse_any(self.exchange(problem), _CALLER)
 
-    def end_forward(self) -> None:
-        """Ends the phase that `begin_forward` started."""
-        self.agreement.end_forward()
-        if self.agreement.depth == 0:
-            self.drop_pulled()
+    def begin_forward(self) -> None:
+        """Starts the phase of a model's forward in this thread, whose passes are expected in the order of the one
+        before."""
+        if self.agreement.forward_phase:  # of a forward that this one is within, or that KeyboardInterrupt has left
+            self.end_forward()
+        self.agreement.begin_forward()
 
-    def drop_pulled(self) -> None:
-        """Drops the shards that were pulled ahead, and those that other ranks of the host may take: they may change."""
+    def end_forward(self) -> None:
+        """Ends the phase that `begin_forward` started. Drops the shards that were pulled ahead, and those that other
+        ranks of the host may take: they may change."""
+        self.agreement.end_forward()
         with self._op_runner.turn:
             self.communicator.executor.end_forward()
 
@@ -225,6 +219,13 @@ class InferenceRing(Ring):
         """Waits until this rank's device has read and written all shards of its calls so far."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    @property
+    def pulls_from(self) -> tuple[int, ...]:
+        """The ranks whose shards this one pulls, or gets from another rank of its host that has pulled them. It reads
+        those of the others where they lie."""
+        per_host = {"shm": self.size, "shm+tcp": self.size // (self.hosts or 1)}.get(self.transport, 1)
+        return tuple(owner for owner in range(self.size) if owner // per_host != self.rank // per_host)
 
     @property
     def pulled_bytes(self) -> int:
@@ -250,7 +251,8 @@ class InferenceRing(Ring):
         if source is not None:
             if over:
                 source.close()
-            self.communicator.executor.take_from(None)
+            with self._op_runner.turn:  # a forward of another thread may be reading a shard
+                self.communicator.executor.take_from(None)
 
     def _all_close(self) -> bool:
         """Returns whether no other rank reads this one's shards any more, where that matters. Collective over `ce`."""

@@ -162,7 +162,16 @@ void PulledShards::accept() {
       Socket socket = accept_at(listener_);
       if (!socket) continue;
       const std::lock_guard lock(mutex_);
-      answering_.emplace_back([this, socket = std::move(socket)]() mutable { answer(std::move(socket)); });
+      answering_.remove_if([](Answering& each) {
+        if (each.ended) each.thread.join();
+        return each.ended;
+      });
+      Answering& one = answering_.emplace_back();
+      one.thread = std::thread([this, &one, socket = std::move(socket)]() mutable {
+        answer(std::move(socket));
+        const std::lock_guard lock(mutex_);
+        one.ended = true;
+      });
     }
   } catch (const Stopped&) {
   } catch (const RotationError&) {  // the listener failed: ranks that connect later get an error
@@ -198,8 +207,8 @@ void PulledShards::close() noexcept {
   ended_.notify_all();
   if (accepting_.joinable()) accepting_.join();
   if (pulling_.joinable()) pulling_.join();
-  for (std::thread& thread : answering_) {
-    if (thread.joinable()) thread.join();
+  for (Answering& each : answering_) {
+    if (each.thread.joinable()) each.thread.join();
   }
 }
 

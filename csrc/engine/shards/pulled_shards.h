@@ -58,6 +58,10 @@ class PulledShards : public HostShards {
     Incoming connection;  // used by the thread of pulls only
   };
   class Queued;
+  struct Answering {
+    std::thread thread;
+    bool ended = false;
+  };
 
   void accept();
   void answer(Socket socket);
@@ -72,7 +76,7 @@ class PulledShards : public HostShards {
   Socket listener_;
   std::vector<Owner> owners_;  // by rank
   std::mutex mutex_;           // guards what follows
-  std::list<std::thread> answering_;
+  std::list<Answering> answering_;
   std::deque<std::shared_ptr<Queued>> queue_;  // the first one is running or will be next
   std::condition_variable queued_, ended_;
   bool closing_ = false;

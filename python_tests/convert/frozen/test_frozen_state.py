@@ -79,6 +79,13 @@ def _loads(rank, ranks, folder, sums):
             assert torch.isfinite(model(torch.ones(2, 64))).all()
     with cases.case("init_weights"), pytest.raises(ValueError, match=r"0.weight, which fully_rotate has stored in nf4"):
         rtp_ext.init_weights(model, lambda module: None)
+    with cases.case("a weight that is not finite"):
+        wrong = {**plain, "0.weight": torch.full_like(plain["0.weight"], float("nan"))}
+        save_file(wrong, files)
+        with pytest.raises(ValueError, match=r"load_state_dict: 0\.weight: expected finite numbers"):
+            model.load_state_dict(wrong)
+        with pytest.raises(ValueError, match=r"load_safetensors: 0\.weight: expected finite numbers"):
+            rtp_ext.load_safetensors(model, files)
     with cases.case("a shape of another model"), pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
         model.load_state_dict({**plain, "0.weight": torch.zeros(64, 130)})
     ring.close()

@@ -143,7 +143,7 @@ class ParameterPlan:
         held_bytes: bytes on this rank.
         forward_bytes, backward_bytes, gradient_bytes: bytes that hops of this rank send in a step: weights in forward,
             weights in backward, gradients. `Ring.bytes_sent` counts them. In a model for forwards only: the bytes that
-            a forward pulls from other ranks, all experts included.
+            a forward pulls from other ranks, all experts included; over `shm+tcp` a rank of its host may have them.
         collective_bytes: bytes that ring collectives of this rank send in a step; None: not known in advance.
         reason: why it does not rotate.
         wide: why a frozen weight is not stored in blocks, if `frozen` was given.

@@ -43,8 +43,8 @@ class RingFacts:
         gradient_halves: whether gradients of linear layers travel in two halves.
         slot_cap: bytes; larger shards of single layers travel in chunks. 0: no cap.
         receives_anywhere: whether hops can land outside slots, so that local shards can travel in place.
-        pulls: for a model that computes forwards only: whether a rank pulls the shards of the others, or reads them
-            where they lie; None: hops move shards.
+        pulls: for a model that computes forwards only: the ranks whose shards this one pulls; it reads those of the
+            others where they lie. None: hops move shards.
         layer_routes: (name, route, halves) of layers whose route differs from that of the ring.
         assumed: whether no ring exists yet: routes are those of ranks on one host.
     """
@@ -64,7 +64,7 @@ class RingFacts:
     gradient_halves: bool
     slot_cap: int
     receives_anywhere: bool
-    pulls: bool | None = None
+    pulls: tuple[int, ...] | None = None
     layer_routes: tuple[tuple[str, str, bool], ...] = ()
     assumed: bool = field(default=False, compare=False)
 
@@ -90,7 +90,7 @@ class RingFacts:
             gradient_halves=halves,
             slot_cap=ring.slot_cap,
             receives_anywhere=_receives_anywhere(ring.transport),
-            pulls=ring.transport != "shm" if isinstance(ring, InferenceRing) else None,
+            pulls=ring.pulls_from if isinstance(ring, InferenceRing) else None,
             layer_routes=tuple((name, *taken) for name, taken in sorted(routes.items()) if taken != usual),
         )
 
@@ -229,7 +229,7 @@ class Traffic:
 def rotation_traffic(passes: Passes, shards: Sequence[Shards], facts: RingFacts) -> list[Traffic]:
     """Returns the traffic of each parameter of one operation. Its input requires a gradient, except for embeddings."""
     if facts.pulls is not None:
-        return [Traffic(_pulled(each, passes, facts) if facts.pulls else 0) for each in shards]
+        return [Traffic(_pulled(each, passes, facts.pulls, facts.ranks)) for each in shards]
     route, halves = facts.route_of(passes.name, passes.is_planned)
     count, rows = _chunks(passes, shards, route, facts)
     alone = count == 1
@@ -282,12 +282,11 @@ def rotation_traffic(passes: Passes, shards: Sequence[Shards], facts: RingFacts)
     return found
 
 
-def _pulled(each: Shards, passes: Passes, facts: RingFacts) -> int:
-    """Returns the bytes of the shards of other ranks, in the dtype in which they are kept."""
-    others = [owner for owner in range(facts.ranks) if owner != facts.rank]
+def _pulled(each: Shards, passes: Passes, owners: Sequence[int], ranks: int) -> int:
+    """Returns the bytes of the shards of some owners, in the dtype in which they are kept."""
     if each.frozen is not None:
-        return sum(each.blocks_of(owner, facts.ranks) for owner in others)
-    return sum(each.elements(owner, facts.ranks) for owner in others) * passes.weight_dtype.itemsize
+        return sum(each.blocks_of(owner, ranks) for owner in owners)
+    return sum(each.elements(owner, ranks) for owner in owners) * passes.weight_dtype.itemsize
 
 
 def gathered_traffic(

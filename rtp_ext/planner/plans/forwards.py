@@ -107,7 +107,7 @@ def bytes_of_weight(weights: str | None) -> float:
     """Returns the bytes that one weight takes, its part of a scale included."""
     if weights is None:
         return float(_BYTES)
-    numbers, size = engine().kernels.block_layout(weights)
+    numbers, size = engine().block_layout(weights)
     return size / numbers
 
 

@@ -22,7 +22,8 @@ KINDS = ("linear", "embedding", "bundle", "head")
 class Weight:
     """A full parameter of shape `shape`, cut along `dim`. Scalars are not cut.
 
-    frozen: the format, `nf4`, `mxfp4` or `int8`, of the frozen weight of a linear layer that is stored in blocks.
+    frozen: the format, `nf4`, `mxfp4` or `int8`, of a frozen weight that is stored in blocks: [out, in], or [experts,
+    out, in], whose experts fill whole blocks.
     trained: whether a weight that is not in blocks has a gradient; those in blocks have none.
     """
 
@@ -32,10 +33,17 @@ class Weight:
     trained: bool = True
 
     def __post_init__(self) -> None:
-        if self.frozen is not None and (len(self.shape) != 2 or self.dim != 0):
+        if self.frozen is None:
+            return
+        if len(self.shape) not in (2, 3) or self.dim != 0:
             raise ValueError(
-                f"rotation: expected a frozen weight of 2 dimensions that is cut along the first, got {self.shape} cut "
-                f"along {self.dim}"
+                f"rotation: expected a frozen weight of 2 or 3 dimensions that is cut along the first, got "
+                f"{self.shape} cut along {self.dim}"
+            )
+        if len(self.shape) == 3 and self._group > 1:
+            raise ValueError(
+                f"rotation: expected experts that fill whole blocks of {self.frozen}, got {math.prod(self.shape[1:])} "
+                f"numbers in each of {self.shape}"
             )
 
     def shard_shape(self, ranks: int, rank: int = 0) -> tuple[int, ...]:
@@ -43,10 +51,10 @@ class Weight:
         if not self.shape:
             return ()
         if self.frozen is not None:
-            group, (rows, columns) = self._group(), self.shape
+            group, (rows, *rest) = self._group, self.shape
             before = sum(engine().shard_size(-(-rows // group), ranks, other) for other in range(rank)) * group
             own = engine().shard_size(-(-rows // group), ranks, rank) * group
-            return max(min(rows - before, own), 0), columns
+            return max(min(rows - before, own), 0), *rest
         size = engine().shard_size(self.shape[self.dim], ranks, rank)
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
@@ -58,13 +66,14 @@ class Weight:
         if self.frozen is None:
             return self.shard_elements(ranks, rank) * element_bytes
         numbers, size = engine().block_layout(self.frozen)
-        group = self._group()
+        group = self._group
         groups = engine().shard_size(-(-self.shape[0] // group), ranks, rank)
-        return groups * group * self.shape[1] // numbers * size
+        return groups * group * math.prod(self.shape[1:]) // numbers * size
 
+    @property
     def _group(self) -> int:
-        """Returns the fewest rows that fill whole blocks."""
-        return engine().rows_of_blocks(self.frozen, self.shape[1])
+        """The fewest rows, or experts, that fill whole blocks."""
+        return engine().rows_of_blocks(self.frozen, math.prod(self.shape[1:]))
 
     def travelling_bytes(self, ranks: int, value_bytes: float) -> float:
         """Returns the bytes of the largest shard in a hop. value_bytes: of a value that is not in blocks."""
@@ -100,8 +109,17 @@ class RotatedOperation:
         check_known("kind of rotation", self.kind, KINDS)
         if not self.weights:
             raise ValueError("rotation: expected at least one weight, got none")
-        if self.kind != "linear" and any(weight.frozen is not None for weight in self.weights):
-            raise ValueError(f"rotation: expected frozen weights in operations of kind linear, got {self.kind}")
+        for weight in self.weights:
+            if weight.frozen is not None and not self._has_blocks(weight):
+                raise ValueError(
+                    "rotation: expected frozen weights in blocks of linear layers, experts and heads, got "
+                    f"{weight.shape} in an operation of kind {self.kind}"
+                )
+
+    def _has_blocks(self, weight: Weight) -> bool:
+        if self.kind == "bundle":  # MLPs whose layers have adapters rotate layer by layer
+            return len(weight.shape) == 3
+        return self.kind != "embedding" and len(weight.shape) == 2 and not (self.kind == "head" and self.shared)
 
     @property
     def bundle(self) -> bool:
@@ -291,14 +309,20 @@ def rotations_of(
     """Returns the rotations that `fully_rotate` makes of a model, in the order of forward, and the other parameters.
 
     tp: tensor-parallel ranks that share every weight. layers, embedding, head: those of one pipeline stage. own_head:
-    a tied head has its own copy, on another stage than the embedding. frozen, lora_rank: of `Strategy`; adapters end
-    bundles, and with `frozen` alone rotations are those of `bundle=False`.
+    a tied head has its own copy, on another stage than the embedding. frozen, lora_rank: of `Strategy`; adapters, which
+    all linear layers of a dense model have, end the bundles of MLPs. Experts have none, and are one operation. With
+    `frozen` alone rotations are those of `bundle=False`. Experts that do not fill whole blocks, tied heads, and heads
+    without `fused_loss` are not stored in blocks.
     """
     h, q, kv, f = model.hidden, model.query_features // tp, model.kv_features // tp, model.ffn // tp
     vocab, trained = -(-model.vocab // tp), frozen is None and not lora_rank
 
     def weight(*shape: int, dim: int = 0) -> Weight:
         return Weight(shape, dim, trained=trained)
+
+    def experts(*shape: int) -> Weight:
+        whole = frozen is not None and engine().rows_of_blocks(frozen, math.prod(shape[1:])) == 1
+        return Weight(shape, frozen=frozen if whole else None, trained=trained)
 
     def linear(rows: int, columns: int, bias: bool) -> tuple[Weight, ...]:
         matrix = Weight((rows, columns), frozen=frozen, trained=trained)
@@ -321,7 +345,7 @@ def rotations_of(
     layer += alone(h, q, model.projection_bias)
     if model.experts:
         gates = 2 if model.gated else 1
-        layer.append(RotatedOperation("bundle", (weight(model.experts, gates * f, h), weight(model.experts, h, f))))
+        layer.append(RotatedOperation("bundle", (experts(model.experts, gates * f, h), experts(model.experts, h, f))))
     elif bundled:
         up = linear(f, h, model.mlp_bias)
         down = (weight(h, f, dim=1), *((weight(h),) if model.mlp_bias else ()))
@@ -342,6 +366,7 @@ def rotations_of(
     others += [weight(model.experts, h)] * (count if model.experts else 0)
     if head:
         kind = "head" if fused_loss else "linear"
-        rotations.append(RotatedOperation(kind, (weight(vocab, h),), shared=model.tied and not own_head))
+        table = Weight((vocab, h), frozen=frozen if fused_loss and not model.tied else None, trained=trained)
+        rotations.append(RotatedOperation(kind, (table,), shared=model.tied and not own_head))
         others += norm
     return rotations, others

@@ -72,11 +72,11 @@ class Strategy:
             over the groups (hybrid sharding, HSDP). Rings are replicated by dp.
         offload: shards, gradients and optimizer state are in host memory, and the optimizer runs there (`zero=3`, rtp).
         compiled: elementwise kernels of the torch stack are fused (torch.compile). fused_norm: only RMSNorm is fused.
-        frozen: `nf4`, `mxfp4` or `int8`: weights of the linear layers of a ring's model are frozen and stored in blocks
-            of this format, as with `rtp_ext.fully_rotate(model, frozen=...)`. It needs adapters, a dense model and a
-            head that is not fused, since the planner has no other blocks.
-        lora_rank: of adapters around all linear layers, which alone are trained, in float32; 0: none. Weights of the
-            model that are not in blocks are then kept in `param_dtype`.
+        frozen: `nf4`, `mxfp4` or `int8`: weights of the linear layers and experts of a ring's model, and of a head that
+            `fused_loss` fuses, are frozen and stored in blocks of this format, as with
+            `rtp_ext.fully_rotate(model, frozen=...)`. It needs adapters.
+        lora_rank: of adapters around all linear layers, which alone are trained, in float32; 0: none. Experts and
+            routers have none. Weights of the model that are not in blocks are then kept in `param_dtype`.
         stage_layers: layers of every pipeline stage; empty: equal numbers. stage_recompute: for how many of them
             `recompute` applies; empty: for all.
         cp_balanced: context-parallel ranks have equal shares of the causal mask; otherwise the last has the largest.
@@ -229,7 +229,6 @@ class Strategy:
                 f"strategy: frozen {self.frozen!r} needs lora_rank of at least 1, since only adapters are trained"
             )
         others = {"tp": 1, "in_place": False, "offload": False, "outer": "allreduce"}
-        others |= {"fused_loss": False} if self.frozen is not None else {}
         if self.freezes and (unlike := [name for name, value in others.items() if getattr(self, name) != value]):
             raise ValueError(
                 f"strategy: frozen weights: expected {unlike[0]} {others[unlike[0]]!r}, got "
@@ -352,11 +351,6 @@ class Strategy:
             raise ValueError(f"strategy: {model.layers} layers are too few for {chunks} pipeline chunks")
         if self.stage_layers and sum(self.stage_layers) != model.layers:
             raise ValueError(f"strategy: expected stage_layers of {model.layers} layers, got {sum(self.stage_layers)}")
-        if self.frozen is not None and model.experts:
-            raise ValueError(
-                f"strategy: frozen {self.frozen!r} needs a model without experts, got {model.experts} in each layer of "
-                f"{model.name}: the planner has no blocks of experts"
-            )
         if self.ep > 1 and (not model.experts or model.experts % self.ep):
             raise ValueError(f"strategy: expected experts divisible by ep, got {model.experts} and {self.ep}")
         self.micro_batches(global_batch)
