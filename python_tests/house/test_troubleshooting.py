@@ -201,8 +201,9 @@ def test_the_words_of_composed_messages_are_in_the_sources():
 def test_messages_without_an_entry_are_found():
     found = messages()
     row = next(line for line in PAGE.splitlines() if line.startswith("| `did not answer (waited"))
-    missing = {text for _, text in uncovered(PAGE.replace(row, ""), found)}
-    assert missing and all("did not answer (waited" in text for text in missing), missing
+    known = uncovered(PAGE, found)
+    missing = {text for file, text in uncovered(PAGE.replace(row, ""), found) if (file, text) not in known}
+    assert len(missing) > 2 and all("did not answer (waited" in text for text in missing), missing
     python = 'raise ValueError(f"{name}: expected tea, " f"got {x!r}")\nraise RuntimeError(text)'
     assert python_messages("a.py", python) == [("a.py", "{}: expected tea, got {}"), ("a.py", "")]
     native = """  RTP_CHECK_VALUE(is("tea", f(x)), name, ": expected tea, "
