@@ -9,7 +9,7 @@ its absence an error, `RTP_CUDA_ARCHITECTURES` names the architectures, `CUDA_HO
 
 What is installed requires the minor version of torch that it was compiled with: any patch release of it can load it. A
 source archive requires any torch that it can be compiled with. `RTP_LOCAL_VERSION` is appended to the version of a
-wheel, after a +: release/wheels.py sets it.
+wheel, after a +: benchmarks/compatibility/wheels.py sets it.
 """
 
 from __future__ import annotations

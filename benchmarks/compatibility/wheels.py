@@ -1,8 +1,8 @@
 """Wheels: one for each variant of the installed torch, checked by auditwheel, tried in environments with nothing else.
 
     make wheels                                        # for CPUs, and for CUDA where nvcc is found
-    python release/wheels.py --variant cpu --try 2.14.0,2.14.1
-    python release/wheels.py --variant cuda --output build/wheels
+    python benchmarks/compatibility/wheels.py --variant cpu --try 2.14.0,2.14.1
+    python benchmarks/compatibility/wheels.py --variant cuda --output build/wheels
 
 A wheel is built from the source archive, in a folder of its own. Its local version names the minor version of torch
 and the variant: 0.1.0+torch2.14.cu130. auditwheel gives it the tag of the oldest glibc that has all its symbols;
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OTHERS = (
     *("libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so"),
     *("libc10_cuda.so", "libtorch_cuda.so", "libcudart.so.1?", "libcublas.so.1?", "libcublasLt.so.1?", "libnccl.so.2"),
