@@ -210,10 +210,7 @@ def test_a_ring_across_hosts_and_the_loss_of_one(mark, tmp_path):
     said = " ".join(told[0]["doctor"].split())  # lines are wrapped
     assert re.search(r"host0, boot \S+, process ids pid:\[\d+\] \(those of a container\)", said), said
     assert "Gloo: over eth0 (GLOO_SOCKET_IFNAME)" in said
-    assert (
-        f"the ring of these 4 ranks {apart} shm+tcp: shared memory inside hosts" in said
-        and told[1]["doctor"] == ""
-    )
+    assert f"the ring of these 4 ranks {apart} shm+tcp: shared memory inside hosts" in said and told[1]["doctor"] == ""
 
 
 @needs_hosts

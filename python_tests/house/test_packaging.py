@@ -57,7 +57,9 @@ def test_what_is_compiled_requires_its_minor_torch_and_a_source_archive_any(setu
 
 
 def test_the_version_of_a_wheel_names_torch_and_its_variant(setup, metadata, monkeypatch):
-    wheels = SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "compatibility" / "wheels.py"), run_name="wheels"))
+    wheels = SimpleNamespace(
+        **runpy.run_path(str(ROOT / "benchmarks" / "compatibility" / "wheels.py"), run_name="wheels")
+    )
     assert wheels.local_version("2.14.1+cu130", "13.0") == "torch2.14.cu130"
     assert wheels.local_version("2.14.0", None) == "torch2.14.cpu"
     assert "\nVersion: 0.1.0\n" in (metadata / "PKG-INFO").read_text()
