@@ -31,26 +31,41 @@ RTP_INLINE float scale_of_block(const uint8_t* block) {
 
 #if defined(__x86_64__) && !defined(__clang__)
 #define RTP_SHUFFLES
-// Sixteen numbers in one register of AVX-512, where one instruction looks up sixteen codes; other instruction sets take
-// a table in memory.
-using Floats = float __attribute__((vector_size(64)));
-using Codes = int32_t __attribute__((vector_size(64)));
+// The numbers of sixteen codes in registers: one instruction of AVX-512 looks up sixteen codes, a few of AVX2 look up
+// eight. The baseline takes a table in memory.
+using Floats16 = float __attribute__((vector_size(64)));
+using Codes16 = int32_t __attribute__((vector_size(64)));
+using Floats8 = float __attribute__((vector_size(32)));
+using Codes8 = int32_t __attribute__((vector_size(32)));
 
-template <int kCodes>
+template <int kCodes, int kLanes>
 RTP_INLINE void look_up(float* values, const float* table, const int32_t* codes) {
-  Floats numbers;
-  std::memcpy(&numbers, table, sizeof numbers);
-  for (int i = 0; i < kCodes; i += 16) {
-    Codes some;
-    std::memcpy(&some, codes + i, sizeof some);
-    const Floats found = __builtin_shuffle(numbers, some);
-    std::memcpy(values + i, &found, sizeof found);
+  if constexpr (kLanes == 16) {
+    Floats16 numbers;
+    std::memcpy(&numbers, table, sizeof numbers);
+    for (int i = 0; i < kCodes; i += 16) {
+      Codes16 some;
+      std::memcpy(&some, codes + i, sizeof some);
+      const Floats16 found = __builtin_shuffle(numbers, some);
+      std::memcpy(values + i, &found, sizeof found);
+    }
+  } else {
+    Floats8 low, high;
+    std::memcpy(&low, table, sizeof low);
+    std::memcpy(&high, table + 8, sizeof high);
+    for (int i = 0; i < kCodes; i += 8) {
+      Codes8 some;
+      std::memcpy(&some, codes + i, sizeof some);
+      const Floats8 found = __builtin_shuffle(low, high, some);
+      std::memcpy(values + i, &found, sizeof found);
+    }
   }
 }
 #endif
 
-// Writes the numbers of one block, in float32. `numbers`: those of the codes, if these have 4 bits.
-template <BlockFormat kFormat, bool kShuffle>
+// Writes the numbers of one block, in float32. `numbers`: those of the codes, if these have 4 bits. kLanes: codes that
+// are looked up at once; 0: a table in memory.
+template <BlockFormat kFormat, int kLanes>
 RTP_INLINE void dequantize_block(float* values, const uint8_t* block, const float* numbers) {
   constexpr BlockLayout kLayout = block_layout(kFormat);
   const float scale = scale_of_block<kFormat>(block);
@@ -63,9 +78,9 @@ RTP_INLINE void dequantize_block(float* values, const uint8_t* block, const floa
     for (int64_t i = 0; i < kLayout.codes; ++i) high[i] = block[i] >> 4, low[i] = block[i] & 15;
     float of_high[kLayout.codes], of_low[kLayout.codes];
 #ifdef RTP_SHUFFLES
-    if constexpr (kShuffle) {
-      look_up<kLayout.codes>(of_high, table, high);
-      look_up<kLayout.codes>(of_low, table, low);
+    if constexpr (kLanes > 0) {
+      look_up<kLayout.codes, kLanes>(of_high, table, high);
+      look_up<kLayout.codes, kLanes>(of_low, table, low);
     } else
 #endif
     {
@@ -78,13 +93,13 @@ RTP_INLINE void dequantize_block(float* values, const uint8_t* block, const floa
   }
 }
 
-template <BlockFormat kFormat, bool kShuffle, typename Value>
+template <BlockFormat kFormat, int kLanes, typename Value>
 RTP_INLINE void dequantize_range(Value* to, const uint8_t* from, const float* codes, int64_t numbers, int64_t first,
                                  int64_t last) {
   constexpr BlockLayout kLayout = block_layout(kFormat);
   float values[kLayout.numbers];
   for (int64_t index = first; index < last; ++index) {
-    dequantize_block<kFormat, kShuffle>(values, from + index * kLayout.bytes, codes);
+    dequantize_block<kFormat, kLanes>(values, from + index * kLayout.bytes, codes);
     Value* const out = to + index * kLayout.numbers;
     const int64_t count = std::min(numbers - index * kLayout.numbers, kLayout.numbers);
     if (count == kLayout.numbers) {
@@ -94,6 +109,12 @@ RTP_INLINE void dequantize_range(Value* to, const uint8_t* from, const float* co
     }
   }
 }
+
+// The number of codes that are looked up at once, by what took the least time on an AMD EPYC.
+template <BlockFormat kFormat>
+inline constexpr int kLanesOfAvx512 = kFormat == BlockFormat::mxfp4 ? 16 : 8;
+template <BlockFormat kFormat>
+inline constexpr int kLanesOfAvx2 = kFormat == BlockFormat::mxfp4 ? 0 : 8;
 
 // `codes`: the numbers of the codes of a format with the layout of kFormat.
 template <BlockFormat kFormat>
@@ -106,11 +127,17 @@ void dequantize_on_cpu(const at::Tensor& out, const uint8_t* from, const float* 
     at::parallel_for(0, blocks, kNumbersPerThread / kLayout.numbers, [&](int64_t first, int64_t last) {
 #ifdef RTP_SHUFFLES
       if (instruction_set() == InstructionSet::avx512) {
-        return run_with_avx512(
-            [=]() RTP_INLINE_LAMBDA { dequantize_range<kFormat, true>(to, from, codes, numbers, first, last); });
+        return run_with_avx512([=]() RTP_INLINE_LAMBDA {
+          dequantize_range<kFormat, kLanesOfAvx512<kFormat>>(to, from, codes, numbers, first, last);
+        });
+      }
+      if (instruction_set() == InstructionSet::avx2) {
+        return run_with_avx2([=]() RTP_INLINE_LAMBDA {
+          dequantize_range<kFormat, kLanesOfAvx2<kFormat>>(to, from, codes, numbers, first, last);
+        });
       }
 #endif
-      vectorised([=]() RTP_INLINE_LAMBDA { dequantize_range<kFormat, false>(to, from, codes, numbers, first, last); });
+      vectorised([=]() RTP_INLINE_LAMBDA { dequantize_range<kFormat, 0>(to, from, codes, numbers, first, last); });
     });
   });
 }
