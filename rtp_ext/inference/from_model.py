@@ -15,7 +15,7 @@ from rtp_ext.parameters.frozen import gather_plain, load_plain
 from rtp_ext.parameters.pieces import is_piece
 from rtp_ext.parameters.sharding import frozen_of, held, sections
 from rtp_ext.ring.inference import InferenceRing
-from rtp_ext.ring.mesh import own_part, part_bounds
+from rtp_ext.ring.mesh import own_bounds, own_part
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -116,9 +116,7 @@ def _copy_sections(value: torch.Tensor, target: torch.Tensor, buffer: torch.Tens
         return
     bounds = [(0, extent) for extent in target.shape]
     if isinstance(target, DTensor):
-        mesh = target.device_mesh
-        coordinate = [mesh.get_local_rank(index) for index in range(mesh.ndim)]
-        bounds = part_bounds(target.shape, mesh.shape, target.placements, coordinate)
+        bounds = own_bounds(target.shape, target.device_mesh, target.placements)
     _collect(value, held(target), bounds, buffer)
 
 

@@ -29,10 +29,11 @@ def update_weights(model: nn.Module, source: nn.Module | NamedTensors, *, bucket
 
     Args:
         source: a model on the same ranks, converted by fully_rotate or not, or named tensors. Of a model, shards that
-            both models cut alike are copied where they lie. The others travel in buckets, of which each rank keeps its
-            part: no rank holds a whole weight that is cut, but for one at a time where several dimensions of a mesh cut
-            it, or where it is in blocks. A weight that will be in blocks holds this rank's rows meanwhile. Named
-            tensors are whole, the same on every rank, in any order; they are consumed one by one.
+            both models cut alike are copied where they lie. The others travel in buckets, and each rank keeps its part
+            of every bucket. A rank holds one whole weight at a time where several dimensions of a mesh cut the weight,
+            or where it is in blocks; no rank holds another whole weight that is cut. A weight that will be in blocks
+            holds this rank's rows meanwhile. Named tensors are whole, the same on every rank, in any order; they are
+            consumed one by one.
         bucket_bytes: the most bytes that travel at once, but at least one row of a tensor. Of a model only.
 
     Raises ValueError for a model that was not converted, and for an unknown name, another shape or names that differ

@@ -107,8 +107,8 @@ class InferenceRing(Ring):
     two slots, while it computes with the shard before; in the forward of a model also across layers, in the order of
     the forward before. `shm+tcp` does the first inside a host and the second between hosts; a shard that another rank
     of the host has in a slot comes from there. Over `ce` copy engines copy a shard from the GPU of its owner, which
-    takes no part. Only `share`, `exchange` and `update_weights` are collective. Threads
-    may run forwards at a time; their layers take turns.
+    takes no part. Only `share`, `exchange` and `update_weights` are collective. Threads may run forwards at a time;
+    their layers take turns.
 
     Attributes:
         shard_bytes: bytes of this rank's shards.

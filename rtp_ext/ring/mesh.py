@@ -134,10 +134,15 @@ def part_bounds(
     return bounds
 
 
+def own_bounds(shape: Sequence[int], mesh: DeviceMesh, placements: Iterable[Placement]) -> list[tuple[int, int]]:
+    """Returns start and size, along each dimension, of this rank's part of a whole tensor."""
+    coordinate = [mesh.get_local_rank(index) for index in range(mesh.ndim)]
+    return part_bounds(shape, mesh.shape, placements, coordinate)
+
+
 def own_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Iterable[Placement]) -> torch.Tensor:
     """Returns this rank's part, a view, of a whole tensor under `placements` on `mesh`."""
-    coordinate = [mesh.get_local_rank(index) for index in range(mesh.ndim)]
-    for dim, (start, size) in enumerate(part_bounds(whole.shape, mesh.shape, placements, coordinate)):
+    for dim, (start, size) in enumerate(own_bounds(whole.shape, mesh, placements)):
         whole = whole.narrow(dim, start, size)
     return whole
 

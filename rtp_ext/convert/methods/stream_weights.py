@@ -16,7 +16,7 @@ from rtp_ext.convert.scopes import ring_of_module
 from rtp_ext.parameters.frozen import gather_plain, local_plain
 from rtp_ext.parameters.sharding import frozen_of, held
 from rtp_ext.ring import Ring
-from rtp_ext.ring.mesh import part_bounds
+from rtp_ext.ring.mesh import own_bounds
 
 BUCKET_BYTES = 64 << 20
 
@@ -50,9 +50,7 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
             continue
         offsets = [0] * value.dim()
         if isinstance(value, DTensor):
-            mesh = value.device_mesh
-            coordinate = [mesh.get_local_rank(index) for index in range(mesh.ndim)]
-            offsets = [start for start, _ in part_bounds(value.shape, mesh.shape, value.placements, coordinate)]
+            offsets = [start for start, _ in own_bounds(value.shape, value.device_mesh, value.placements)]
         yield LocalShard(name, held(value).detach(), value.shape, tuple(offsets))
 
 

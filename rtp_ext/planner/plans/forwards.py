@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rtp_ext.planner.constants import TimeConstants, check_at_least, check_known
 from rtp_ext.planner.native import engine
-from rtp_ext.planner.plans.when import cluster_of
+from rtp_ext.planner.plans.when import cluster_of, fewest
 from rtp_ext.planner.rotation.operations import RotatedOperation, rotations_of
 from rtp_ext.planner.rotation.seconds import step_seconds
 from rtp_ext.planner.specs.cluster import Cluster
@@ -53,7 +53,7 @@ class ForwardTime:
 def forward_time(
     model: ModelSpec, cluster: Cluster, ranks: int, tokens: int, *, weights: str | None = None
 ) -> ForwardTime:
-    """Predicts a forward of `tokens` tokens on one of `ranks` GPUs, each of which keeps 1/ranks of the weights.
+    """Predicts a forward of `tokens` tokens on one of `ranks` GPUs. Each GPU keeps 1/ranks of the weights.
 
     pull_s = bytes of a weight * max((G - 1) / R * W / B, (R - G) / R * W / N): shards of the G ranks of its node come
     over the links inside it at B bytes/s, all others through the port of the GPU at N bytes/s, both at the same time;
@@ -94,13 +94,7 @@ def break_even_tokens(model: ModelSpec, cluster: Cluster, ranks: int, *, weights
         time = forward_time(model, cluster, ranks, tokens, weights=weights)
         return time.whole_s >= time.pull_s
 
-    low, high = 0, MOST
-    if not pays(high):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if pays(middle) else (middle, high)
-    return high
+    return fewest(pays, MOST)
 
 
 def bytes_of_weight(weights: str | None) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,13 +153,19 @@ def hidden_from(model: ModelSpec, cluster: Cluster, strategy: Strategy, most: in
         parts = clock.per_layer
         return parts["rotation"] - clock.adapters_s <= hidden * (parts["gemm"] + parts["split"])
 
-    if not hides(most):
+    count = fewest(lambda count: hides(64 * count), most // 64)
+    return None if count is None else 64 * count
+
+
+def fewest(holds: Callable[[int], bool], most: int) -> int | None:
+    """Returns the smallest number from 1 to `most` from which on `holds` is True; None if it is False for `most`."""
+    if not holds(most):
         return None
-    low, high = 0, most // 64
+    low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if hides(64 * middle) else (middle, high)
-    return 64 * high
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 def grid(
