@@ -33,6 +33,10 @@ With `--hosts` the ranks run on emulated hosts on this machine (shared/hosts.py;
 Each step time is compared with its lower bound (`roof`: shared/wire.py), which uses the rate of a bare socket program
 in the same run.
 
+`deepspeed` (ZeRO-3), `simplefsdp` (torchtitan's) and `upstream` (the code of the paper's authors in the folder
+`--upstream`) are other packages (shared/race/peers.py), in float32. Each is tried first beside one process: one that
+fails, or computes something else, gets a line with `error` in place of values.
+
 Memory is measured first (see memory.py), in other processes except under torchrun. `buffers` is the transient of
 forward and backward beyond that of the plain model on one local batch: unsharded weights, gradient buckets, send and
 receive buffers.
@@ -67,121 +71,29 @@ results/<machine>/compare.jsonl.
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared.agreement import signature, spreads
+from shared.agreement import spreads
 from shared.card import environment_card, result_line
 from shared.launch import Place, gather, is_first, launch
 from shared.memory import PROBED_STEPS, Memory, MemoryProbe
 from shared.models import WORKLOADS
-from shared.optimizers import muon_fields
 from shared.options.compare_options import describe, parse_arguments
+from shared.race.contestant import Batch, Contestant, balanced_orders
+from shared.race.peers import PEERS, Upstream
+from shared.race.trial import failures
 from shared.reports.compare_report import report
 from shared.strategies import STRATEGIES, Trainer
 from shared.tracing import record_steps
-from shared.wire import Counter, adapters_form, closed_form, measure_sockets, processors, roof
+from shared.wire import adapters_form, closed_form, measure_sockets, processors, roof
 
-from rtp_ext.measure.timing import Sample, Stopwatch
+from rtp_ext.measure.timing import Sample
 
-Batch = tuple[torch.Tensor, torch.Tensor]
 Result = dict[str, Any]
-
-
-def balanced_orders(count: int) -> list[list[int]]:
-    """Orders of `count` items in which each follows every other one equally often (a Williams design)."""
-    zigzag = [(i + 1) // 2 if i % 2 else (count - i // 2) % count for i in range(count)]
-    orders = [[(item + shift) % count for item in zigzag] for shift in range(count)]
-    return orders if count % 2 == 0 else orders + [order[::-1] for order in orders]
-
-
-def seconds(device: torch.device, action: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
-    """Returns the duration of `action`, by CUDA events on a GPU or by the clock on a CPU, and its result."""
-    watch = Stopwatch(device)
-    watch.start("action")
-    result = action()
-    watch.stop()
-    return watch.totals()["action"] / 1e6, result
-
-
-class Contestant:
-    """One strategy in the run of one rank: its trainer, this rank's batch, losses and times.
-
-    A strategy of one process has work on rank 0 only.
-    """
-
-    def __init__(self, strategy: str, place: Place, args: argparse.Namespace, tokens: int) -> None:
-        self.strategy = strategy
-        self.losses: list[torch.Tensor] = []
-        self.gradients: list[list[float]] = []  # of the first step: signatures by parameter
-        self.seconds: list[float] = []
-        self.forward_backward: list[float] = []
-        self.optimizer: list[float] = []
-        self.sent: list[int] = []  # bytes, of this host
-        self.optimizer_sent: list[int] = []  # the same of the optimizer, if that is counted apart
-        self._muon = args.optimizer == "muon"
-        self._apart, self._counted = self._muon and not STRATEGIES[strategy].one_process, list[int]()
-        self._device = place.device
-        self._watch = Stopwatch(place.device)
-        self._trainer: Trainer | None = None
-        if place.rank == 0 or not STRATEGIES[strategy].one_process:
-            self._batch = make_batch(args, tokens, batch_ranks(strategy, place), place.device)
-            self._trainer = make_trainer(strategy, place, args)
-
-    @property
-    def transport(self) -> str | None:
-        return None if self._trainer is None or self._trainer.ring is None else self._trainer.ring.transport
-
-    @property
-    def ring_bytes(self) -> float | None:
-        """Returns the bytes that this rank sends along the ring in a step: weights and gradients."""
-        if self._trainer is None or self._trainer.ring is None or not self.losses:
-            return None
-        ring = self._trainer.ring
-        return (ring.bytes_sent("weight") + ring.bytes_sent("gradient")) / len(self.losses)
-
-    def step(self, *, timed: bool) -> None:
-        taken, parts = 0.0, {"forward_backward": 0.0, "optimizer": 0.0}
-        counter = Counter()
-        counter.start()
-        if self._trainer is not None:
-            trainer, self._watch = self._trainer, Stopwatch(self._device)
-            taken, loss = seconds(self._device, lambda: trainer.step(*self._batch, phase=self._phase))
-            parts = self._watch.totals()
-            self.losses.append(loss)
-            self.gradients = self.gradients or list(map(signature, trainer.model.parameters()))
-        sent = counter.stop()
-        if timed:
-            self.optimizer_sent += self._counted
-            self.sent += [each - sum(self._counted) for each in sent]
-            self.seconds.append(taken)
-            self.forward_backward.append(parts["forward_backward"] / 1e6)
-            self.optimizer.append(parts["optimizer"] / 1e6)
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        apart, counter = self._apart and name == "optimizer", Counter()
-        if apart:
-            dist.barrier()
-            counter.start()
-        self._watch.start(name)
-        yield
-        self._watch.stop()
-        self._counted = counter.stop() if apart else []
-
-    def muon(self, place: Place) -> Result:
-        """Returns the fields of a row about Muon; none with another optimizer. Collective."""
-        optimizer = None if self._trainer is None else self._trainer.optimizer
-        kind = STRATEGIES[self.strategy].muon
-        return muon_fields(kind, optimizer, len(self.losses), self.optimizer_sent, place) if self._muon else {}
-
-    def close(self) -> None:
-        if self._trainer is not None:
-            self._trainer.close()
 
 
 def batch_ranks(strategy: str, place: Place) -> Iterable[int]:
@@ -200,7 +112,8 @@ def make_batch(args: argparse.Namespace, tokens: int, ranks: Iterable[int], devi
 def make_trainer(strategy: str, place: Place, args: argparse.Namespace) -> Trainer:
     ways = _ways(strategy, args)
     reduce_dtype = ways.pop("reduce_dtype")
-    return Trainer(
+    Upstream.folder = args.upstream
+    return PEERS.get(strategy, Trainer)(
         strategy,
         partial(WORKLOADS[args.model].build, args.lora),
         place.mesh,
@@ -214,10 +127,16 @@ def make_trainer(strategy: str, place: Place, args: argparse.Namespace) -> Train
     )
 
 
+def make_contestant(strategy: str, place: Place, args: argparse.Namespace, tokens: int) -> Contestant:
+    batch = make_batch(args, tokens, batch_ranks(strategy, place), place.device)
+    idle = place.rank > 0 and STRATEGIES[strategy].one_process
+    return Contestant(strategy, args, place.device, batch, None if idle else make_trainer(strategy, place, args))
+
+
 def measure_memory(place: Place, args: argparse.Namespace) -> dict[tuple[str, int], dict[str, float | None]]:
     """Bytes per rank (of the rank that holds most) of every strategy at every number of tokens, and efficiencies."""
     measured = {}
-    nothing = Memory(0, 0, 0, 0, 0, 0)
+    nothing = Memory(0, 0, 0, 0, 0, 0, 0)
     for tokens in args.tokens:
         plain = _probe("single", (place.rank,), place, args, tokens)
         dist.barrier()
@@ -236,9 +155,11 @@ def measure_memory(place: Place, args: argparse.Namespace) -> dict[tuple[str, in
                 "slot_bytes": memory.slots,
                 "buffer_bytes": memory.transient_forward_backward - plain.transient_forward_backward,
                 "kept_bytes": _kept(memory),
+                "pss_bytes": memory.pss or 0,
             }
             largest = gather(list(values.values()), place).amax(0).long().tolist()
             row: dict[str, float | None] = dict(zip(values, largest, strict=True))
+            row["pss_bytes"] = row["pss_bytes"] or None
             row["kept_efficiency"] = ideal[0] / row["kept_bytes"]
             row["peak_efficiency"] = ideal[1] / row["peak_bytes"]
             if STRATEGIES[strategy].every_batch:
@@ -270,9 +191,9 @@ def measure_time(place: Place, args: argparse.Namespace) -> list[Result]:
 
 
 def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result, per_byte: float) -> list[Result]:
-    reference = Contestant("none", place, args, tokens)
+    reference = make_contestant("none", place, args, tokens)
     known = {"none": reference}
-    contestants = [known.get(name) or Contestant(name, place, args, tokens) for name in args.strategies]
+    contestants = [known.get(name) or make_contestant(name, place, args, tokens) for name in args.strategies]
     takers = [reference, *(contestant for contestant in contestants if contestant is not reference)]
     orders = balanced_orders(len(takers))
     rounds = args.warmup + args.steps
@@ -285,19 +206,19 @@ def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result, per
             print(f"\r{tokens} tokens: round {number + 1}/{rounds}\x1b[K", end="", file=sys.stderr, flush=True)
     if live:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    local_ms = _slowest(reference.forward_backward, place).median / 1e3
+    local_ms = _slowest(reference.phases["forward_backward"], place).median / 1e3
     rows = [_result(contestant, place, args, tokens, card, local_ms) for contestant in contestants]
     for row, contestant in zip(rows, contestants, strict=True):
         row |= roof(row, contestant.sent, per_byte, place)
     record_steps(
-        args.trace, {f"{c.strategy}-{place.ranks}-{tokens}": (c._trainer, c._batch) for c in contestants if c._trainer}
+        args.trace, {f"{c.strategy}-{place.ranks}-{tokens}": (c.trainer, c.batch) for c in contestants if c.trainer}
     )
     for taker in takers:
         taker.close()
     first_loss = gather(float(reference.losses[0]), place).mean().item()
     if place.rank == 0:
         _add_comparisons(rows, first_loss)
-    return rows
+    return rows + [_not_timed(name, place, args, tokens, card) for name in args.failures]
 
 
 def _slowest(mine: list[float], place: Place) -> Sample:
@@ -312,48 +233,68 @@ def _result(
     one_process = kind.one_process
     idle = [0.0] * (args.warmup + args.steps)
     losses = gather([float(loss) for loss in contestant.losses] or idle, place)
-    times, updates = _slowest(contestant.seconds, place), _slowest(contestant.optimizer, place)
-    forward_backward_ms = _slowest(contestant.forward_backward, place).median / 1e3
+    times = _slowest(contestant.seconds, place)
+    passes, updates = (_slowest(part, place) for part in contestant.phases.values())
+    forward_backward_ms = passes.median / 1e3
+    used = {name: gather(part, place).mean(0).median().item() * 1e3 for name, part in contestant.processor.items()}
     return result_line(
         card,
-        benchmark="compare",
-        case=f"{args.model}/{contestant.strategy}",
-        strategy=contestant.strategy,
-        shape=WORKLOADS[args.model].shape,
-        tokens=tokens,
-        ranks=place.ranks,
-        direction="step",
+        **_of_the_run(contestant.strategy, place, args, tokens),
         transport=contestant.transport,
-        backend=dist.get_backend(),
-        dtype=args.dtype,
         **_ways(contestant.strategy, args),
-        asked_travel=args.travel,
         ring_bytes=contestant.ring_bytes,
         step_ms=times.median / 1e3,
         p20_ms=times.p20 / 1e3,
         p80_ms=times.p80 / 1e3,
+        processor_ms=used["step"],
         forward_backward_ms=forward_backward_ms,
+        forward_backward_p20_ms=passes.p20 / 1e3,
+        forward_backward_p80_ms=passes.p80 / 1e3,
+        forward_backward_processor_ms=used["forward_backward"],
         reference_forward_backward_ms=local_ms,
-        lora=args.lora,
-        optimizer=args.optimizer,
         optimizer_ms=updates.median / 1e3,
         optimizer_p20_ms=updates.p20 / 1e3,
         optimizer_p80_ms=updates.p80 / 1e3,
+        optimizer_processor_ms=used["optimizer"],
         **contestant.muon(place),
         exposed_ms=None if one_process else forward_backward_ms - local_ms,
         closed_form_bytes=_closed_form(contestant.strategy, place, args),
         tokens_per_s=tokens * place.ranks / times.median * 1e6,
         losses=(losses[0] if one_process else losses.mean(0)).tolist(),
         gradients=[contestant.gradients] if one_process else gather(contestant.gradients, place).tolist(),
-        balanced_over=len(balanced_orders(len({"none", *args.strategies}))),  # the reference takes turns too
-        steps=args.steps,
-        warmup=args.warmup,
-        threads=torch.get_num_threads(),
-        cores_shared=place.device.type == "cpu" and place.ranks * torch.get_num_threads() > processors(),
-        lr=args.lr,
-        seed=args.seed,
-        strategies=args.strategies,
     )
+
+
+def _not_timed(strategy: str, place: Place, args: argparse.Namespace, tokens: int, card: Result) -> Result:
+    """Returns the row of a strategy whose trial failed."""
+    run = _of_the_run(strategy, place, args, tokens)
+    return result_line(card, **run, **_ways(strategy, args), error=args.failures[strategy])
+
+
+def _of_the_run(strategy: str, place: Place, args: argparse.Namespace, tokens: int) -> Result:
+    """Returns the fields of a row that its run decides, before anything is measured."""
+    return {
+        "benchmark": "compare",
+        "case": f"{args.model}/{strategy}",
+        "strategy": strategy,
+        "shape": WORKLOADS[args.model].shape,
+        "tokens": tokens,
+        "ranks": place.ranks,
+        "direction": "step",
+        "backend": dist.get_backend(),
+        "dtype": args.dtype,
+        "asked_travel": args.travel,
+        "lora": args.lora,
+        "optimizer": args.optimizer,
+        "balanced_over": len(balanced_orders(len({"none", *args.strategies}))),  # the reference takes turns too
+        "steps": args.steps,
+        "warmup": args.warmup,
+        "threads": torch.get_num_threads(),
+        "cores_shared": place.device.type == "cpu" and place.ranks * torch.get_num_threads() > processors(),
+        "lr": args.lr,
+        "seed": args.seed,
+        "strategies": args.strategies,
+    }
 
 
 def _ways(strategy: str, args: argparse.Namespace) -> Result:
@@ -384,12 +325,14 @@ def _add_comparisons(rows: list[Result], first_loss: float) -> None:
     """
     if len(matrices := {row.get("matrix_bytes") for row in rows}) > 1:
         raise RuntimeError(f"the strategies gave Muon different matrices, of {sorted(matrices, key=str)} bytes")
-    rtp = next((row["step_ms"] for row in rows if row["strategy"] == "rtp"), None)
+    rtp = next((row for row in rows if row["strategy"] == "rtp"), None)
     losses, gradients = ([row.pop(name) for row in rows] for name in ("losses", "gradients"))
     same = [index for index, row in enumerate(rows) if not STRATEGIES[row["strategy"]].alone]
     found = spreads(*([values[index] for index in same] for values in (rows, losses, gradients)), first_loss)
     for index, row in enumerate(rows):
-        row["rtp_ratio"] = None if rtp is None else rtp / row["step_ms"]
+        row["rtp_ratio"] = None if rtp is None else rtp["step_ms"] / row["step_ms"]
+        passes = "forward_backward_ms"
+        row["rtp_forward_backward_ratio"] = None if rtp is None else rtp[passes] / row[passes]
         row["loss"] = losses[index][-1]
         row["loss_spread"], row["gradient_spread"] = found[same.index(index)] if index in same else min(found)
 
@@ -398,8 +341,11 @@ def main() -> None:
     args = parse_arguments()
     if is_first():
         print(describe(args), flush=True)
-    rows = []
+    rows, asked = [], args.strategies
     for ranks in args.ranks:
+        args.strategies = asked
+        args.failures = failures(measure_time, args, ranks, launch)
+        args.strategies = [name for name in asked if name not in args.failures]
         # before and, where launch starts processes, apart: watching memory changes how memory is allocated
         if args.network is not None:
             args.network = dataclasses.replace(args.network, rate=None, delay=None)
@@ -408,7 +354,7 @@ def main() -> None:
             args.network = network
             part = launch(measure_time, args, ranks)
             for row in part:
-                row.update(memory[row["strategy"], row["tokens"]])
+                row.update(memory.get((row["strategy"], row["tokens"]), {}))
             rows += part
     if is_first():
         report(rows, args)

@@ -47,9 +47,14 @@ def signature(parameter: torch.Tensor) -> Signature:
     The sum depends on signs and positions, which a norm does not show; for a random gradient it is about as large as
     the norm. Both are zero without a gradient. Collective for a sharded parameter.
     """
-    if parameter.grad is None:
+    gradient = parameter.grad
+    return signature_of(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+
+
+def signature_of(whole: torch.Tensor | None) -> Signature:
+    """Returns the `signature` of a parameter with this gradient."""
+    if whole is None:
         return [0.0, 0.0]
-    whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
     count = min(whole.numel(), PROBED)
     some = torch.linspace(0, whole.numel() - 1, count, dtype=torch.float64, device=whole.device).long()
     weights = torch.arange(count, dtype=torch.float64, device=whole.device).cos()

@@ -14,14 +14,20 @@ is configured to map every block of 64 KiB and more separately and to unmap it w
 resident memory is reset before each phase of a step. The count of blocks that survive from step to step is the C
 library's count of mapped bytes; memory shared between ranks is the size of the memory files that this rank created. A
 transient is then exact to about 3 MiB. Needs Linux and glibc 2.33.
+
+That counts memory shared between ranks where it was created, however many ranks map it. `pss` is the kernel's own
+measure, on CPUs: the largest proportional set size (each page divided by the number of processes that map it) of the
+last step, beyond that at the start. The kernel keeps no high-water mark of it, so that a thread reads it again and
+again: what lives for less than some milliseconds is missed. It contains small blocks and what libraries allocate.
 """
 
 import ctypes
 import gc
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +42,16 @@ PROBED_STEPS = 3
 _PHASES = ("forward_backward", "optimizer")
 _MAPPED = 64 * 1024
 _PAGE = 4096
+_BETWEEN_READINGS = 0.004  # seconds
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. `transient_*` is the peak of a phase beyond the persistent bytes; `slots` is part of it."""
+    """Bytes of one rank. `transient_*` is the peak of a phase beyond the persistent bytes; `slots` is part of it.
+
+    pss: the largest proportional set size, None on a GPU.
+    """
 
     parameters: int
     gradients: int
@@ -49,6 +59,7 @@ class Memory:
     transient_forward_backward: int
     transient_optimizer: int
     slots: int
+    pss: int | None
 
     @property
     def transient(self) -> int:
@@ -69,6 +80,7 @@ class MemoryProbe:
     def __init__(self, device: torch.device) -> None:
         self._meter = _CudaMeter(device) if device.type == "cuda" else _HostMeter()
         self._peaks: dict[str, int] = {}
+        self._pss: dict[str, int | None] = {}
 
     def __enter__(self) -> "MemoryProbe":
         self._meter.start()
@@ -86,20 +98,23 @@ class MemoryProbe:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         self._meter.reset()
-        yield
+        with self._meter.watching():
+            yield
         self._peaks[name] = self._meter.peak()
+        self._pss[name] = self._meter.pss()
 
     def memory(self, trainer: Trainer) -> Memory:
         """Memory of the last observed step. Call it inside the `with` block."""
-        parameters = list(trainer.model.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        kinds = [_storages(tensors) for tensors in (parameters, gradients, trainer.optimizer_tensors())]
+        every = (trainer.parameter_tensors(), trainer.gradient_tensors(), trainer.optimizer_tensors())
+        kinds = [_storages(tensors) for tensors in every]
         kept = sum(self._meter.footprint(size) for kind in kinds for size in kind)
         forward_backward, optimizer = (self._peaks[name] - kept for name in _PHASES)
         slots = 0
         if trainer.ring is not None:
             slots = sum(trainer.ring.slot_count(channel).peak_bytes for channel in ("weight", "gradient"))
-        return Memory(*(sum(kind) for kind in kinds), forward_backward, optimizer, slots)
+        sets = [size for size in self._pss.values() if size is not None]
+        sizes = (*(sum(kind) for kind in kinds), forward_backward, optimizer, slots)
+        return Memory(*sizes, max(sets) if sets else None)
 
 
 def _load_libraries(device: torch.device) -> None:
@@ -139,6 +154,12 @@ class _CudaMeter:
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device) - self._base
 
+    def watching(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def pss(self) -> int | None:
+        return None
+
     def footprint(self, size: int) -> int:
         """Bytes that the allocator counts for a storage of `size` bytes."""
         return -(-size // 512) * 512
@@ -166,12 +187,15 @@ class _HostMeter:
         self._base = 0
         self._held = 0
         self._resident = 0
+        self._least = 0  # PSS at the start
+        self._largest = 0
 
     def start(self) -> None:
         self._libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED)
         _load_libraries(torch.device("cpu"))
         self._fill_holes()
         self._base = self._mapped()
+        self._least = proportional_bytes()
 
     def stop(self) -> None:
         while self._holes:
@@ -184,6 +208,27 @@ class _HostMeter:
         Path("/proc/self/clear_refs").write_text("5")
         self._held = self._mapped() - self._shared()
         self._resident = status_bytes("VmRSS")
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Reads the PSS while the body runs, and once after it."""
+        ended, sizes = threading.Event(), list[int]()
+
+        def watch() -> None:
+            while not ended.wait(_BETWEEN_READINGS):
+                sizes.append(proportional_bytes())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+        self._largest = max([*sizes, proportional_bytes()])
+
+    def pss(self) -> int | None:
+        return self._largest - self._least
 
     def peak(self) -> int:
         # shared memory is allocated once and kept, so its level at the end is its peak
@@ -217,9 +262,18 @@ class _HostMeter:
         return total
 
 
+def proportional_bytes() -> int:
+    """Returns the proportional set size of this process, in bytes."""
+    return _bytes_of("/proc/self/smaps_rollup", "Pss")
+
+
 def status_bytes(field: str) -> int:
     """Returns a size from /proc/self/status, in bytes."""
-    found = re.search(rf"^{field}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return _bytes_of("/proc/self/status", field)
+
+
+def _bytes_of(file: str, field: str) -> int:
+    found = re.search(rf"^{field}:\s*(\d+) kB$", Path(file).read_text(), re.MULTILINE)
     if found is None:
-        raise RuntimeError(f"/proc/self/status has no {field}")
+        raise RuntimeError(f"{file} has no {field}")
     return int(found.group(1)) * 1024

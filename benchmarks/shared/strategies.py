@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rtp_ext
+from shared.agreement import signature
 from shared.optimizers import make_optimizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -33,6 +34,8 @@ class Strategy:
     stands beside those that are. `muon`: a key of `MUONS`, the one of its hidden matrices; None: it is not compared
     with Muon. `only_muon`: with AdamW it would be another strategy of the list. `ways`: options of fully_rotate about
     what travels that a strategy with `exact` has of its own; such strategies are compared on adapters only.
+    `package`: what it needs besides torch and rtp_ext. Such a strategy is compared where it is named, in float32, and
+    has a trainer of its own, which converts the model (shared/race/peers.py).
     """
 
     convert: Callable[..., nn.Module]
@@ -47,6 +50,7 @@ class Strategy:
     muon: str | None = None
     only_muon: bool = False
     ways: Mapping[str, str] = field(default_factory=dict)
+    package: str | None = None
 
     @property
     def every_batch(self) -> bool:
@@ -57,6 +61,8 @@ class Strategy:
         """Why models of this class cannot be trained so with this optimizer, or None. `lora`: the rank of adapters."""
         if lora is None and self.ways:
             return "it needs --lora"
+        if lora is not None and self.package is not None:
+            return f"adapters are not compared with {self.package}"
         if lora is not None and self.model_method is not None:
             return f"{self.model_method} has no plan for adapters"
         if optimizer == "muon" and self.muon is None:
@@ -116,6 +122,10 @@ def _replicate(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy 
     return DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
 
 
+def _as_it_is(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
+    return model
+
+
 STRATEGIES = {
     "rtp": Strategy(_rotate(), follows_policy=True, muon="auto"),
     "rtp-gram": Strategy(_rotate(), follows_policy=True, muon="gram", only_muon=True),
@@ -137,8 +147,11 @@ STRATEGIES = {
     "hsdp": Strategy(_shard_replicas, follows_policy=True, replicas=2),
     "ddp": Strategy(_replicate, muon="stock"),
     "tp": Strategy(_parallelize, whole_batch=True, model_method="parallelize"),
-    "single": Strategy(lambda model, mesh, policy: model, one_process=True, muon="stock"),
-    "none": Strategy(lambda model, mesh, policy: model, alone=True, muon="stock"),
+    "deepspeed": Strategy(_as_it_is, package="deepspeed"),
+    "simplefsdp": Strategy(_as_it_is, package="torchtitan"),
+    "upstream": Strategy(_as_it_is, package="the code of the paper's authors"),
+    "single": Strategy(_as_it_is, one_process=True, muon="stock"),
+    "none": Strategy(_as_it_is, alone=True, muon="stock"),
 }
 
 
@@ -185,8 +198,9 @@ class Trainer:
         torch.manual_seed(seed)
         self.strategy = strategy
         self.device = device
+        self.ranks = mesh.size()
         options = dict(rotation or {}) if strategy.startswith("rtp") else {}
-        self.model = kind.convert(build().to(device), mesh, policy, **options)
+        self.model = self._converted(kind.convert(build().to(device), mesh, policy, **options), mesh)
         self.optimizer = make_optimizer(optimizer, self.model, kind.muon, lr)
         self.ring = rtp_ext.ring_of(self.model) if strategy.startswith("rtp") else None
 
@@ -219,15 +233,32 @@ class Trainer:
         with phase("forward_backward"):
             with self._casting():
                 loss = self.model(inputs, targets)
-            loss.backward()
+            self._backward(loss)
         with phase("optimizer"):
             self.optimizer.step()
         return loss.detach()
+
+    def _converted(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Returns the model to call, of what the strategy's `convert` made."""
+        return model
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def signatures(self) -> list[list[float]]:
+        """Returns the signatures of the last gradients, by parameter. Collective."""
+        return list(map(signature, self.model.parameters()))
 
     def _casting(self) -> AbstractContextManager[None]:
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, self._autocast)
+
+    def parameter_tensors(self) -> list[torch.Tensor]:
+        return list(self.model.parameters())
+
+    def gradient_tensors(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def optimizer_tensors(self) -> Iterator[torch.Tensor]:
         for state in self.optimizer.state.values():

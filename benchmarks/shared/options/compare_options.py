@@ -43,6 +43,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--reduce-dtype", choices=DTYPES, default="float32", help="of gradients, where a policy says it (rtp, fsdp2)")
     add("--lr", type=float, help="default: 1e-4, with --optimizer muon 5e-3")
     add("--seed", type=int, default=0)
+    add("--upstream", type=Path, metavar="FOLDER", help="the code of the paper's authors, for the strategy upstream")
     add("--machine", help="folder under results/ (default: from the CPU or GPU, such as cpu-2core)")
     add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead of results/<machine>/")
     add_trace_option(parser, "one more step of every rtp strategy")
@@ -68,6 +69,7 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
             name
             for name, kind in STRATEGIES.items()
             if kind.refusal(workload.make, args.optimizer, args.lora) is None and kind.replicas == 1
+            if kind.package is None
             if args.travel is None or name != "rtp-inplace"
             if otherwise or not kind.exact or kind.ways
         ]
@@ -81,8 +83,9 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     if args.lora is not None:
         _check_adapters(args, error)
     args.lr = {"adamw": 1e-4, "muon": 5e-3}[args.optimizer] if args.lr is None else args.lr
-    if all(STRATEGIES[strategy].alone for strategy in args.strategies):
-        error("--strategies: expected one in which ranks train together")
+    if all(STRATEGIES[strategy].alone or STRATEGIES[strategy].package for strategy in args.strategies):
+        error("--strategies: expected one of torch or rtp in which ranks train together")
+    _check_packages(args, error)
     for name in ("travel", "gradient_route", "gradient_travel"):
         option = getattr(args, name)
         if option is not None and not any(strategy.startswith("rtp") for strategy in args.strategies):
@@ -126,6 +129,19 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     if (refusal := refusal_to_write(args.output)) is not None:
         error(refusal)
     args.command = command_line()
+
+
+def _check_packages(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
+    args.failures = {}
+    if (args.upstream is not None) != ("upstream" in args.strategies):
+        error("--upstream FOLDER and the strategy upstream: expected both or neither")
+    if args.upstream is not None and not (args.upstream / "rtp" / "rotated_tensor_parallel.py").exists():
+        error(f"--upstream {args.upstream}: expected a folder with rtp/rotated_tensor_parallel.py")
+    others = [strategy for strategy in args.strategies if STRATEGIES[strategy].package is not None]
+    if others and {args.dtype, args.reduce_dtype} != {"float32"}:
+        error(
+            f"{others[0]}: expected float32 in everything, got --dtype {args.dtype} and {args.reduce_dtype} gradients"
+        )
 
 
 def _check_adapters(args: argparse.Namespace, error: Callable[[str], Any]) -> None:

@@ -18,8 +18,10 @@ COLUMNS = {  # heading: key, unit, digits
     "p20": ("p20_ms", 1, 1),
     "p80": ("p80_ms", 1, 1),
     "rtp/this": ("rtp_ratio", 1, 2),
+    "fwd+bwd": ("forward_backward_ms", 1, 1),
     "exposed": ("exposed_ms", 1, 1),
     "update": ("optimizer_ms", 1, 1),
+    "cpu ms": ("processor_ms", 1, 1),
     "tokens/s": ("tokens_per_s", 1, 0),
     "scaling": ("scaling_efficiency", 1, 2),
     "roof ms": ("roof_ms", 1, 1),
@@ -34,6 +36,7 @@ COLUMNS = {  # heading: key, unit, digits
     "optim": ("optimizer_bytes", 2**20, 1),
     "transient": ("transient_bytes", 2**20, 1),
     "buffers": ("buffer_bytes", 2**20, 1),
+    "peak pss": ("pss_bytes", 2**20, 1),
     "kept eff": ("kept_efficiency", 1, 2),
     "peak eff": ("peak_efficiency", 1, 2),
     "loss": ("loss", 1, 6),
@@ -63,11 +66,15 @@ def print_table(rows: list[Result], args: argparse.Namespace) -> None:
         print(f"{matrices}; upd: MiB that updates send in a step, by the kernel's count and by Muon's")
     print(f"\n{'strategy':<16}" + "".join(f"{name:>10}" for name in columns))
     for row in rows:
+        if "error" in row:
+            print(f"{row['strategy']:<16}    not timed: {row['error']}")
+            continue
         cells = (
             "-" if row.get(key) is None else f"{row[key] / unit:,.{digits}f}" for key, unit, digits in columns.values()
         )
         print(f"{row['strategy']:<16}" + "".join(f"{cell:>10}" for cell in cells))
-    losses, gradients = (max(row[key] for row in rows) for key in ("loss_spread", "gradient_spread"))
+    timed = [row for row in rows if "error" not in row]
+    losses, gradients = (max(row[key] for row in timed) for key in ("loss_spread", "gradient_spread"))
     print(
         f"\nMemory in MiB per rank. Largest relative loss difference at any step: {losses:.1e}; of a parameter's "
         f"gradient: {gradients:.1e}",
@@ -77,6 +84,7 @@ def print_table(rows: list[Result], args: argparse.Namespace) -> None:
 
 def add_scaling(rows: list[Result]) -> None:
     """Tokens per second / (R times those of the same strategy at R = 1); None without that, and for one process."""
+    rows = [row for row in rows if "error" not in row]
     one = {(row["strategy"], row["tokens"]): row["tokens_per_s"] for row in rows if row["ranks"] == 1}
     for row in rows:
         base = None if STRATEGIES[row["strategy"]].one_process else one.get((row["strategy"], row["tokens"]))
@@ -91,7 +99,8 @@ def report(rows: list[Result], args: argparse.Namespace) -> None:
         tables.setdefault((row["ranks"], row.get("rate"), row["tokens"]), []).append(row)
     for table in tables.values():
         print_table(table, args)
-    wrong = [row for row in rows if not all(map(operator.le, _spreads(row), tolerances(row)))]  # NaN is wrong
+    timed = [row for row in rows if "error" not in row]
+    wrong = [row for row in timed if not all(map(operator.le, _spreads(row), tolerances(row)))]  # NaN is wrong
     if not wrong:
         for row in rows:
             append_line(args.output, row)
@@ -99,8 +108,9 @@ def report(rows: list[Result], args: argparse.Namespace) -> None:
     keys += ("optimizer_ms", "peak_bytes", "buffer_bytes", "kept_efficiency", "peak_efficiency", "ring_bytes", "loss")
     keys += ("roof_ms", "hidden_share", "sent_bytes", "closed_form_bytes") if "hosts" in rows[0] else ()
     keys += ("matrix_bytes", "exchange_bytes", "optimizer_sent_bytes") if args.optimizer == "muon" else ()
-    keys += ("loss_spread", "gradient_spread")
-    cases = {_name(row): {key: _number(row.get(key)) for key in keys} for row in rows}
+    keys += ("forward_backward_ms", "processor_ms", "pss_bytes", "loss_spread", "gradient_spread")
+    cases = {_name(row): {key: _number(row.get(key)) for key in keys} for row in timed}
+    cases |= {_name(row): {"error": row["error"]} for row in rows if "error" in row}
     print(json.dumps({"loss_agrees": not wrong, "cases": cases}, allow_nan=False), flush=True)
     if wrong:
         (loss, gradient), (most, most_gradient) = _spreads(wrong[0]), tolerances(wrong[0])
