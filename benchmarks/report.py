@@ -25,6 +25,7 @@ results/ and TABLE one of:
     muon            strategies with Muon, of the last run for each number of ranks, on one host; `muon hosts`: between
                     emulated hosts, for each rate
     forwards equal, forwards unequal   forwards alone, of the last command of forwards.py
+    growth SWEEP    the last run of a sweep of growth/growth.py
     calls           calls of the driver as gpu/driver_calls.py counted them last
 
 A block contains the commands that made the results, the machine of the measurement, and the table. Columns without
@@ -38,12 +39,25 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from shared.card import RESULTS
 from shared.reports.commands import today
+from shared.reports.compare_columns import (
+    BRIEF,
+    COMPARE,
+    HOSTS,
+    KEPT,
+    OF_HOSTS,
+    SCALING,
+    Columns,
+    mebibytes,
+    number,
+    ranks_of,
+    with_range,
+)
 from shared.reports.names import NAMES
 from shared.reports.own_pages import deliver
 from shared.reports.run_reports import OF_A_RUN
@@ -66,6 +80,7 @@ FILES = {
     "travel": "travel_curves.jsonl",
     "muon": "muon.jsonl",
     "forwards": "forwards.jsonl",
+    "growth": "growth.jsonl",
     "calls": "driver_calls.jsonl",
 }
 
@@ -97,73 +112,6 @@ def last_runs(lines: list[Row], model: str) -> list[list[Row]]:
     return [found[ranks] for ranks in sorted(found)]
 
 
-def _mebibytes(row: Row, *keys: str) -> str | None:
-    if any(row.get(key) is None for key in keys):
-        return None
-    return ", ".join(str(round(row[key] / 2**20)) for key in keys)
-
-
-def _number(row: Row, key: str, digits: int) -> str | None:
-    return None if row.get(key) is None else f"{row[key]:.{digits}f}"
-
-
-def _ratio_of(row: Row, *parts: str) -> str:
-    return f"{row['step_ms'] / sum(row[part] for part in parts):.2f}"
-
-
-def _with_range(text: str | None, known: Sequence[float], digits: int) -> str | None:
-    """`text` with the range of what all runs gave, where there are more than one."""
-    if text is None or len(known) < 2:
-        return text
-    return f"{text} ({min(known):.{digits}f} to {max(known):.{digits}f} in {len(known)})"
-
-
-def _ranks(row: Row) -> str:
-    return f"{row['ranks']} on fewer cores" if row.get("cores_shared") else str(row["ranks"])
-
-
-def _ratio(row: Row) -> str | None:
-    return _with_range(_number(row, "rtp_ratio", 2), row.get("rtp_ratios", ()), 2)
-
-
-Columns = dict[str, Callable[[Row], str | None]]
-
-_KEPT: Columns = {
-    "parameters, gradients, optimizer, MiB per rank": lambda row: _mebibytes(
-        row, "parameter_bytes", "gradient_bytes", "optimizer_bytes"
-    ),
-    "transient, MiB": lambda row: _mebibytes(row, "transient_bytes"),
-}
-COMPARE: Columns = {
-    "tokens per rank": lambda row: str(row["tokens"]),
-    "strategy": lambda row: NAMES.get(row["strategy"], row["strategy"]),
-    "travels": ways_of,
-    "step, ms (median, p20-p80)": lambda row: f"{row['step_ms']:.0f} ({row['p20_ms']:.0f}-{row['p80_ms']:.0f})",
-    "rtp / this (all runs)": lambda row: None if row["strategy"] == "rtp" else _ratio(row),
-    "exposed, ms": lambda row: _number(row, "exposed_ms", 0),
-    **_KEPT,
-    "buffers, MiB": lambda row: _mebibytes(row, "buffer_bytes"),
-    "memory efficiency, kept": lambda row: _number(row, "kept_efficiency", 2),
-    "peak": lambda row: _number(row, "peak_efficiency", 2),
-}
-BRIEF: Columns = {
-    "strategy": COMPARE["strategy"],
-    "step, ms (median, p20-p80)": COMPARE["step, ms (median, p20-p80)"],
-    "rtp / this (all runs)": COMPARE["rtp / this (all runs)"],
-    "kept, MiB per rank": lambda row: _mebibytes(row, "kept_bytes"),
-    "transient, MiB": COMPARE["transient, MiB"],
-}
-SCALING: Columns = {
-    "ranks": _ranks,
-    "tokens per rank": COMPARE["tokens per rank"],
-    "strategy": COMPARE["strategy"],
-    "step, ms (median, p20-p80)": COMPARE["step, ms (median, p20-p80)"],
-    "tokens/s": lambda row: _number(row, "tokens_per_s", 0),
-    "tokens/s per rank, R = 1 of the strategy = 1": lambda row: _number(row, "scaling_efficiency", 2),
-    "parameters, gradients, optimizer, MiB per rank": _KEPT["parameters, gradients, optimizer, MiB per rank"],
-    "memory efficiency, kept": COMPARE["memory efficiency, kept"],
-    "peak": COMPARE["peak"],
-}
 _TIMES = {
     "one GEMM": "g1",
     "shard GEMMs": "gr",
@@ -182,7 +130,7 @@ def e_hide(row: Row) -> str | None:
     if (row.get("ceiling_percent") or 0) > IMPOSSIBLE:
         return "-"
     if len(runs) > 1 or any(row.get(f"t_{name}_p80_us") is None for name in ("gr", "c", "ov")):
-        return _with_range(_number(row, "e_hide", 2), runs, 2)
+        return with_range(number(row, "e_hide", 2), runs, 2)
     if row.get("e_hide") is None:
         return None
     # of normal times: p80 - p20 of a normal variable is 1.68 sigma, the standard error of a median 1.25 sigma / sqrt(n)
@@ -208,48 +156,20 @@ def _losses(row: Row) -> str | None:
 OVERLAP: Columns = {
     "shape": lambda row: row["shape"],
     "tokens": lambda row: str(row["tokens"]),
-    "R": _ranks,
+    "R": ranks_of,
     "pass": lambda row: row["direction"],
     "link": lambda row: row["link"] or row["transport"],
-    "CTAs": lambda row: _number(row, "max_ctas", 0),
+    "CTAs": lambda row: number(row, "max_ctas", 0),
     **{heading: _microseconds(name) for heading, name in _TIMES.items()},
     "E_hide": e_hide,
-    "roofline": lambda row: _number(row, "roofline", 2),
-    "% of ceiling": lambda row: _number(row, "ceiling_percent", 0),
-    "E_ect": lambda row: _number(row, "e_ect", 2),
+    "roofline": lambda row: number(row, "roofline", 2),
+    "% of ceiling": lambda row: number(row, "ceiling_percent", 0),
+    "E_ect": lambda row: number(row, "e_ect", 2),
     "lost to split, interference, exposed, us": _losses,
-    "largest p80 / p20": lambda row: _number(row, "spread", 1),
+    "largest p80 / p20": lambda row: number(row, "spread", 1),
 }
 
 
-def _mebibytes_and_formula(row: Row) -> str | None:
-    counted, formula = _mebibytes(row, "sent_bytes"), _mebibytes(row, "closed_form_bytes")
-    return counted if counted is None or formula is None else f"{counted} ({formula})"
-
-
-def _of_roof(row: Row) -> str | None:
-    return None if row.get("roof_ms") is None else f"{row['roof_ms']:.0f} ({_ratio_of(row, 'roof_ms')})"
-
-
-HOSTS: Columns = {
-    "rate": lambda row: row["rate"],
-    "tokens per rank": COMPARE["tokens per rank"],
-    "strategy": COMPARE["strategy"],
-    "travels": ways_of,
-    "step, ms (median, p20-p80)": COMPARE["step, ms (median, p20-p80)"],
-    "rtp / this (all runs)": COMPARE["rtp / this (all runs)"],
-    "roof, ms (step / roof)": _of_roof,
-    "exposed, ms": COMPARE["exposed, ms"],
-    "hidden": lambda row: _number(row, "hidden_share", 2),
-    "MiB that leave a host (closed form)": _mebibytes_and_formula,
-    "kept, MiB per rank": lambda row: _mebibytes(row, "kept_bytes"),
-}
-HOSTS_BRIEF: Columns = {name: cell for name, cell in HOSTS.items() if name not in ("rate", "exposed, ms", "hidden")}
-HOSTS_LORA: Columns = {
-    **{name: cell for name, cell in HOSTS.items() if name not in ("rtp / this (all runs)", "exposed, ms", "hidden")},
-    "step / no communication": lambda row: _ratio_of(row, "reference_forward_backward_ms", "optimizer_ms"),
-}
-OF_HOSTS = {"hosts": HOSTS, "hosts-brief": HOSTS_BRIEF, "hosts-lora": HOSTS_LORA}
 HOSTS_OVERLAP: Columns = {
     "rate": HOSTS["rate"],
     **OVERLAP,
@@ -259,9 +179,9 @@ MEMORY: Columns = {
     "strategy": lambda row: NAMES.get(row["strategy"], row["strategy"]),
     "layers": lambda row: f"{row['layers']} of {row['full_layers']}",
     "tokens computed with": lambda row: str(row["computed_tokens"]),
-    **_KEPT,
-    "peak, MiB": lambda row: _mebibytes(row, "peak_bytes"),
-    "reserved, MiB": lambda row: _mebibytes(row, "reserved_bytes"),
+    **KEPT,
+    "peak, MiB": lambda row: mebibytes(row, "peak_bytes"),
+    "reserved, MiB": lambda row: mebibytes(row, "reserved_bytes"),
 }
 
 
@@ -290,11 +210,12 @@ def _wrapped(command: str) -> str:
 def compare_table(rows: list[Row], columns: Columns = COMPARE) -> str:
     """Returns the table of one run of compare.py."""
     first, shared = rows[0], any(row.get("cores_shared") for row in rows)
+    timed = [row for row in rows if "error" not in row]
     ranks = sorted({row["ranks"] for row in rows})
     note = f" {', '.join(map(str, ranks))} rank{'s' * (ranks != [1])}."
     note += f" **Ranks take turns on {first['cores']} cores where there are more.**" if shared else ""
-    note += f" Largest relative difference of losses: {max(row['loss_spread'] for row in rows):.0e}"
-    gradients = [row.get("gradient_spread") for row in rows]
+    note += f" Largest relative difference of losses: {max(row['loss_spread'] for row in timed):.0e}"
+    gradients = [row.get("gradient_spread") for row in timed]
     note += "." if None in gradients else f", of a parameter's gradient: {max(gradients):.0e}."
     return table(rows, columns, note)
 
@@ -345,7 +266,8 @@ def hosts_table(lines: list[Row], words: list[str], columns: Columns) -> str:
     rows = last_cases(mine, words)
     for row in rows:
         row["rtp_ratios"] = [line["rtp_ratio"] for line in mine if _comparable(line, row)]
-    losses, gradients = (max(row[key] for row in rows) for key in ("loss_spread", "gradient_spread"))
+    spreads = ("loss_spread", "gradient_spread")
+    losses, gradients = (max(row[key] for row in rows if "error" not in row) for key in spreads)
     note = f"{_between(rows)} Largest relative difference of losses: {losses:.0e}, of a parameter's gradient: "
     return table(rows, columns, f"{note}{gradients:.0e}.")
 
@@ -357,7 +279,7 @@ def block(wish: str, results: Path) -> str:
     if kind not in FILES or wrong:
         kinds = ", ".join(FILES)
         raise ValueError(f"expected <!-- report: MACHINE KIND WORDS -->, a kind of {kinds} and its words, got {wish!r}")
-    made_later = kind.startswith(("hosts", "outer", "travel", "muon", "forwards"))
+    made_later = kind.startswith(("hosts", "outer", "travel", "muon", "forwards", "growth"))
     if made_later and not (results / machine / FILES[kind]).exists():
         return "\n"
     lines = read_lines(results / machine / FILES[kind])

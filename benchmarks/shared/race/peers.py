@@ -34,6 +34,7 @@ class DeepSpeed(Trainer):
 
     def _converted(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         os.environ["DS_ACCELERATOR"] = mesh.device_type
+        os.environ.setdefault("LOCAL_RANK", str(mesh.get_local_rank()))
         import deepspeed
 
         deepspeed.utils.logger.setLevel("ERROR")

@@ -6,6 +6,7 @@ from typing import Any
 from shared.card import last_command
 from shared.reports.calls_report import CALLS, calls_note
 from shared.reports.forwards_report import FORWARDS, forwards_note, last_forwards
+from shared.reports.growth_report import GROWTH, growth_note, growth_rows
 from shared.reports.muon_report import MUON, last_muon_runs, muon_note
 from shared.reports.outer_report import OUTER, last_outer_run, outer_note
 from shared.reports.travel_report import TRAVEL, last_travel_run, travel_note
@@ -18,5 +19,6 @@ OF_A_RUN: dict[str, tuple[Callable[..., list[Row]], dict[str, Callable[[Row], st
     "travel": (lambda lines, _: last_travel_run(lines), TRAVEL, travel_note),
     "muon": (last_muon_runs, MUON, muon_note),
     "forwards": (last_forwards, FORWARDS, forwards_note),
+    "growth": (growth_rows, GROWTH, growth_note),
     "calls": (lambda lines, _: last_command(lines), CALLS, calls_note),
 }
