@@ -9,6 +9,7 @@
     python benchmarks/plot.py outer benchmarks/results/cpu-2core/outer.jsonl --output docs/figures/outer
     python benchmarks/plot.py travel benchmarks/results/cpu-2core/travel_curves.jsonl --output docs/figures/travel
     python benchmarks/plot.py forwards benchmarks/results/cpu-2core/forwards.jsonl --output docs/figures/forwards
+    python benchmarks/plot.py paper benchmarks/results/cpu-2core/peers.jsonl --output docs/figures/paper
     python benchmarks/plot.py planned benchmarks/results/cpu-2core/planner_grid.jsonl --output docs/figures/planner_grid
     python benchmarks/plot.py capacity benchmarks/results/cpu-2core/capacity.jsonl --output docs/figures/capacity
 
@@ -29,6 +30,7 @@ import numpy as np
 from planner.planner_figures import capacity, planned
 from report import Row, last_runs, read_lines
 from shared.hosts import bits_per_second
+from shared.race.paper import runs_of
 from shared.reports.figure import GREYS, HOLLOW, CannotPlot, canvas, style, token_axis
 from shared.reports.forwards_report import last_forwards
 from shared.reports.names import NAMES
@@ -296,8 +298,44 @@ def forwards(rows: list[Row], args: argparse.Namespace) -> Any:
     return figure, rows, f"{rows[0]['shape']}, {rows[0]['ranks']} ranks"
 
 
+def paper(rows: list[Row], args: argparse.Namespace) -> Any:
+    """What the paper compares: memory and throughput over tokens and ranks; two panels for each number of ranks."""
+    model = args.model or rows[-1]["case"].split("/")[0]
+    runs = runs_of(rows, model)
+    sizes = sorted({ranks for _, ranks, _ in runs if args.ranks in (None, ranks)})
+    if not sizes:
+        raise CannotPlot(f"no line of model {model!r} with these ranks on one host")
+    names = [name for name in dict.fromkeys(name for name, *_ in runs) if name not in ("none", "single")]
+    figure, panels = canvas(2 * len(sizes))
+    for index, ranks in enumerate(sizes):
+        memory, speed = panels[2 * index : 2 * index + 2]
+        tokens = sorted({count for _, size, count in runs if size == ranks})
+        for number, name in enumerate(names):
+            mine = [runs[name, ranks, count] for count in tokens if (name, ranks, count) in runs]
+            where, look = [row["tokens"] for row in mine], {"linewidth": 1.2, **style(number)}
+            label = NAMES.get(name, name).replace("`", "")
+            memory.plot(where, [row["peak_bytes"] / 2**20 for row in mine], label=label, **look)
+            speed.plot(where, [row["tokens_per_s"] for row in mine], **look)
+        alone = [
+            (count, runs["single", ranks, count]["peak_bytes"] / ranks / 2**20)
+            for count in tokens
+            if ("single", ranks, count) in runs
+        ]
+        if alone:
+            memory.plot(*zip(*alone, strict=True), color="black", linestyle=":", label="one process / R")
+        memory.set_title(f"peak, MiB per rank, R = {ranks}", fontsize=9, loc="left")
+        speed.set_title(f"tokens a second, R = {ranks}", fontsize=9, loc="left")
+        for axes in (memory, speed):
+            token_axis(axes, tokens)
+            axes.set_ylim(bottom=0)
+    panels[0].legend(fontsize=6, frameon=False)
+    shown = list(runs.values())
+    shared = " that take turns on fewer cores where there are more" if any(row["cores_shared"] for row in shown) else ""
+    return figure, shown, f"{shown[0]['shape']}; ranks{shared}" if shared else shown[0]["shape"]
+
+
 FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling, "rates": rates, "outer": outer, "travel": travel}
-FIGURES |= {"forwards": forwards, "planned": planned, "capacity": capacity}
+FIGURES |= {"forwards": forwards, "planned": planned, "capacity": capacity, "paper": paper}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,6 +18,8 @@ results/ and TABLE one of:
                     T1024, H2, G1 (ranks on a host), int8 (--travel of the run, `exact` if there was none)
     hosts-brief MODEL   a few columns of it; WORDS as for `hosts`
     hosts-lora MODEL    the same of compare.py --lora
+    peers MODEL         the same beside other packages, and on one host (one-host instead of a rate)
+    paper MODEL         the claims of the paper beside those rows
     hosts-overlap   cases of overlap.py between emulated hosts
     outer           policies between replicas, from the last run of outer.py; WORDS choose the run: a rate, R2 (ranks of
                     a ring), S150 (steps), AdamW, SGD
@@ -44,6 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.card import RESULTS
+from shared.race.paper import claims
 from shared.reports.commands import today
 from shared.reports.compare_columns import (
     BRIEF,
@@ -59,7 +62,7 @@ from shared.reports.compare_columns import (
     with_range,
 )
 from shared.reports.names import NAMES
-from shared.reports.own_pages import deliver
+from shared.reports.own_pages import deliver, measured
 from shared.reports.run_reports import OF_A_RUN
 from shared.reports.travel_report import ways_of
 
@@ -80,6 +83,8 @@ FILES = {
     "travel": "travel_curves.jsonl",
     "muon": "muon.jsonl",
     "forwards": "forwards.jsonl",
+    "peers": "peers.jsonl",
+    "paper": "peers.jsonl",
     "growth": "growth.jsonl",
     "calls": "driver_calls.jsonl",
 }
@@ -223,7 +228,7 @@ def compare_table(rows: list[Row], columns: Columns = COMPARE) -> str:
 def words_of(row: Row) -> set[Any]:
     words = {row["shape"], row["direction"], row["link"], row["transport"], f"R{row['ranks']}", f"T{row['tokens']}"}
     words.add(row.get("asked_travel") or "exact")
-    return words | ({row["rate"], f"H{row['hosts']}", f"G{row['ranks_per_host']}"} if "hosts" in row else set())
+    return words | ({row["rate"], f"H{row['hosts']}", f"G{row['ranks_per_host']}"} if "hosts" in row else {"one-host"})
 
 
 def _comparable(line: Row, row: Row) -> bool:
@@ -268,21 +273,26 @@ def hosts_table(lines: list[Row], words: list[str], columns: Columns) -> str:
         row["rtp_ratios"] = [line["rtp_ratio"] for line in mine if _comparable(line, row)]
     spreads = ("loss_spread", "gradient_spread")
     losses, gradients = (max(row[key] for row in rows if "error" not in row) for key in spreads)
-    note = f"{_between(rows)} Largest relative difference of losses: {losses:.0e}, of a parameter's gradient: "
+    told = ", ".join(dict.fromkeys(map(ranks_of, rows)))
+    note = _between(rows) if "hosts" in rows[0] else f" {told} ranks on one host."
+    note = f"{note} Largest relative difference of losses: {losses:.0e}, of a parameter's gradient: "
     return table(rows, columns, f"{note}{gradients:.0e}.")
 
 
 def block(wish: str, results: Path) -> str:
     """Returns the text of a page between a marker and its end. `wish`: the words of the marker."""
     machine, kind, *words = wish.split() if " " in wish else (wish, "")
-    wrong = len(words) != 1 if kind in ("compare", "scaling") else kind in ("brief", *OF_HOSTS) and not words
+    wrong = len(words) != 1 if kind in ("compare", "scaling", "paper") else kind in ("brief", *OF_HOSTS) and not words
     if kind not in FILES or wrong:
         kinds = ", ".join(FILES)
         raise ValueError(f"expected <!-- report: MACHINE KIND WORDS -->, a kind of {kinds} and its words, got {wish!r}")
-    made_later = kind.startswith(("hosts", "outer", "travel", "muon", "forwards", "growth"))
+    made_later = kind.startswith(("hosts", "outer", "travel", "muon", "forwards", "growth", "peers", "paper"))
     if made_later and not (results / machine / FILES[kind]).exists():
         return "\n"
     lines = read_lines(results / machine / FILES[kind])
+    if kind == "paper":
+        used, text = claims(lines, words[0])
+        return measured(used, f", on {used[0]['device']}; {used[0]['shape']}", text) if used else "\n"
     if kind in OF_HOSTS:
         return hosts_table(lines, words, OF_HOSTS[kind])
     if kind in OF_A_RUN:

@@ -125,6 +125,8 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     args.device = "cuda" if on_gpu else "cpu"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     file = "muon" if args.optimizer == "muon" else "lora" if args.lora else "hosts" if on_hosts else "compare"
+    if any(STRATEGIES[strategy].package is not None for strategy in args.strategies):
+        file = "peers"
     args.output = args.output or RESULTS / (args.machine or machine_name(device)) / f"{file}.jsonl"
     if (refusal := refusal_to_write(args.output)) is not None:
         error(refusal)

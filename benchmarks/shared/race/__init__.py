@@ -1,1 +1,2 @@
-"""How strategies take turns: one strategy of a run, those of other packages, and whether these compute the same."""
+"""How strategies take turns: one strategy of a run, those of other packages, whether these compute the same,
+and what the paper says of its method."""

@@ -125,4 +125,9 @@ HOSTS_LORA: Columns = {
     **{name: cell for name, cell in HOSTS.items() if name not in ("rtp / this (all runs)", *_DETAILS)},
     "step / no communication": lambda row: _ratio_of(row, "reference_forward_backward_ms", "optimizer_ms"),
 }
-OF_HOSTS = {"hosts": HOSTS, "hosts-brief": HOSTS_BRIEF, "hosts-lora": HOSTS_LORA}
+PEERS: Columns = {
+    **HOSTS,
+    "rate": lambda row: row.get("rate"),
+    **{name: COMPARE[name] for name in ("transient, MiB", "memory efficiency, kept", "peak")},
+}
+OF_HOSTS = {"peers": PEERS, "hosts": HOSTS, "hosts-brief": HOSTS_BRIEF, "hosts-lora": HOSTS_LORA}
