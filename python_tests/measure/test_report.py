@@ -61,11 +61,16 @@ def test_tables_show_the_last_run_and_only_what_is_known():
     unknown = {"kept_efficiency": None, "peak_efficiency": None}
     lines = [line | {"cores_shared": True} for line in report.read_lines(COMPARE) if line["case"] == "mlp/rtp"]
     lines = [line | unknown for line in lines if line["ranks"] == 2]
-    later = [line | {"date": "2027-01-01", "step_ms": 12.3, "exposed_ms": 4.0} for line in lines[:1]]
+    later = [line | {"date": "2027-01-01", "step_ms": 12.3} for line in lines[:1]]
     ((shown,),) = [report.last_runs(lines + later, "mlp")]
     assert shown == later
     text = report.compare_table(shown)
-    assert "| 12 (" in text and "exposed, ms" in text and "take turns" in text and "memory efficiency" not in text
+    assert (
+        "| 12 (" in text
+        and "forward + backward, ms" in text
+        and "take turns" in text
+        and "memory efficiency" not in text
+    )
 
 
 def test_tables_show_how_far_runs_lie_apart(tmp_path):
@@ -134,6 +139,7 @@ def rows_between_hosts() -> list[dict]:
     card |= {"shape": "s", "direction": "step", "link": None, "transport": "c10d", "threads": 1, "kept_bytes": 3 << 20}
     card |= {"loss_spread": 1e-7, "gradient_spread": 2e-7, "p20_ms": 90.0, "p80_ms": 130.0, "exposed_ms": 7.0}
     card |= {"sent_bytes": 5 << 20, "closed_form_bytes": 4 << 20, "hidden_share": 0.25, "roof_ms": 80.0}
+    card |= {"forward_backward_ms": 75.0, "reference_forward_backward_ms": 60.0}
     values = (("rtp", "2gbit", 100.0, 1.0), ("ddp", "2gbit", 125.0, 0.8), ("ddp", "none", 50.0, 0.5))
     rows = [
         card
@@ -151,7 +157,10 @@ def test_tables_between_hosts(tmp_path):
     assert report.block("m hosts llama", tmp_path) == report.block("m hosts mlp 8gbit", tmp_path) == "\n"
     text = report.block("m hosts mlp", tmp_path)
     assert text.count("| 2gbit |") == 4 and text.count("| none |") == 2
-    assert "| 2gbit | 256 | DDP | 110 (90-130) | 0.90 (0.80 to 0.90 in 2) | 80 (1.38) | 7 | 0.25 | 5 (4) | 3 |" in text
+    assert (
+        "| 2gbit | 256 | DDP | 110 (90-130) | 0.90 (0.80 to 0.90 in 2) | 80 (1.38) | 75 (1.25) | 0.25 | 5 (4) | 3 |"
+        in text
+    )
     about = " ".join(text.split())
     assert "2 hosts made on this machine, of 1 core each, 1 rank on each; links: 2gbit, none. Largest" in about
     brief = report.block("m hosts-brief mlp 2gbit T256", tmp_path)
