@@ -159,7 +159,8 @@ def measure_memory(place: Place, args: argparse.Namespace) -> dict[tuple[str, in
             }
             largest = gather(list(values.values()), place).amax(0).long().tolist()
             row: dict[str, float | None] = dict(zip(values, largest, strict=True))
-            row["pss_bytes"] = row["pss_bytes"] or None
+            if memory.pss is None:
+                row["pss_bytes"] = None
             row["kept_efficiency"] = ideal[0] / row["kept_bytes"]
             row["peak_efficiency"] = ideal[1] / row["peak_bytes"]
             if STRATEGIES[strategy].every_batch:
