@@ -1,6 +1,6 @@
 """Compares steps between emulated hosts, as compare.py measured them, with the planner's time model.
 
-    python benchmarks/planner/planner_hosts.py  # the tables of docs/planner.md
+    python benchmarks/planner/planner_hosts.py  # the tables of docs/predictions.md
 
 Every constant is measured and none is fitted. The row without communication, of the same run and number of tokens,
 gives the time of a FLOP, elementwise kernels included, and the memory rate of the optimizer. A link has the rate that

@@ -1,4 +1,4 @@
-"""Tables of docs/planner.md: changes of the error by source, search methods, and our own runs."""
+"""Tables of docs/predictions.md: changes of the error by source, search methods, and our own runs."""
 
 import json
 import statistics
