@@ -1,4 +1,4 @@
-"""Makes the tables of docs/planner.md and predictions.md from published.py and the planner, and checks their numbers.
+"""Makes the tables of the three pages of the planner from published.py and the planner, and checks their numbers.
 
     python benchmarks/planner/planner_page.py          # prints every block of the pages
     python benchmarks/planner/planner_page.py --write  # rewrites the blocks in the pages
@@ -28,12 +28,12 @@ from shared.reports.own_pages import deliver, with_blocks
 from planner import planner_runs as runs
 from planner import published
 from planner.planner_hosts import hosts
-from planner.planner_more import capacity, markdown, sources, ways
+from planner.planner_more import capacity, markdown, ways
 from planner.planner_more import grid as our_runs
 from planner.planner_when import claims_of_when, forwards, like, when
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ("planner.md", "predictions.md")
+PAGES = ("planner.md", "planner_model.md", "predictions.md")
 BLOCK = re.compile(r"(<!-- planner: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 GB = 1e9
 
@@ -158,7 +158,6 @@ BLOCKS = {
     "runs": _runs,
     "when": when,
     "forwards": forwards,
-    "sources": sources,
     "ways": ways,
     "grid": our_runs,
     "capacity": capacity,
@@ -326,7 +325,7 @@ def missing(texts: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Tables and numbers of docs/planner.md and docs/predictions.md.")
+    parser = argparse.ArgumentParser(description="Tables and numbers of the pages of the planner.")
     wish = parser.add_mutually_exclusive_group()
     wish.add_argument("--write", action="store_true", help="rewrite the blocks in the pages")
     wish.add_argument("--check", action="store_true", help="fail where a page differs")
@@ -341,7 +340,7 @@ def main(argv: list[str] | None = None) -> None:
         source = "the planner: python benchmarks/planner/planner_page.py --write"
         deliver(args, args.folder / page, old, new, BLOCK, source)
     if (args.write or args.check) and (lost := missing(after)):
-        sys.exit(f"{' and '.join(PAGES)}: the prose does not say: " + "; ".join(lost))
+        sys.exit(f"{', '.join(PAGES)}: the prose does not say: " + "; ".join(lost))
 
 
 if __name__ == "__main__":
