@@ -1,4 +1,4 @@
-"""Prints the tables of README.md, docs/results.md and docs/gpu_calls.md from the committed results, or writes them there.
+"""Prints the tables of README.md, docs/results.md and docs/gpu_calls.md from the committed results, or updates these.
 
     python benchmarks/report.py                  # prints every block of these pages
     python benchmarks/report.py --write          # rewrites the blocks

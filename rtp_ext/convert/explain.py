@@ -54,6 +54,10 @@ def explain(
         plan = rtp_ext.explain(model, mesh=mesh, mp_policy=policy)
         print(plan)
 
+    >>> plan = rtp_ext.explain(nn.Linear(8, 4, bias=False), ranks=2)
+    >>> [(row.name, row.moved, row.shape, row.shard_sizes) for row in plan.parameters]
+    [('weight', 'rotated', (4, 8), (2, 2))]
+
     Before conversion it returns the plan of `fully_rotate` with the same options. It changes and sends nothing, and
     parameters may be on the meta device. Routes are then those of ranks on one host, unless `mesh` is a Ring. For a
     converted model, or a part that was the argument of `fully_rotate`, it reads the plan from the modules: it ignores
