@@ -39,9 +39,11 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "none"  # the text of each argument says what it takes
+autodoc_inherit_docstrings = False
 autodoc_mock_imports = ["lightning", "torchtitan"]  # the integrations import these, and they are large
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_custom_sections = [("Topologies", "params_style")]
 
 # Links from signatures to the documentation of torch need its inventory from the network. A build without network is
 # complete but for these links, so they are an option.

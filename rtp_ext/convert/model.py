@@ -104,7 +104,7 @@ def fully_rotate(
             prefetch. On a CPU ring, where host and device share memory, it changes nothing. None and OffloadPolicy():
             no offload.
         ignored_params: parameters that stay unchanged, with the modules that own them: the same objects, plain and not
-            averaged, so that they may differ between ranks. clip_grad_norm_ needs a separate call for them, and foreach
+            averaged, so that they may differ between ranks. `clip_grad_norm_` needs a separate call for them, foreach
             and fused optimizers a separate parameter group.
         in_place: the local shards themselves travel, with one slot instead of two.
         bundle: rotate MLP blocks (torch's transformer layers, nn.Sequential of linear, activation, linear, and the
