@@ -6,7 +6,6 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.14.1
 CLANG_FORMATTED := $(shell find csrc python_tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
-DOCUMENTED := rtp_ext rtp_ext.planner rtp_ext.trace rtp_ext.schedule rtp_ext.timeline
 
 MINUTES ?= 30
 
@@ -124,9 +123,15 @@ format: build
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CLANG_FORMATTED)
 
-# The pages, the examples, and the API reference, from the docstrings.
-docs: build
-	$(BIN)/python docs/site.py --output build/docs --reference $(DOCUMENTED)
+# The pages, the examples and the reference from the docstrings, as a site. -W: a link that leads nowhere is an error.
+# Links to the documentation of torch need the network: RTP_DOCS_INVENTORIES=1.
+$(VENV)/.docs: $(VENV)/.built
+	$(BIN)/pip install --quiet $$($(BIN)/python -c "from importlib.metadata import requires; \
+		print(*(each.split(';')[0] for each in requires('rtp-ext') if 'extra == \"docs\"' in each))")
+	touch $@
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs --doctree-dir build/doctrees
 	@echo "build/docs/index.html"
 
 clean:

@@ -1,4 +1,4 @@
-"""Prints the tables of README.md, docs/results.md and docs/gpu.md from the committed results, or updates the pages.
+"""Prints the tables of README.md, docs/results.md and docs/gpu_calls.md from the committed results, or updates these.
 
     python benchmarks/report.py                  # prints every block of these pages
     python benchmarks/report.py --write          # rewrites the blocks
@@ -67,7 +67,7 @@ from shared.reports.run_reports import OF_A_RUN
 from shared.reports.travel_report import ways_of
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "gpu.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "gpu_calls.md")
 BLOCK = re.compile(r"(<!-- report: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 FILES = {
     "brief": "compare.jsonl",

@@ -1,9 +1,9 @@
 """Predicts rotated linear layers on GPUs from counted calls and published constants.
 
-    python benchmarks/gpu/gpu_on_paper.py          # the tables of docs/gpu.md
+    python benchmarks/gpu/gpu_on_paper.py          # the tables of docs/gpu.md and gpu_calls.md
     python benchmarks/gpu/gpu_on_paper.py --json   # a JSON line for each row
-    python benchmarks/gpu/gpu_on_paper.py --write  # rewrites the tables in docs/gpu.md
-    python benchmarks/gpu/gpu_on_paper.py --check  # exit status 1 where docs/gpu.md has other tables
+    python benchmarks/gpu/gpu_on_paper.py --write  # rewrites the tables in these pages
+    python benchmarks/gpu/gpu_on_paper.py --check  # exit status 1 where a page has other tables
 
 No number here was measured on a GPU. The time of a forward and a backward is the maximum of the GPU's time and the time
 of the host to enqueue them.
@@ -37,9 +37,9 @@ from rtp_ext.ring.routes.route_planner import Device, LayerSize, Link, predict
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from shared.card import RESULTS, last_command
-from shared.reports.own_pages import deliver
+from shared.reports.own_pages import deliver, with_blocks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
+PAGES = [Path(__file__).resolve().parents[2] / "docs" / name for name in ("gpu.md", "gpu_calls.md")]
 CALLS = RESULTS / "cpu-2core" / "driver_calls.jsonl"
 BLOCK = re.compile(r"(<!-- gpu_on_paper: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -244,31 +244,29 @@ def first_table() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {"first day": first_table, "host": host_tables}
 
 
-def rewrite(text: str) -> str:
-    """Returns the page with its tables generated anew. Raises ValueError for a missing or unknown block."""
-    names = [found[2] for found in BLOCK.finditer(text)]
-    if sorted(names) != sorted(BLOCKS):
-        raise ValueError(f"expected the blocks {', '.join(BLOCKS)}, each once, got {', '.join(names) or 'none'}")
-    return BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[4], text)
+def rewrite(texts: list[str]) -> list[str]:
+    """Returns the pages with their tables generated anew. Raises ValueError for a missing or unknown block."""
+    return with_blocks(texts, BLOCK, BLOCKS)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     wish = parser.add_mutually_exclusive_group()
     wish.add_argument("--json", action="store_true")
-    wish.add_argument("--write", action="store_true", help="rewrite the tables in docs/gpu.md")
-    wish.add_argument("--check", action="store_true", help="fail where docs/gpu.md differs")
+    wish.add_argument("--write", action="store_true", help="rewrite the tables in the pages")
+    wish.add_argument("--check", action="store_true", help="fail where a page differs")
     options = parser.parse_args(argv)
     if options.json:
         for row in (*first_day(), *rows()):
             print(json.dumps(asdict(row)))
         return
-    before = PAGE.read_text()
+    before = [page.read_text() for page in PAGES]
     try:
         after = rewrite(before)
     except ValueError as problem:
-        sys.exit(f"{PAGE.name}: {problem}")
-    deliver(options, PAGE, before, after, BLOCK, "this script: python benchmarks/gpu/gpu_on_paper.py --write")
+        sys.exit(str(problem))
+    for page, old, new in zip(PAGES, before, after, strict=True):
+        deliver(options, page, old, new, BLOCK, "this script: python benchmarks/gpu/gpu_on_paper.py --write")
 
 
 if __name__ == "__main__":

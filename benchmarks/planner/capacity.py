@@ -11,7 +11,7 @@ with tensor parallelism all ranks compute with the batches of all. `rtp-recomput
 of every block and a fused loss. One rank trains alone under any strategy.
 
 One JSON line for each strategy, number of ranks and direction of growth is appended to results/MACHINE/capacity.jsonl
-as soon as it is known; the predictions in docs/planner.md are those of the current planner.
+as soon as it is known; the predictions in docs/predictions.md are those of the current planner.
 """
 
 import argparse

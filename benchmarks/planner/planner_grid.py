@@ -8,7 +8,7 @@
 Small GPTs and Llamas of several sizes, two batches, one to four ranks, every way to share the work that runs here, with
 and without activation checkpointing, in float32 and with a mixed-precision policy. `counted_kept_bytes` are those of
 parameters, gradients and optimizer state; `counted_peak_bytes` is the peak of a rank in a step (shared/memory.py: the
-kernel counts, exact to about 3 MiB). docs/planner.md compares them with the predictions of the current planner, which
+kernel counts, exact to about 3 MiB). docs/predictions.md compares them with the current planner, which
 may be a later version. Other load on the machine does not change bytes but would change times, so no times are
 measured. One JSON line per case is appended to results/MACHINE/planner_grid.jsonl.
 """

@@ -1,6 +1,6 @@
 """Compares steps between emulated hosts, as compare.py measured them, with the planner's time model.
 
-    python benchmarks/planner/planner_hosts.py  # the tables of docs/planner.md
+    python benchmarks/planner/planner_hosts.py  # the tables of docs/predictions.md
 
 Every constant is measured and none is fitted. The row without communication, of the same run and number of tokens,
 gives the time of a FLOP, elementwise kernels included, and the memory rate of the optimizer. A link has the rate that
@@ -211,13 +211,17 @@ def by_strategy() -> dict[str, list[float]]:
 
 
 def hosts() -> str:
-    """Errors by strategy, and every step."""
+    """Errors by strategy."""
     told = []
     for name, errors in by_strategy().items():
         sizes = [abs(error) for error in errors]
         middle = f"{100 * statistics.mean(sizes):.1f} %, {100 * statistics.median(sizes):.1f} %"
         told.append((name, str(len(errors)), middle, f"{100 * min(errors):+.1f} %, {100 * max(errors):+.1f} %"))
-    text = markdown(("strategy", "steps", "mean, median of absolute errors", "from, to"), told)
+    return markdown(("strategy", "steps", "mean, median of absolute errors", "from, to"), told)
+
+
+def steps() -> str:
+    """Every step."""
     rows = []
     for each in found():
         row, own = each.row, each.row["case"].split("/")[0]
@@ -226,8 +230,8 @@ def hosts() -> str:
         times = (f"{row['step_ms']:.0f}", f"{predicted:.0f}", f"{100 * each.error:+.1f} %")
         rows.append((own, where, row["rate"], str(row["tokens"]), _name(row), *times))
     heads = ("model", "hosts x ranks", "link", "tokens", "strategy", "measured, ms", "predicted", "error")
-    return text + markdown(heads, rows)[1:]
+    return markdown(heads, rows)
 
 
 if __name__ == "__main__":
-    print(hosts())
+    print(hosts() + steps())

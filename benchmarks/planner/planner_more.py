@@ -1,7 +1,6 @@
-"""Tables of docs/planner.md: changes of the error by source, search methods, and our own runs."""
+"""Tables of docs/predictions.md: search methods, and our own runs."""
 
 import json
-import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,42 +14,6 @@ from planner.planned import last_of_each
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n"
-
-
-# mean and median of absolute errors, and regret, of the planner at commit 9025ccc: before the host's launches, measured
-# all-reduces, the fused softmax's condition, compiled kernels, capped power and FlashAttention-2's backward were in it
-_BEFORE = {
-    "vTrain": (0.056, 0.030, 0.013),
-    "one node": (0.174, 0.162, 0.043),
-    "SC'21": (0.043, 0.031, None),
-    "arXiv 2205.05198": (0.029, 0.021, None),
-    "arXiv 2407.21783": (0.072, 0.059, None),
-    "NeMo": (0.067, 0.059, None),
-    "torchtitan": (0.244, 0.193, None),
-}
-_TARGETS = {"vTrain": "5 %, regret 5 %", "one node": "12 %", "torchtitan": "12 %"}
-
-
-def sources() -> str:
-    """Errors by source, before and after."""
-    errors = {"vTrain": [_off(run) for run in runs.vtrain()], "one node": [_off(run) for run in runs.one_node()]}
-    for name in list(_BEFORE)[2:]:
-        errors[name] = [run.error for run in runs.every_run()[name] if run.measured is not None]
-    regret = {"vTrain": runs.regrets(runs.vtrain()), "one node": runs.regrets(runs.one_node())}
-    rows = []
-    for name, (mean, median, wrong) in _BEFORE.items():
-        sizes = [abs(error) for error in errors[name]]
-        now = [runs.mean(sizes), statistics.median(sizes)]
-        told = ["-" if x is None else f"{100 * x:.1f} %" for x in (wrong, runs.mean(regret[name]) if wrong else None)]
-        before = f"{100 * mean:.1f} %, {100 * median:.1f} %"
-        after = f"{100 * now[0]:.1f} %, {100 * now[1]:.1f} %"
-        rows.append((name, str(len(sizes)), before, after, *told, _TARGETS.get(name, "-")))
-    heads = ("source", "runs", "before: mean, median", "now", "regret before", "now", "target for runs not fitted")
-    return markdown(heads, rows)
-
-
-def _off(run: runs.Measurement) -> float:
-    return run.predicted_s() / run.step_seconds - 1
 
 
 def _lines(name: str) -> list[dict[str, Any]]:
@@ -90,7 +53,8 @@ def grid() -> str:
 
 
 def capacity() -> str:
-    """The largest models within a budget of every rank, found by running and predicted."""
+    """The largest models within a budget of every rank, found by running and predicted. On one rank all strategies are
+    the same, but for recomputation."""
     rows = [
         (
             f"{row['budget_bytes'] / 2**20:g} MiB",
@@ -102,6 +66,7 @@ def capacity() -> str:
             f"{row['next_peak_bytes'] / 2**20:.1f} MiB" if row["next_peak_bytes"] else "-",
         )
         for row in last_searches(_lines("capacity"))
+        if row["ranks"] > 1 or row["strategy"].startswith("rtp")
     ]
     heads = (
         "budget",

@@ -1,8 +1,8 @@
-"""Makes the tables of docs/planner.md from published.py and the planner, and checks the numbers of its prose.
+"""Makes the tables of the three pages of the planner from published.py and the planner, and checks their numbers.
 
-    python benchmarks/planner/planner_page.py          # prints every block of the page
-    python benchmarks/planner/planner_page.py --write  # rewrites the blocks in docs/planner.md
-    python benchmarks/planner/planner_page.py --check  # exit status 1 where the page differs
+    python benchmarks/planner/planner_page.py          # prints every block of the pages
+    python benchmarks/planner/planner_page.py --write  # rewrites the blocks in the pages
+    python benchmarks/planner/planner_page.py --check  # exit status 1 where a page differs
 
 A block is the text between `<!-- planner: NAME -->` and `<!-- end -->`. `claims` generates the phrases with numbers
 that the prose must contain word for word; --write does not change prose, but reports missing phrases.
@@ -23,16 +23,17 @@ from rtp_ext.planner.memory.activations import layer_tensors
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 
-from shared.reports.own_pages import deliver
+from shared.reports.own_pages import deliver, with_blocks
 
 from planner import planner_runs as runs
 from planner import published
 from planner.planner_hosts import hosts
-from planner.planner_more import capacity, markdown, sources, ways
+from planner.planner_more import capacity, markdown, ways
 from planner.planner_more import grid as our_runs
 from planner.planner_when import claims_of_when, forwards, like, when
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = ("planner.md", "planner_model.md", "predictions.md")
 BLOCK = re.compile(r"(<!-- planner: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 GB = 1e9
 
@@ -157,7 +158,6 @@ BLOCKS = {
     "runs": _runs,
     "when": when,
     "forwards": forwards,
-    "sources": sources,
     "ways": ways,
     "grid": our_runs,
     "capacity": capacity,
@@ -308,40 +308,39 @@ def _error(run: runs.Measurement) -> str:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def rewrite(text: str) -> str:
-    """Returns the page with its blocks generated anew. Raises ValueError for a missing or unknown block."""
-    names = [found[2] for found in BLOCK.finditer(text)]
-    if sorted(names) != sorted(BLOCKS):
-        raise ValueError(f"expected the blocks {', '.join(BLOCKS)}, each once, got {', '.join(names) or 'none'}")
-    return BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[4], text)
+def rewrite(texts: list[str]) -> list[str]:
+    """Returns the pages with their blocks generated anew. Raises ValueError for a missing or unknown block."""
+    return with_blocks(texts, BLOCK, BLOCKS)
 
 
-def prose(text: str) -> str:
-    """Returns the page without its blocks, with runs of whitespace collapsed."""
-    return " ".join(BLOCK.sub("", text).split())
+def prose(texts: list[str]) -> str:
+    """Returns the pages without their blocks, with runs of whitespace collapsed."""
+    return " ".join(BLOCK.sub("", "\n".join(texts)).split())
 
 
-def missing(text: str) -> list[str]:
+def missing(texts: list[str]) -> list[str]:
     """Returns the claims that the prose lacks."""
-    told = prose(text)
+    told = prose(texts)
     return [claim for claim in claims() if claim not in told]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Tables and numbers of docs/planner.md. See the top of the file.")
+    parser = argparse.ArgumentParser(description="Tables and numbers of the pages of the planner.")
     wish = parser.add_mutually_exclusive_group()
-    wish.add_argument("--write", action="store_true", help="rewrite the blocks in docs/planner.md")
-    wish.add_argument("--check", action="store_true", help="fail where the page differs")
-    parser.add_argument("--page", type=Path, default=PAGE)
+    wish.add_argument("--write", action="store_true", help="rewrite the blocks in the pages")
+    wish.add_argument("--check", action="store_true", help="fail where a page differs")
+    parser.add_argument("--folder", type=Path, default=DOCS, help="of the pages; docs/ unless given")
     args = parser.parse_args(argv)
-    before = args.page.read_text()
+    before = [(args.folder / page).read_text() for page in PAGES]
     try:
         after = rewrite(before)
     except ValueError as problem:
         sys.exit(str(problem))
-    deliver(args, args.page, before, after, BLOCK, "the planner: python benchmarks/planner/planner_page.py --write")
+    for page, old, new in zip(PAGES, before, after, strict=True):
+        source = "the planner: python benchmarks/planner/planner_page.py --write"
+        deliver(args, args.folder / page, old, new, BLOCK, source)
     if (args.write or args.check) and (lost := missing(after)):
-        sys.exit(f"{args.page.name}: its prose does not say: " + "; ".join(lost))
+        sys.exit(f"{', '.join(PAGES)}: the prose does not say: " + "; ".join(lost))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Generates the comparison of rotation with other plans in docs/planner.md, with all other settings equal."""
+"""Generates the comparison of rotation with other plans in docs/predictions.md, with all other settings equal."""
 
 import dataclasses
 import functools

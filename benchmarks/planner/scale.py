@@ -29,7 +29,7 @@ from rtp_ext.planner.plans.search import limit_bytes
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 
-from shared.reports.own_pages import deliver
+from shared.reports.own_pages import deliver, with_blocks
 
 from planner.planner_more import markdown
 
@@ -37,7 +37,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 BLOCK = re.compile(r"(<!-- scale: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 GPU = "h200-141gb"
 MODELS = {"llama-3-70b": 16, "llama-3-405b": 128}  # ranks of the smallest ring that fits
-SHOWN = (16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536, 98304)
+SHOWN = (16, 64, 128, 1024, 16384, 98304)
 COMPUTES = ("gemm", "attention", "elementwise", "recomputation")
 SEQ = 8192
 LARGEST_RING = 1024
@@ -194,11 +194,10 @@ def draw(output: Path) -> None:
 
 
 def rewrite(text: str) -> str:
-    names = [found[2] for found in BLOCK.finditer(text)]
-    blocks = {"like": like, "rings": table}
-    if names != [*blocks]:
-        raise SystemExit(f"expected the blocks {', '.join(blocks)}, each once, got {', '.join(names) or 'none'}")
-    return BLOCK.sub(lambda found: found[1] + blocks[found[2]]() + found[4], text)
+    try:
+        return with_blocks([text], BLOCK, {"like": like, "rings": table})[0]
+    except ValueError as problem:
+        raise SystemExit(str(problem)) from None
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""docs/gpu.md names every function of CUDA, NCCL and cuBLAS that is called, and has the tables of its script."""
+"""docs/gpu_calls.md names every function of CUDA, NCCL and cuBLAS that is called; with docs/gpu.md it has the tables of
+their script."""
 
 import ast
 import json
@@ -15,6 +16,7 @@ from rtp_ext import _native
 from rtp_ext.planner.constants import host_constant
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = [page.read_text() for page in gpu_on_paper.PAGES]
 CALLED = re.compile(r"\b((?:cuda|nccl|cublas)[A-Z]\w+)\(|\"((?:cu|nccl)[A-Z]\w+)\"")
 CALLS = re.compile(r"^\s*//.*$", re.MULTILINE)
 
@@ -29,7 +31,7 @@ def called():
 
 def listed():
     """The functions in the first column of the page's table."""
-    table = gpu_on_paper.PAGE.read_text().split("| function | enforced | not enforced |")[1].split("\n\n")[0]
+    table = PAGES[1].split("| function | enforced | not enforced |")[1].split("\n\n")[0]
     rows = [row.strip("|").split("|") for row in table.splitlines()[2:]]
     assert all(len(row) == 3 and row[1].strip() for row in rows), "each row says what is enforced"
     return {name for row in rows for name in re.findall(r"`((?:cu|cuda|nccl|cublas)[A-Z]\w+)`", row[0])}
@@ -69,18 +71,18 @@ def test_each_contract_says_what_is_expected_and_what_a_failure_means():
 
 def test_the_predictions_are_those_of_the_script():
     gpu_on_paper.main(["--check"])
-    text = gpu_on_paper.PAGE.read_text()
     for before, after in (("| 2048 | 0.34 | 2.68 |", "| 2048 | 0.34 | 2.69 |"), ("| 7.6 - 21.5 |", "| 7.6 |")):
-        assert text.count(before) == 1 and gpu_on_paper.rewrite(text.replace(before, after)) == text, "control"
+        wrong = [text.replace(before, after) for text in PAGES]
+        assert "".join(PAGES).count(before) == 1 and gpu_on_paper.rewrite(wrong) == PAGES, "control"
     with pytest.raises(ValueError, match="expected the blocks first day, host, each once, got first day"):
-        gpu_on_paper.rewrite(text.replace("<!-- gpu_on_paper: host -->", ""))
+        gpu_on_paper.rewrite([text.replace("<!-- gpu_on_paper: host -->", "") for text in PAGES])
     for row in gpu_on_paper.rows():
         assert row.prediction and row.compute <= row.gpu
         for name in gpu_on_paper.NAMES:
             assert row.gpu <= getattr(row, name).least <= getattr(row, name).most <= row.threads.most
         assert (row.ce.most, row.blocking.most) == (row.gpu, row.gpu), "as the page says: the host does not limit them"
     step = gpu_on_paper.hosts()["ce"].step(21, 24)
-    assert f"take {step.least:.0f} to {step.most:.0f} us" in " ".join(text.split())
+    assert f"take {step.least:.0f} to {step.most:.0f} us" in " ".join(PAGES[1].split())
 
 
 def test_the_expectations_of_the_first_day_are_those_of_its_assumptions():
@@ -93,7 +95,7 @@ def test_the_expectations_of_the_first_day_are_those_of_its_assumptions():
         for (machine, tokens), row in rows.items()
         if machine.endswith("flat")
     ]
-    text = " ".join(gpu_on_paper.PAGE.read_text().split())
+    text = " ".join(PAGES[0].split())
     share, larger = (f"{100 * each:.0f} %" for each in best)
     assert f"the products take {share} of its forward at 2048 tokens and {larger} at 8192" in text
 

@@ -15,15 +15,15 @@ from shared.reports.travel_report import over_seeds
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES_OF_THEIR_OWN = {  # of results whose tables their own scripts make
-    "capacity": "planner.md",
+    "capacity": "predictions.md",
     "compiled": "compile.md",
     "faults": "reliability.md",
     "frameworks": "frameworks.md",
-    "planner_grid": "planner.md",
+    "planner_grid": "predictions.md",
     "recorder": "reliability.md",
     "recovery": "reliability.md",
     "sanitize": "reliability.md",
-    "search_ways": "planner.md",
+    "search_ways": "predictions.md",
     "soak": "reliability.md",
     "soak_hosts": "reliability.md",
     "versions": "limits.md",

@@ -1,4 +1,4 @@
-"""docs/planner.md says what published.py and the planner give."""
+"""docs/planner.md and docs/predictions.md say what published.py and the planner give."""
 
 import argparse
 import dataclasses
@@ -13,7 +13,7 @@ from planner.planned import Case, last_of_each
 from rtp_ext.planner import Cluster, cli, estimate_memory
 from rtp_ext.planner.plans.differences import differences
 
-TEXT = planner_page.PAGE.read_text()
+TEXTS = {page: (planner_page.DOCS / page).read_text() for page in planner_page.PAGES}
 ROOMY = Cluster.preset("h100-80gb")
 CASES = [Case(family, 4, 256, "rtp", ranks, 256) for family in ("llama", "gpt") for ranks in (2, 3)]
 # what the prose quotes from its sources
@@ -29,25 +29,30 @@ def test_the_page_is_what_the_planner_gives(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(planner_page, "BLOCKS", made_once)
     monkeypatch.setattr(planner_page, "claims", functools.cache(planner_page.claims))
     planner_page.main(["--check"])
-    wrong = tmp_path / "planner.md"
+
+    def put(before, after):
+        assert sum(text.count(before) for text in TEXTS.values()) == 1
+        for page, text in TEXTS.items():
+            (tmp_path / page).write_text(text.replace(before, after))
+
+    folder = ["--folder", str(tmp_path)]
     for before, after in (("| +22.6 % |", "| +16.0 % |"), ("within 6 % of a rank's", "within 5 % of a rank's")):
-        assert TEXT.count(before) == 1
-        wrong.write_text(TEXT.replace(before, after))
+        put(before, after)
         with pytest.raises(SystemExit, match=r"differs from the planner|does not say: Plans within 6 %"):
-            planner_page.main(["--check", "--page", str(wrong)])
-    wrong.write_text(TEXT.replace("| +22.6 % |", "| +16.0 % |"))
-    planner_page.main(["--write", "--page", str(wrong)])
-    assert wrong.read_text() == TEXT
-    wrong.write_text(TEXT.replace("<!-- planner: runs -->", "<!-- planner: walks -->"))
+            planner_page.main(["--check", *folder])
+    put("| +22.6 % |", "| +16.0 % |")
+    planner_page.main(["--write", *folder])
+    assert {page: (tmp_path / page).read_text() for page in TEXTS} == TEXTS
+    put("<!-- planner: runs -->", "<!-- planner: walks -->")
     with pytest.raises(SystemExit, match=r"expected the blocks like, memory, .*walks"):
-        planner_page.main(["--check", "--page", str(wrong)])
+        planner_page.main(["--check", *folder])
 
 
 def test_commands_of_the_pages_compare_like_with_like():
     """Plans of one command of a page differ in the way to share the work alone."""
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
-    docs = planner_page.PAGE.parent
+    docs = planner_page.DOCS
     pages = [docs.parent / "README.md", *docs.glob("*.md")]
     found = [
         (page, line)
@@ -67,7 +72,7 @@ def test_commands_of_the_pages_compare_like_with_like():
 
 def test_the_first_lines_say_what_rotation_does_not_win():
     """The page names the cases with a ring slower than `fully_shard` before any example, with the advantage there."""
-    for text, ends in ((TEXT, "```"), (scale.PAGE.read_text(), "![")):
+    for text, ends in ((TEXTS["planner.md"], "```"), (scale.PAGE.read_text(), "![")):
         first = text[: text.index(ends)]
         assert re.search(r"\*\*In these predictions r\w+ (saves memory|do not win time; they win memory)", first)
         slower = [float(cell) for cell in re.findall(r" (\d\.\d\d) \|$", first, re.MULTILINE)]
@@ -76,7 +81,7 @@ def test_the_first_lines_say_what_rotation_does_not_win():
 
 def test_no_number_of_the_prose_goes_unchecked():
     """Percentages and decimals stand in blocks, in claims, or are quoted."""
-    prose = planner_page.prose(re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
+    prose = planner_page.prose([re.sub(r"```.*?```", "", text, flags=re.DOTALL) for text in TEXTS.values()])
     for phrase in (*planner_page.claims(), *QUOTED):
         assert phrase in prose
         prose = prose.replace(phrase, " ")

@@ -54,6 +54,10 @@ def explain(
         plan = rtp_ext.explain(model, mesh=mesh, mp_policy=policy)
         print(plan)
 
+    >>> plan = rtp_ext.explain(nn.Linear(8, 4, bias=False), ranks=2)
+    >>> [(row.name, row.moved, row.shape, row.shard_sizes) for row in plan.parameters]
+    [('weight', 'rotated', (4, 8), (2, 2))]
+
     Before conversion it returns the plan of `fully_rotate` with the same options. It changes and sends nothing, and
     parameters may be on the meta device. Routes are then those of ranks on one host, unless `mesh` is a Ring. For a
     converted model, or a part that was the argument of `fully_rotate`, it reads the plan from the modules: it ignores
@@ -63,8 +67,8 @@ def explain(
 
     Args:
         module: a model, on any device; or a list of modules as `fully_rotate` takes it.
-        mesh, dims, outer, mp_policy, offload_policy, ignored_params, in_place, bundle, loss_head, frozen,
-            route, gradient_route, gradient_travel, transport, travel, timeout: see `fully_rotate`.
+        mesh, dims, outer, mp_policy, offload_policy, ignored_params, in_place, bundle, loss_head: see `fully_rotate`.
+        frozen, route, gradient_route, gradient_travel, transport, travel, timeout: see `fully_rotate`.
         ranks, rank: for a plain model and a ring that does not exist: its size, and the rank whose bytes are counted.
             Default: those of `mesh`, or of the default process group.
         device: the device type of such a ring; default: that of the parameters, `cuda` if these are on meta.

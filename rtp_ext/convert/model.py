@@ -68,6 +68,13 @@ def fully_rotate(
     afterwards: load_safetensors, or torch.distributed.checkpoint.state_dict.set_model_state_dict with
     full_state_dict=True. Build the optimizer after that.
 
+    >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    >>> rtp_ext.fully_rotate(model) is model  # on every rank; the process group has one here
+    True
+    >>> model[0].weight.placements, model[2].weight.placements  # the bundle is cut along the hidden features
+    ((Shard(dim=0),), (Shard(dim=1),))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+
     Parts of a model may be converted before it, one by one, as with fully_shard: each keeps its own mp_policy (and
     in_place, bundle, ignored_params), which applies inside it, and is called on its own or within the model. All move
     to one ring, that of the first part; to create only one ring, pass a Ring to every call.
@@ -97,7 +104,7 @@ def fully_rotate(
             prefetch. On a CPU ring, where host and device share memory, it changes nothing. None and OffloadPolicy():
             no offload.
         ignored_params: parameters that stay unchanged, with the modules that own them: the same objects, plain and not
-            averaged, so that they may differ between ranks. clip_grad_norm_ needs a separate call for them, and foreach
+            averaged, so that they may differ between ranks. `clip_grad_norm_` needs a separate call for them, foreach
             and fused optimizers a separate parameter group.
         in_place: the local shards themselves travel, with one slot instead of two.
         bundle: rotate MLP blocks (torch's transformer layers, nn.Sequential of linear, activation, linear, and the

@@ -63,6 +63,13 @@ def rotate_for_inference(
     (and a barrier after it) or `update_weights` fills them. Under torch.autocast each forward casts every shard on
     every rank: convert a model in the dtype that it computes in.
 
+    >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)).requires_grad_(False)
+    >>> x = torch.ones(3, 8)
+    >>> expected = model(x)
+    >>> torch.allclose(rtp_ext.rotate_for_inference(model)(x), expected)
+    True
+    >>> rtp_ext.ring_of(model).close()
+
     Args:
         model: the same on every rank.
         mesh: a one-dimensional DeviceMesh, or a process group of CPU ranks; None: the default group.

@@ -20,7 +20,8 @@ from rtp_ext.ring import Ring
 class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
     """A vocabulary head and its cross-entropy: `CrossEntropyLoss(...)(linear(input), target)` without the logits.
 
-    Args: in_features (D), out_features (the vocabulary V), bias, device and dtype of nn.Linear, and
+    Args:
+        in_features, out_features, bias, device, dtype: as in nn.Linear; D features, a vocabulary of V.
         ring: the ranks to shard the weight [V, D] and the bias [V] over, along the vocabulary. Collective: use the same
             seed on every rank.
         ignore_index, label_smoothing, reduction: as in nn.CrossEntropyLoss.

@@ -31,8 +31,10 @@ class RotatedExperts(RotatedModule, nn.Module):
         in_place: the local shards themselves travel.
 
     Parameters, named as in `MixtralExperts` of transformers:
+
         gate_up_proj  [E, 2 H, D], the gate's rows first; without a gate up_proj [E, H, D]
         down_proj     [E, D, H]
+
     and with biases gate_up_proj_bias [E, 2 H] (up_proj_bias [E, H]) and down_proj_bias [E, D].
 
     forward(hidden_states [..., D], top_k_index [..., K], top_k_weights [..., K]) -> [..., D], on this rank's own batch;

@@ -29,6 +29,7 @@ class Flyweight(ShardedModule, nn.Module):
     Args:
         module: a whole, plain module (meta device included), the same on every rank. Its parameters are replaced by
             shards. Its forward
+
             - takes its sizes from its parameters, since those of a shard are smaller: a module with an attribute such
               as nn.MultiheadAttention.num_heads does not adapt;
             - allows the cut: the chunk rule gives ceil(n / R) slices to each rank, so that rows that must stay together

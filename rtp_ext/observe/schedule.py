@@ -40,6 +40,13 @@ def schedules(ranks: int, **form: Any) -> list[Schedule]:
         ranks: the size of the ring, at least 1.
         form: the keywords of `schedule_of`.
 
+    >>> print(rtp_ext.schedule.table(rtp_ext.schedule.schedules(2)))
+    step   lane      rank 0             rank 1
+    ----   -------   ----------------   ----------------
+       0   weight    W0 -> 1, W1 <- 1   W1 -> 0, W0 <- 0
+       1   compute   forward W0         forward W1
+       2   compute   forward W1         forward W0
+
     Raises:
         ValueError: as `schedule_of`, or a ring that is too large.
     """

@@ -148,6 +148,10 @@ def timeline(
     simulator does not model that parallel computes share a device: for two compute streams a timeline shows the order,
     not the speed.
 
+    >>> events = rtp_ext.timeline.timeline(rtp_ext.schedule.schedules(4), compute_time=1.0, hop_time=0.5)
+    >>> max(event.end for event in events)  # the hops are hidden
+    4.0
+
     With constant durations, where w and g are hops of weights and gradients and R ranks take part:
 
         forward                 compute + (R - 1) max(compute, w)

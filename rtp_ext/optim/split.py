@@ -23,6 +23,10 @@ def matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     Args:
         model: before or after `fully_rotate`.
 
+    >>> hidden, others = rtp_ext.optim.matrices(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8), nn.LayerNorm(8)))
+    >>> [tuple(p.shape) for p in hidden], len(others)
+    ([(8, 8)], 4)
+
     Each parameter is in one list, once, in the order of `model.parameters()`. Frozen ones are included: optimizers pass
     over parameters without gradients. Frozen weights in blocks, which are bytes, are in the rest.
     """

@@ -115,31 +115,24 @@ class Ring:
 
     Attributes:
         rank, size: index of this rank in the ring, and the number of ranks R.
-        options, travel: as given, see RingOptions; the same on all ranks.
-        serial: index of this ring within the process.
-        token: name of the ring in the files of its recorder, the same on all its ranks.
         device: the device of the shards.
         mesh: the one-dimensional DeviceMesh of the ring; None for an emulated ring.
         parameter_mesh: the DeviceMesh of parameters: `mesh`, preceded by the replicas and by the dimension of tensor
             parallelism where there are any.
-        tensor_mesh: the DeviceMesh of tensor parallelism, as it was applied to the model; None without it.
         replicas: the number of rings that hold the same shards.
-        link: the kind of copy that replaces the wire in an emulated ring on a GPU; None for other rings.
         hosts, per_host: the number of hosts, and of ranks on each; None where the numbers differ.
-        communicator: the process groups, their small collectives, and the report of failures.
-        route_plan: the routes of weights and gradients, and the options of operations that follow from them.
-        agreement: the properties of operations that the ranks have compared, or have yet to compare.
-        telemetry: counters, traces and records.
+        transport, transport_reason: the transport in use, and why it and no faster one.
         hop_route: `ring`, `direct` or `two-level`, the route of the hops of a rotation.
-        gradient_route, gradient_travel, gradients: the route of gradients, their dtype, and the reason: see
-            GradientRoutes.
-        graphs: whether passes are graphs, the reason, and their number: see PassGraphs.
-        gate: the RoutePlanner, which decides on the route of each linear layer and keeps it in `gate.plans`.
-        common: the Prepared of functional forms without `prepared=` on DTensors.
-        offload_policy: the policy with which models on the ring were converted; None before the first.
-        host_memory: the memory of their local shards, if that is not the memory of the device.
+        gradient_route, gradient_travel, gradients: the route of gradients, their dtype, and the reason.
+        gate: decides on the route of each linear layer and keeps it, with the reason, in `gate.plans`.
+        graphs: whether passes are graphs, the reason, and their number.
     """
 
+    # Beside these, for the modules of rtp_ext: `options` and `travel` as given; `serial`, the index within the process;
+    # `token`, the name in files of the recorder, equal on all ranks; `tensor_mesh`; `link` of an emulated ring on a
+    # GPU; `communicator` (process groups, small collectives, the report of failures); `route_plan`; `agreement` (what
+    # the ranks have compared); `telemetry` (counters, traces, records); `common`, the Prepared of functional forms
+    # without `prepared=`; `offload_policy` and `host_memory` of models whose shards are on the host.
     link: str | None = None
     mesh: DeviceMesh | None = None
     parameter_mesh: DeviceMesh | None = None

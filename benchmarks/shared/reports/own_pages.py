@@ -48,6 +48,15 @@ def block(rows: list[Row], done: str, more: str, lines: list[list[str]]) -> str:
     return f"\n{commands}\n\n{about}\n\n{table}\n\n"
 
 
+def with_blocks(texts: list[str], block: re.Pattern[str], makers: dict[str, Callable[[], str]]) -> list[str]:
+    """Returns pages with their blocks made anew. `block` has the groups marker, name, content, end. Raises ValueError
+    unless every block of `makers`, and no other, is once on one of the pages."""
+    names = [found[2] for text in texts for found in block.finditer(text)]
+    if sorted(names) != sorted(makers):
+        raise ValueError(f"expected the blocks {', '.join(makers)}, each once, got {', '.join(names) or 'none'}")
+    return [block.sub(lambda found: found[1] + makers[found[2]]() + found[4], text) for text in texts]
+
+
 def deliver(args: argparse.Namespace, page: Path, before: str, after: str, block: re.Pattern[str], source: str) -> None:
     """Writes a regenerated page, checks it against the old one, or prints its blocks. Exits if a check fails."""
     if args.write:

@@ -87,7 +87,7 @@ _LEARNED = "leave it out: what to send ahead is learned from the pass before; `R
 _TRANSPORT = "choose what shards travel by: `fully_rotate(model, transport=...)`"
 _FACTOR = "call `rtp_ext.set_gradient_divide_factor(model, factor)`, and for each part that was converted before"
 
-# Methods of FSDPModule, and their replacements. docs/usage.md has the same table.
+# Methods of FSDPModule, and their replacements. docs/migration.md has the same table.
 INSTEAD = {
     "unshard": "leave it out: a weight is never whole; `parameter.full_tensor()` gathers one",
     "reshard": _NOTHING_WHOLE,

@@ -72,6 +72,10 @@ def stream_weights(
         for name, tensor in rtp_ext.stream_weights(model, dtype=torch.bfloat16, ranks=[0]):
             engine.load(name, tensor)  # on rank 0 only
 
+    >>> model = rtp_ext.fully_rotate(nn.Linear(4, 2))
+    >>> {name: tuple(tensor.shape) for name, tensor in rtp_ext.stream_weights(model)}
+    {'weight': (2, 4), 'bias': (2,)}
+
     Args:
         dtype: floating-point tensors are cast to it before they travel; None: their own.
         bucket_bytes: the most bytes that travel at once, but at least one row of a tensor. Ranks make sure that all go

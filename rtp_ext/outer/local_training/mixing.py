@@ -23,6 +23,10 @@ def mixing_matrix(topology: str, n: int, step: int = 0) -> torch.Tensor:
 
     `step`: selects the peer of one-peer; other topologies ignore it.
 
+    >>> rtp_ext.outer.mixing_matrix("one-peer", 2)
+    tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000]], dtype=torch.float64)
+
     Raises ValueError for an unknown topology, n < 1, and one-peer with an n that is no power of two.
     Source: Ying et al., Exponential graph is provably efficient for decentralized deep training (arXiv 2110.13363).
     """

@@ -19,7 +19,7 @@ _ROUNDS, _FIRST_STEP, _LAST_STEP = 40, 1.5, 1.005
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants, and the error |predicted / measured - 1| of every measurement."""
+    """Constants, and the error `|predicted / measured - 1|` of every measurement."""
 
     constants: TimeConstants
     errors: tuple[float, ...]
@@ -56,7 +56,7 @@ def errors_of(measurements: Iterable[Measurement], constants: TimeConstants | No
 def calibrate(
     measurements: Sequence[Measurement], *, start: TimeConstants | None = None, names: Sequence[str] = FITTED
 ) -> Calibration:
-    """Fits constants to measurements: least mean |log(predicted / measured)|, by a pattern search that changes one
+    """Fits constants to measurements: least mean `|log(predicted / measured)|`, by a pattern search that changes one
     constant at a time with shrinking steps (Hooke and Jeeves, JACM 8(2), 1961).
 
     Args:

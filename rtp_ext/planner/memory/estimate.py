@@ -37,6 +37,11 @@ def estimate_memory(
         layer_activation_bytes: bytes that one layer saves for one micro-batch on one GPU; replaces the list of saved
             tensors. `trace.saved_bytes` measures it on a real module.
 
+    >>> model, cluster = ModelSpec.preset("llama-3-8b", seq=8192), Cluster.preset("h100-80gb", gpus=8)
+    >>> report = estimate_memory(model, cluster, Strategy(rtp=8, fused_loss=True), global_batch=8)
+    >>> report.verdict, f"{report.peak_allocated_bytes / 1e9:.1f} GB"
+    ('fits', '57.7 GB')
+
     Raises:
         ValueError: a plan that this model or cluster cannot run.
     """

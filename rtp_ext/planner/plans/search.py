@@ -81,6 +81,11 @@ def search(
         uneven: also gives non-interleaved pipelines the stages, and the recomputed layers of each, that an integer
             program finds best; needs scipy.
 
+    >>> model, cluster = ModelSpec.preset("llama-3-8b"), Cluster.preset("h100-80gb", gpus=8)
+    >>> best = search(model, cluster, global_batch=64, top=1)[0]
+    >>> best.strategy.gpus
+    8
+
     Raises:
         ValueError: sizes that are not positive whole numbers, or an unknown policy.
         ImportError: `uneven` without scipy.

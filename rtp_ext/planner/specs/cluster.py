@@ -73,9 +73,10 @@ class Cluster:
     def preset(cls, name: str, *, gpus: int = 8, gpus_per_node: int | None = None, link: str | None = None) -> Cluster:
         """Returns nodes of `a100-80gb`, `h100-80gb`, `h200-141gb`, `b200-180gb`, `gb200-186gb`, ... (constants.json).
 
-        gpus_per_node: GPUs of a node, joined by `link`; default: the preset's own, 8 or 72.
-        link: `nvlink`, `pcie` (with direct access of GPUs to each other) or `host memory` (without); default: the
-            preset's own.
+        Args:
+            gpus_per_node: GPUs of a node, joined by `link`; default: the preset's own, 8 or 72.
+            link: `nvlink`, `pcie` (with direct access of GPUs to each other) or `host memory` (without); default: the
+                preset's own.
 
         Raises:
             ValueError: an unknown preset or link, or `nvlink` for a GPU that has none.

@@ -107,6 +107,10 @@ def goodput(
             are down at once. None: the whole run stops at every failure.
         stall_seconds: loss of all replicas at each failure: the interrupted step, and regrouping.
 
+    >>> left = goodput(16384, mtbf_gpu_hours=29_500, checkpoint_seconds=3, restart_seconds=300)
+    >>> print(f"{left.effective:.1%} of the time is useful with a checkpoint every {left.interval_seconds:.0f} s")
+    92.6% of the time is useful with a checkpoint every 195 s
+
     With replicas, a = M_r / (M_r + R) of them are up on average, where M_r is a replica's mean time between failures;
     all are down at once every 1 / (K a (1 - a)^(K - 1) / M_r) seconds.
 
