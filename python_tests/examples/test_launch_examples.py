@@ -1,4 +1,5 @@
-"""examples/launch: SLURM on two emulated hosts, Open MPI, Ray Train and elastic torchrun train on two ranks."""
+"""examples/launch: SLURM on two emulated hosts, Open MPI, Ray Train and elastic torchrun train on two ranks; the job of
+Kubernetes has the fields of its schema."""
 
 import json
 import os
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from grids import SWEEP
 from shared.hosts import Hosts, Links, refusal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,6 +113,17 @@ def test_ray_train(tmp_path):
     assert (kept, hosts) == ((256 * 64 + 2 * 64 + 64 * 256 + 256) // 2, 1) and loss < TRAINED
 
 
+def test_kubernetes_job_has_the_fields_of_kubeflow():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow_trainer_api is not installed")
+    job = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
+    read = models.TrainerV1alpha1TrainJob.from_dict
+    assert read(job).to_dict() == job
+    wrong = {**job, "spec": {**job["spec"], "nodes": 2}}
+    assert read(wrong).to_dict() != wrong, "control: a field that is not there gets lost"
+    assert job["spec"]["trainer"]["command"][-1].endswith("examples/quickstart.py")
+
+
 def _elastic(folder: Path, name: str, **more: str) -> subprocess.Popen:
     """Starts the torchrun of one host."""
     settings = environment(PORT=str(PORT + 1), LAST_CALL="1", RTP_RECORD_DIR=str(folder), **more)
@@ -126,6 +139,7 @@ def _wait(what: str, holds, *logs: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.skipif(not SWEEP, reason="takes half a minute: make sweep")
 def test_elastic_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path):
     """Two hosts with a rank each; one rank dies, and both start again; then one host dies, and the other continues."""
 
