@@ -127,9 +127,14 @@ def test_kubernetes_job_has_the_fields_of_kubeflow():
 def _elastic(folder: Path, name: str, **more: str) -> subprocess.Popen:
     """Starts the torchrun of one host."""
     settings = environment(PORT=str(PORT + 1), LAST_CALL="1", RTP_RECORD_DIR=str(folder), **more)
-    program = [str(LAUNCH / "elastic.sh"), "--folder", str(folder), "--steps", "60", "--step-time", "0.1"]
+    program = [str(LAUNCH / "elastic.sh"), "--folder", str(folder), "--steps", "80", "--step-time", "0.1"]
     log = (folder / name).open("w")
     return subprocess.Popen(program, env=settings, stdout=log, stderr=log, start_new_session=True)
+
+
+def _kill_rank(host: subprocess.Popen) -> None:
+    (rank,) = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()
+    os.kill(int(rank), signal.SIGKILL)
 
 
 def _wait(what: str, holds, *logs: Path) -> None:
@@ -151,16 +156,17 @@ def test_elastic_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path):
     first, second = _elastic(tmp_path, "first"), _elastic(tmp_path, "second")
     try:
         _wait("both train", lambda: len(steps()) > 6, *logs)
-        (rank,) = Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text().split()
-        os.kill(int(rank), signal.SIGKILL)
+        _kill_rank(second)
         seen = len(steps())
         _wait("both start again", lambda: len(steps()) > seen + 6, *logs)
-        os.killpg(second.pid, signal.SIGKILL)
+        os.kill(second.pid, signal.SIGSTOP)  # it starts no other rank before it dies, too
+        _kill_rank(second)
+        second.kill()
         assert first.wait(90) == 0, logs[0].read_text()[-3000:]
     finally:
         for host in (first, second):
             if host.poll() is None:
-                os.killpg(host.pid, signal.SIGKILL)
-                host.wait()
+                host.terminate()  # ends its rank
+                host.wait(20)
     result = json.loads(logs[0].read_text().strip().splitlines()[-1])
     assert result["ranks"] == 1 and result["first"] > 0, result
