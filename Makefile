@@ -57,7 +57,7 @@ test:
 # All of what `make test` takes some of: every ring size, option and form of the grids that python_tests thin by `few`.
 sweep:
 	$(MAKE) --no-print-directory -j 2 build simulators
-	RTP_SWEEP=1 $(TESTS) $$(grep -rlE "^from grids import .*\b(few|RINGS)\b" python_tests --include='test_*.py')
+	RTP_SWEEP=1 $(TESTS) $$(grep -rlE "^from grids import .*\b(few|RINGS|SWEEP)\b" python_tests --include='test_*.py')
 
 # The training frameworks, in an environment of their own on top of this one: their tests, and a line of results each.
 FRAMEWORKS := .venv-frameworks

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed import _state_dict_utils
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -209,6 +210,12 @@ def count_writes(handles: Callable[[Any], bool]) -> None:
 def after_steps(hook: StepHook) -> None:
     """Registers `hook(optimizer, arguments, keywords)` to run after every step of any optimizer."""
     register_optimizer_step_post_hook(hook)
+
+
+@functools.cache
+def on_registration(hook: Callable[[torch.nn.Module, str, Any], None]) -> None:
+    """Registers `hook(module, name, submodule)` to run before any module gets a submodule; a public hook of torch."""
+    register_module_module_registration_hook(hook)
 
 
 # -- other parts of torch ----------------------------------------------------------------------------------------------

@@ -183,6 +183,42 @@ def test_what_does_not_fit_together_is_refused():
     run_ranks(_refused, 3)
 
 
+def _with_integers(odd: bool) -> LanguageModel:
+    model = make_model()
+    if odd:
+        model.head.weight = nn.Parameter(model.head.weight.detach().to(torch.int64), requires_grad=False)
+    return model
+
+
+def _refused_by_one(rank, ranks):
+    """The last rank refuses a call with an existing ring; every rank raises, and the ring stays alive."""
+    cases, odd = Cases(), rank == ranks - 1
+    ring = rtp_ext.Ring(timeout=20.0)
+    part = make_model()
+    rtp_ext.fully_rotate(part.blocks[0], mesh=ring)
+    meant = {
+        "its arguments": (make_model, {"mesh": ring, "bundle": "yes" if odd else True}, "expected bundle"),
+        "its model": (lambda: _with_integers(odd), {"mesh": ring}, "parameters of layers that rotate"),
+        "arguments, ring of a part": (lambda: part, {"loss_head": "no" if odd else None}, "expected loss_head"),
+    }
+    for what, (make, options, match) in meant.items():
+        with cases.case(what):
+            model = make()
+            before = list(model.parameters())
+            whose = match if odd else f"fully_rotate failed on rank {ranks - 1} of the ring: .*{match}"
+            with pytest.raises((ValueError, TypeError), match=whose):
+                rtp_ext.fully_rotate(model, **options)
+            assert all(a is b for a, b in zip(model.parameters(), before, strict=True)) and ring.alive
+    with cases.case("afterwards"):
+        batch_loss(rtp_ext.fully_rotate(make_model(), mesh=ring), rank, 0).backward()
+    ring.close()
+    cases.finish()
+
+
+def test_a_refusal_of_one_rank_reaches_the_others():
+    run_ranks(_refused_by_one, 2, timeout=60.0)
+
+
 class _Encoder(LanguageModel):
     def encode(self, ids, *, scale=1.0):
         """Words to vectors."""

@@ -263,6 +263,8 @@ def adapters(rank, ranks, kind, variant):
             converted = rotated(exact(kind), variant)
             check_logits(converted, exact(kind), kind, rank)  # a forward before the adapters come
             model = _adapted(converted, targets)
+            model.merge_adapter()  # before its first forward
+            model.unmerge_adapter()
         ours = {name: p for name, p in model.named_parameters() if p.requires_grad}
         assert ours and all("lora_" in name for name in ours)
         assert all(isinstance(p, DTensor) == before for p in ours.values()), "adapters put on later stay whole"

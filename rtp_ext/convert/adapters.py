@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from rtp_ext.dtensor_hooks import on_registration
 from rtp_ext.parameters.sharded_module import mixed_class
 from rtp_ext.parameters.sharding import frozen_of
 
@@ -63,9 +65,27 @@ class UnmergedAdapter:
 def extend_adapters(root: nn.Module, mixin: type = MergingAdapter) -> None:
     """Changes the classes of a model's peft layers around sharded layers: `mixin` says how they merge."""
     for part in _tuners(root):
-        sharded = any(isinstance(parameter, DTensor) for parameter in part.get_base_layer()._parameters.values())
-        if sharded and not isinstance(part, mixin):
+        if not isinstance(part, mixin) and _is_sharded(part.get_base_layer()):
             part.__class__ = mixed_class(mixin, type(part))
+
+
+@functools.cache
+def follow_adapters(is_inside: Callable[[nn.Module], bool]) -> None:
+    """Extends peft's layers, too, that are put around layers of converted models later: they may merge before the first
+    forward. `is_inside`: whether fully_rotate has converted a module."""
+
+    def extend(part: Any, name: str, layer: Any) -> None:
+        tuners = sys.modules.get("peft.tuners.tuners_utils")
+        if name != "base_layer" or tuners is None or not isinstance(part, tuners.BaseTunerLayer):
+            return
+        if not isinstance(part, MergingAdapter) and is_inside(layer) and _is_sharded(layer):
+            part.__class__ = mixed_class(MergingAdapter, type(part))
+
+    on_registration(extend)
+
+
+def _is_sharded(layer: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in layer._parameters.values())
 
 
 def reading_adapter(root: nn.Module) -> nn.Module | None:

@@ -6,7 +6,7 @@ import datetime
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from rtp_ext._native import RotationError
+from rtp_ext.convert.adapters import follow_adapters
 from rtp_ext.convert.agreement import checksums, compare_weights
 from rtp_ext.convert.apply_plan import apply_plan
 from rtp_ext.convert.methods.fully_shard import explain_fsdp_methods, explain_options, refuse_others
@@ -132,15 +133,20 @@ def fully_rotate(
     the first backward. Collective: creates a ring.
     Source: RTP, arXiv 2311.01635.
     """
-    request = read_call(module, Options.of(locals()))
+    options, known, request = Options.of(locals()), _known_ring(module, mesh), None
     try:
+        request = read_call(module, options)
         plan = inspect_model(request)
         validate(plan, request)
     except (TypeError, ValueError) as error:
-        if request.place.ring is None:
+        if known is not None:
+            _refuse_on_known_ring(error, known)
+        elif request is not None:
             _refuse_on_all_ranks(error, request)
         raise
     ring = _ring_for(request)
+    if known is not None:
+        _expect_no_refusal(ring)
     _convert(plan, request, ring)
     return module
 
@@ -150,6 +156,29 @@ def _refuse_on_all_ranks(error: Exception, request: Request) -> None:
     communicator = _ring_for(request).communicator
     communicator.executor.close()
     communicator.abandon(RotationError(str(error)))
+
+
+def _known_ring(module: Any, mesh: Any) -> Ring | None:
+    """Returns the ring that the arguments of a call give: `mesh`, or that of a part; None where it makes one."""
+    if isinstance(mesh, Ring):
+        return mesh
+    members = module if isinstance(module, (list, tuple)) else [module]
+    parts = (part for member in members if isinstance(member, nn.Module) for part in member.modules())
+    return next((state.ring for part in parts if (state := state_of(part)) is not None), None)
+
+
+def _refuse_on_known_ring(error: Exception, ring: Ring) -> None:
+    """Sends a refusal to the ranks that accept the model, in `_expect_no_refusal`; the ring stays alive. Collective,
+    except for a ring that has ended."""
+    if ring.alive:
+        ring.exchange(str(error))
+
+
+def _expect_no_refusal(ring: Ring) -> None:
+    """Raises ValueError where another rank of an existing ring refuses the model. Collective."""
+    for rank, refusal in enumerate(ring.exchange(None)):
+        if refusal is not None:
+            raise ValueError(f"fully_rotate failed on rank {rank} of the ring: {refusal}")
 
 
 def _ring_for(request: Request) -> Ring:
@@ -191,6 +220,7 @@ def _convert(plan: RotationPlan, request: Request, ring: Ring) -> None:
             refuse_others(member)
     mark_replaced(root, before)
     watch_optimizers()
+    follow_adapters(is_inside)
     install_save_pretrained(root, ring)
     synchronize_generate()
     compare_weights(values, ring)

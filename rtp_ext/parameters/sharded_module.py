@@ -74,6 +74,8 @@ class ShardedModule:
         for name, (old, spec, _) in before.items():
             given = state_dict.get(prefix + name)
             frozen = frozen_of(old)
+            if frozen is not None and isinstance(given, DTensor) and given.shape == frozen.shape:
+                given = given.full_tensor()  # cut by set_model_state_dict with full_state_dict=True
             if frozen is not None and spec is not None and _is_plain(given, frozen.shape):
                 try:
                     given = frozen.encode(given.detach().to(old.device), frozen.packed_shape[frozen.dim])

@@ -11,7 +11,7 @@ from live_bytes import LiveBytes
 from reference import assert_same, full, local
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -62,7 +62,7 @@ def _loads(rank, ranks, folder, sums):
     files = f"{folder}/{rank}.safetensors"
     save_file(plain, files)
     wanted = _frozen_values(rtp_ext.fully_rotate(_model(2), frozen="nf4", mesh=ring))
-    for what in ("load_state_dict", "assign", "load_safetensors", "load_safetensors into meta"):
+    for what in ("load_state_dict", "assign", "set_model_state_dict", "load_safetensors", "load_safetensors into meta"):
         with cases.case(what):
             if "meta" in what:
                 with torch.device("meta"):
@@ -72,6 +72,8 @@ def _loads(rank, ranks, folder, sums):
                 model = rtp_ext.fully_rotate(_model(), frozen="nf4", mesh=ring)
             if what.startswith("load_safetensors"):
                 rtp_ext.load_safetensors(model, files)
+            elif what == "set_model_state_dict":
+                set_model_state_dict(model, dict(plain), options=StateDictOptions(full_state_dict=True))
             else:
                 model.load_state_dict(plain, assign=what == "assign")
             assert all(map(torch.equal, _frozen_values(model), wanted))
