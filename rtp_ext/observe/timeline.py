@@ -222,6 +222,11 @@ class Lockstep:
         self._steps = tuple(zip(kinds, parts, lanes, waits, strict=True))
         self._schedule = schedule
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of every step, a key of `durations` below."""
+        return tuple(kind for kind, *_ in self._steps)
+
     def makespan(self, durations: Mapping[str, float]) -> float:
         """Returns the end of the last step; see `events`."""
         return max(self._ends(durations), default=0.0)

@@ -18,8 +18,8 @@ from rtp_ext.planner.measured.calibrate import fitted_and_errors
 from rtp_ext.planner.measured.measurements import read_measurements
 from rtp_ext.planner.memory.estimate import estimate_memory
 from rtp_ext.planner.memory.report import MemoryReport
-from rtp_ext.planner.plans import forwards, when
 from rtp_ext.planner.plan_text import changes_of, name_of, numbers
+from rtp_ext.planner.plans import forwards, when
 from rtp_ext.planner.plans.differences import differences, differences_line
 from rtp_ext.planner.plans.search import search, smallest_cluster
 from rtp_ext.planner.specs.cluster import Cluster
@@ -51,7 +51,7 @@ _FLAGS = (
     *("offload", "compiled", "fused_norm", "cp_balanced"),
 )
 _BUNDLE = {"yes": True, "no": False, "recompute": "recompute"}
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token")
+SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token")
 _DEGREES = {
     "dp": "data-parallel replicas; default: all remaining GPUs",
     "tp": "tensor-parallel ranks",
@@ -75,7 +75,7 @@ def add_arguments(parser: Parser) -> None:
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(constants()['models'])}")
     model.add_argument("--hf-config", metavar="PATH", help="a config.json, or the directory that holds it")
     model.add_argument("--family", choices=FAMILIES, default="llama", help="of a model given by its sizes")
-    for size in _SIZES:
+    for size in SIZES:
         model.add_argument(f"--{size.replace('_', '-')}", type=int, metavar="N")
     model.add_argument("--seq", type=int, metavar="N", help="tokens of a sample; default: the model's own")
 
@@ -282,11 +282,12 @@ def _when(options: argparse.Namespace) -> int:
 
 def when_cells(options: argparse.Namespace) -> tuple[list[when.Cell], str]:
     """Returns the comparison of all families of plans for the model of the arguments, or for several, and its GPU."""
-    if planned(options) or options.cluster or options.link:
-        raise ValueError("--when compares plans over links: expected a model, --gpu and --gpus at most beside it")
+    beside = ("cluster", "link", "gpus_per_node", "seq", "global_batch")
+    if planned(options) or any(getattr(options, name) is not None for name in beside):
+        raise ValueError("--when compares plans over links and tokens: expected a model, --gpu and --gpus at most")
     models: Sequence[tuple[str | ModelSpec, int]] = when.MODELS
     if options.model or options.hf_config or options.layers:
-        models = [(model_of(options), cluster_of(options).gpus)]
+        models = [(options.model or model_of(options), cluster_of(options).gpus)]
     elif options.gpus is not None:
         raise ValueError("--when --gpus needs a model: expected --model, --hf-config or its sizes too")
     base = options.gpu or when.BASE
@@ -324,7 +325,7 @@ def _plot(file: str | None, kind: str, *shown: Any) -> int:
 
 def model_of(options: argparse.Namespace) -> ModelSpec:
     """Returns the model named by the arguments. Raises ValueError if they name none or several."""
-    sizes = {size: getattr(options, size) for size in _SIZES if getattr(options, size) is not None}
+    sizes = {size: getattr(options, size) for size in SIZES if getattr(options, size) is not None}
     ways = [options.model is not None, options.hf_config is not None, bool(sizes)]
     if sum(ways) != 1:
         raise ValueError("expected one of --model, --hf-config, or the sizes --layers, --hidden and --heads")

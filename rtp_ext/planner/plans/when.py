@@ -223,8 +223,8 @@ def when_table(cells: Sequence[Cell], base: str = BASE) -> str:
         lines.append("| " + " | ".join(row) + " |")
     lines.append("")
     lines.append(
-        f"Predictions of rtp_ext.planner for {gpu_text(base)}; -: no plan of the family fits below the memory limit. All "
-        "are on the torch stack with the fused loss, each with the recomputation (none, selective, full) that is "
+        f"Predictions of rtp_ext.planner for {gpu_text(base)}; -: no plan of the family fits below the memory limit. "
+        "All are on the torch stack with the fused loss, each with the recomputation (none, selective, full) that is "
         "fastest; GB are those of the fastest plan, not of the smallest."
     )
     return "\n".join(lines)
