@@ -98,9 +98,11 @@ def _record(options: argparse.Namespace, parser: Parser) -> int:
 
 
 def _plan(options: argparse.Namespace, parser: Parser) -> int:
-    from rtp_ext.planner import cli
+    from rtp_ext.planner import app, cli
 
-    return cli.run(options)
+    if not options.app and (options.host is not None or options.port is not None):
+        parser.error(f"argument {'--host' if options.host is not None else '--port'}: expected --app beside it")
+    return app.run(options) if options.app else cli.run(options)
 
 
 def _explain(options: argparse.Namespace, parser: Parser) -> int:
@@ -218,7 +220,7 @@ def _parser() -> Parser:
     show.add_argument("--json", action="store_true", help=_JSON)
     show.set_defaults(run=_schedule, parser=show)
 
-    from rtp_ext.planner import cli
+    from rtp_ext.planner import app, cli
 
     plan = commands.add_parser(
         "plan",
@@ -226,6 +228,7 @@ def _parser() -> Parser:
         description="Predict memory of every pipeline stage and time of a step, or search for plans. No GPU needed.",
     )
     cli.add_arguments(plan)
+    app.add_arguments(plan)
     plan.set_defaults(run=_plan, parser=plan)
 
     explained = commands.add_parser(

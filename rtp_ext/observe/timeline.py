@@ -224,9 +224,19 @@ class Lockstep:
             for step in schedule.steps
         ]
         self._steps = tuple(zip(kinds, parts, lanes, waits, strict=True))
+        self._schedule = schedule
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of every step, a key of `durations` below."""
+        return tuple(kind for kind, *_ in self._steps)
 
     def makespan(self, durations: Mapping[str, float]) -> float:
-        """Returns the end of the last step.
+        """Returns the end of the last step; see `events`."""
+        return max(self._ends(durations), default=0.0)
+
+    def events(self, durations: Mapping[str, float]) -> list[Event]:
+        """Returns the begin and end of every step, in the order of the schedule.
 
         Args:
             durations: of `forward`, `dgrad` and `wgrad` (computes), `weight` and `gradient` (hops), `outer weight` and
@@ -236,6 +246,15 @@ class Lockstep:
         Raises:
             KeyError: a duration is missing.
         """
+        events = []
+        for index, (end, row) in enumerate(zip(self._ends(durations), self._steps, strict=True)):
+            kind, part, which, _ = row
+            step = self._schedule.steps[index]
+            start = max(0.0, end - part * durations[kind])
+            events.append(Event(self._schedule.rank, LANES[which], step.label, start, end, index))
+        return events
+
+    def _ends(self, durations: Mapping[str, float]) -> list[float]:
         free = [0.0] * len(LANES)
         ends: list[float] = []
         for kind, part, which, waits in self._steps:
@@ -245,7 +264,7 @@ class Lockstep:
                     start = ends[earlier]
             free[which] = start + part * durations[kind]
             ends.append(free[which])
-        return max(ends, default=0.0)
+        return ends
 
 
 # The styles differ in lightness and hatching, so that they are distinct in black and white too.

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from rtp_ext import command_line
-from rtp_ext.command_line import Parser, did_you_mean, in_words, progress, wrapped
+from rtp_ext.command_line import Parser, in_words, progress, wrapped
 from rtp_ext.gpu_rates import LINKS
 from rtp_ext.planner.constants import constants
 from rtp_ext.planner.display import text
 from rtp_ext.planner.measured.calibrate import fitted_and_errors
 from rtp_ext.planner.measured.measurements import read_measurements
 from rtp_ext.planner.memory.estimate import estimate_memory
+from rtp_ext.planner.memory.report import MemoryReport
+from rtp_ext.planner.plan_text import changes_of, name_of, numbers
 from rtp_ext.planner.plans import forwards, when
 from rtp_ext.planner.plans.differences import differences, differences_line
 from rtp_ext.planner.plans.search import search, smallest_cluster
@@ -41,6 +43,7 @@ from rtp_ext.planner.specs.strategy import (
 )
 from rtp_ext.planner.time.estimate import estimate_time
 from rtp_ext.planner.time.explain import explain_time
+from rtp_ext.planner.time.report import TimeReport
 
 PROGRAM = f"{command_line.PROGRAM} plan"
 _FLAGS = (
@@ -48,7 +51,7 @@ _FLAGS = (
     *("offload", "compiled", "fused_norm", "cp_balanced"),
 )
 _BUNDLE = {"yes": True, "no": False, "recompute": "recompute"}
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token")
+SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token")
 _DEGREES = {
     "dp": "data-parallel replicas; default: all remaining GPUs",
     "tp": "tensor-parallel ranks",
@@ -72,7 +75,7 @@ def add_arguments(parser: Parser) -> None:
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(constants()['models'])}")
     model.add_argument("--hf-config", metavar="PATH", help="a config.json, or the directory that holds it")
     model.add_argument("--family", choices=FAMILIES, default="llama", help="of a model given by its sizes")
-    for size in _SIZES:
+    for size in SIZES:
         model.add_argument(f"--{size.replace('_', '-')}", type=int, metavar="N")
     model.add_argument("--seq", type=int, metavar="N", help="tokens of a sample; default: the model's own")
 
@@ -106,7 +109,7 @@ def add_arguments(parser: Parser) -> None:
     plan.add_argument("--frozen", choices=[blocks for blocks in FROZEN if blocks], help="frozen weights of a ring")
     plan.add_argument("--outer", choices=OUTER, help="outer policy between the replicas of a ring")
     for stages in ("stage-layers", "stage-recompute"):
-        plan.add_argument(f"--{stages}", type=_numbers, metavar="N+N+...", help="of every pipeline stage")
+        plan.add_argument(f"--{stages}", type=numbers, metavar="N+N+...", help="of every pipeline stage")
     plan.add_argument("--topology", choices=TOPOLOGIES, help="of gossip")
     for flag in _FLAGS:
         plan.add_argument(f"--{flag.replace('_', '-')}", action=argparse.BooleanOptionalAction, default=None)
@@ -188,10 +191,8 @@ def _estimate(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -
         from rtp_ext.planner.memory.trace import load_and_trace
 
         traced = load_and_trace(options.trace_module)
-    batch = options.global_batch
     with progress("estimating plans"):
-        reports = [estimate_memory(model, cluster, plan, batch, layer_activation_bytes=traced) for plan in strategies]
-        times = [estimate_time(model, cluster, plan, batch) for plan in strategies]
+        reports, times = estimates(model, cluster, strategies, options.global_batch, traced)
     names = [name_of(strategy) for strategy in strategies]
     if options.json:
         plans = [
@@ -214,6 +215,14 @@ def _estimate(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -
         if unlike := differences_line(strategies):
             print("\n" + "\n".join(wrapped(unlike)))
     return _plot(options.plot, "plot_plans", names, reports, times)
+
+
+def estimates(
+    model: ModelSpec, cluster: Cluster, plans: Sequence[Strategy], batch: int | None, traced: Any = None
+) -> tuple[list[MemoryReport], list[TimeReport]]:
+    """Returns memory and time of every plan. traced: bytes of a layer's activations, in place of the planner's."""
+    reports = [estimate_memory(model, cluster, plan, batch, layer_activation_bytes=traced) for plan in plans]
+    return reports, [estimate_time(model, cluster, plan, batch) for plan in plans]
 
 
 def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> int:
@@ -266,10 +275,24 @@ def _when(options: argparse.Namespace) -> int:
         plan = strategies_of(options, cluster_of(options))[0]
         print(when.hidden_table(model_of(options), plan.gpus, options.gpu or "h100-80gb", plan))
         return 0
+    cells, base = when_cells(options)
+    print(json.dumps([cell.to_dict() for cell in cells], indent=2) if options.json else when.when_table(cells, base))
+    return _plot(options.plot, "plot_when", cells, base)
+
+
+def when_cells(options: argparse.Namespace) -> tuple[list[when.Cell], str]:
+    """Returns the comparison of all families of plans for the model of the arguments, or for several, and its GPU."""
+    beside = ("cluster", "link", "gpus_per_node", "seq", "global_batch")
+    if planned(options) or any(getattr(options, name) is not None for name in beside):
+        raise ValueError("--when compares plans over links and tokens: expected a model, --gpu and --gpus at most")
+    models: Sequence[tuple[str | ModelSpec, int]] = when.MODELS
+    if options.model or options.hf_config or options.layers:
+        models = [(options.model or model_of(options), cluster_of(options).gpus)]
+    elif options.gpus is not None:
+        raise ValueError("--when --gpus needs a model: expected --model, --hf-config or its sizes too")
+    base = options.gpu or when.BASE
     with progress("comparing plans"):
-        cells = when.grid()
-    print(json.dumps([cell.to_dict() for cell in cells], indent=2) if options.json else when.when_table(cells))
-    return _plot(options.plot, "plot_when", cells)
+        return when.grid(models, base=base), base
 
 
 def _calibrate(options: argparse.Namespace) -> int:
@@ -302,7 +325,7 @@ def _plot(file: str | None, kind: str, *shown: Any) -> int:
 
 def model_of(options: argparse.Namespace) -> ModelSpec:
     """Returns the model named by the arguments. Raises ValueError if they name none or several."""
-    sizes = {size: getattr(options, size) for size in _SIZES if getattr(options, size) is not None}
+    sizes = {size: getattr(options, size) for size in SIZES if getattr(options, size) is not None}
     ways = [options.model is not None, options.hf_config is not None, bool(sizes)]
     if sum(ways) != 1:
         raise ValueError("expected one of --model, --hf-config, or the sizes --layers, --hidden and --heads")
@@ -340,7 +363,7 @@ def strategies_of(options: argparse.Namespace, cluster: Cluster) -> list[Strateg
     given = {name: getattr(options, name) for name in fields if getattr(options, name) is not None}
     if "bundle" in given:
         given["bundle"] = _BUNDLE[given["bundle"]]
-    return [_strategy({**given, **_changes(plan)}, cluster) for plan in options.plan or [""]]
+    return [_strategy({**given, **changes_of(plan)}, cluster) for plan in options.plan or [""]]
 
 
 def _strategy(given: dict[str, Any], cluster: Cluster) -> Strategy:
@@ -352,59 +375,3 @@ def _strategy(given: dict[str, Any], cluster: Cluster) -> Strategy:
             )
         given = {**given, "dp": cluster.gpus // rest}
     return Strategy(**given)
-
-
-def _changes(plan: str) -> dict[str, Any]:
-    """Parses one --plan: each field has the type of its default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(Strategy)}
-    changes: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in plan.split(","))):
-        key, equals, value = item.partition("=")
-        key = key.strip().replace("-", "_")
-        if key not in defaults:
-            near = did_you_mean(key, defaults)
-            raise ValueError(f"--plan: unknown field {key!r}: expected one of {', '.join(defaults)}{near}")
-        if not equals and not isinstance(defaults[key], bool):
-            kind = "NUMBER" if isinstance(defaults[key], int) else "VALUE"
-            raise ValueError(f"--plan: expected {key}={kind}, got {key} alone")
-        changes[key] = _value(key, value.strip() if equals else "yes", defaults[key])
-    return changes
-
-
-def _value(key: str, value: str, default: Any) -> Any:
-    words = {"yes": True, "true": True, "no": False, "false": False}
-    if key == "bundle" and value == "recompute":
-        return value
-    if isinstance(default, tuple):
-        return _numbers(value)
-    if isinstance(default, bool):
-        if value.lower() not in words:
-            raise ValueError(f"--plan: expected {key} to be yes or no, got {value!r}")
-        return words[value.lower()]
-    if isinstance(default, int):
-        try:
-            return int(value)
-        except ValueError:
-            raise ValueError(f"--plan: expected {key} to be a whole number, got {value!r}") from None
-    return value
-
-
-def _numbers(result: str) -> tuple[int, ...]:
-    """Parses a list such as 8+9+9+6. Raises ValueError for any other text."""
-    try:
-        return tuple(int(part) for part in result.split("+"))
-    except ValueError:
-        raise ValueError(f"expected whole numbers such as 8+9+9+6, got {result!r}") from None
-
-
-def name_of(strategy: Strategy) -> str:
-    """Formats the fields that differ from the defaults, such as `dp=2 tp=4 zero=1`."""
-    shown = []
-    for field in dataclasses.fields(strategy):
-        value = getattr(strategy, field.name)
-        if value == field.default:
-            continue
-        if isinstance(value, tuple):
-            value = "+".join(map(str, value))
-        shown.append(f"{field.name}={'yes' if value is True else 'no' if value is False else value}")
-    return " ".join(shown) or "one GPU"

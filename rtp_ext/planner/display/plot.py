@@ -8,7 +8,7 @@ from typing import Any
 
 from rtp_ext.planner.display.text import GB
 from rtp_ext.planner.memory.report import COMPONENTS, OUTSIDE_THE_ALLOCATOR, MemoryReport
-from rtp_ext.planner.plans.when import LINKS, Cell
+from rtp_ext.planner.plans.when import BASE, LINKS, Cell, gpu_text
 from rtp_ext.planner.time.report import TimeReport
 
 _GROUP_COLORS = {"compute": "#9ecae1", "exposed communication": "#d95f0e", "bubble": "#bdbdbd"}
@@ -58,9 +58,9 @@ def plot_plans(file: str, names: Sequence[str], reports: Sequence[MemoryReport],
     figure.savefig(file, dpi=150)
 
 
-def plot_when(file: str, cells: Sequence[Cell]) -> None:
+def plot_when(file: str, cells: Sequence[Cell], base: str = BASE) -> None:
     """Draws one map per link: models over tokens per GPU, coloured by the time of the best plan without rotation
-    divided by that of the best with it, with the name of the fastest family.
+    divided by that of the best with it, with the name of the fastest family. base: of the grid.
 
     Raises:
         ImportError: matplotlib is missing; OSError or ValueError: `file` cannot be written.
@@ -90,7 +90,7 @@ def plot_when(file: str, cells: Sequence[Cell]) -> None:
         bar = figure.colorbar(image, ax=list(panels), ticks=[-1, 0, 1])
         bar.ax.set_yticklabels([f"{1 / _MOST:g}", "1", f"{_MOST:g}"])
         bar.set_label("time of the others / time of RTP")
-    figure.suptitle("Predicted fastest plans on H100 of 80 GB; blue: rotation wins", fontsize=11)
+    figure.suptitle(f"Predicted fastest plans on {gpu_text(base)}; blue: rotation wins", fontsize=11)
     figure.savefig(file, dpi=130)
 
 

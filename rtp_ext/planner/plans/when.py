@@ -18,6 +18,7 @@ from rtp_ext.planner.time.stage import StageClock
 MODELS = (("gpt-3-xl", 8), ("llama-3-8b", 8), ("llama-3-70b", 64), ("llama-3-405b", 512))  # and number of GPUs
 TOKENS = (1024, 2048, 4096, 8192, 16384)  # per GPU
 LINKS = ("NVLink", "PCIe", "400 Gb/s")
+BASE = "h100-80gb"
 FAMILIES = ("rtp", "fsdp", "tp", "rtp hybrid", "other hybrid")
 _RINGS = (4, 8, 16, 32, 64)
 
@@ -77,7 +78,7 @@ class Cell:
         return min(fitting, key=lambda name: fitting[name])
 
 
-def cluster_of(link: str, gpus: int, base: str = "h100-80gb") -> Cluster:
+def cluster_of(link: str, gpus: int, base: str = BASE) -> Cluster:
     """Returns GPUs with one kind of link: NVLink or PCIe (direct access) inside nodes of 8, or a network port each."""
     if link == "PCIe":
         return dataclasses.replace(Cluster.preset(base, gpus=gpus, link="pcie"), name=f"{base}, PCIe")
@@ -115,10 +116,16 @@ def contenders(gpus: int) -> Iterator[tuple[str, Strategy]]:
                 yield "other hybrid", Strategy(dp=rest, zero=1 if rest > 1 else 0, **shared)
 
 
-def compare(name: str, gpus: int, link: str, tokens: int) -> Cell:
+def links_of(base: str) -> tuple[str, ...]:
+    """Returns the links to compare for a preset of a GPU: NVLink only where it joins a node of it."""
+    return LINKS if constants()["gpus"][base].get("link", "nvlink") == "nvlink" else LINKS[1:]
+
+
+def compare(model: str | ModelSpec, gpus: int, link: str, tokens: int, base: str = BASE) -> Cell:
     """Computes one cell, with one sample of `tokens` tokens per GPU. Each plan has its best recomputation (of all
-    modes) and micro-batch."""
-    model, cluster = ModelSpec.preset(name, seq=tokens), cluster_of(link, gpus)
+    modes) and micro-batch. model: one, or the name of a preset. base: the name of a preset of a GPU."""
+    model = ModelSpec.preset(model, seq=tokens) if isinstance(model, str) else dataclasses.replace(model, seq=tokens)
+    cluster = cluster_of(link, gpus, base)
     best: dict[str, Contender | None] = dict.fromkeys(FAMILIES)
     for family, plan in contenders(gpus):
         for micro_batch in (1, 2, 4, 8):
@@ -135,7 +142,7 @@ def compare(name: str, gpus: int, link: str, tokens: int) -> Cell:
                 before = best[family]
                 if before is None or seconds < before.step_seconds:
                     best[family] = Contender(strategy, seconds, held)
-    return Cell(name, gpus, link, tokens, best)
+    return Cell(model.name, gpus, link, tokens, best)
 
 
 def hidden_from(model: ModelSpec, cluster: Cluster, strategy: Strategy, most: int = 1 << 18) -> int | None:
@@ -169,10 +176,14 @@ def fewest(holds: Callable[[int], bool], most: int) -> int | None:
 
 
 def grid(
-    models: Sequence[tuple[str, int]] = MODELS, tokens: Sequence[int] = TOKENS, links: Sequence[str] = LINKS
+    models: Sequence[tuple[str | ModelSpec, int]] = MODELS,
+    tokens: Sequence[int] = TOKENS,
+    links: Sequence[str] | None = None,
+    base: str = BASE,
 ) -> list[Cell]:
-    """Computes all cells, model by model."""
-    return [compare(name, gpus, link, size) for name, gpus in models for link in links for size in tokens]
+    """Computes all cells, model by model. links: default: those of `base`, the name of a preset of a GPU."""
+    links = links_of(base) if links is None else links
+    return [compare(model, gpus, link, size, base) for model, gpus in models for link in links for size in tokens]
 
 
 def hidden_table(model: ModelSpec, gpus: int, base: str, strategy: Strategy) -> str:
@@ -195,8 +206,9 @@ def hidden_table(model: ModelSpec, gpus: int, base: str, strategy: Strategy) -> 
     return "\n".join([*lines, "", about])
 
 
-def when_table(cells: Sequence[Cell]) -> str:
-    """Formats a Markdown table: predicted seconds of a step by family, and the winner with its advantage."""
+def when_table(cells: Sequence[Cell], base: str = BASE) -> str:
+    """Formats a Markdown table: predicted seconds of a step by family, and the winner with its advantage. base: of the
+    grid."""
     lines = [
         "| model, GPUs | link | tokens per GPU | " + " | ".join(f"{name} s" for name in FAMILIES) + " | RTP GB | "
         "fsdp GB | fastest | others / RTP |",
@@ -211,11 +223,15 @@ def when_table(cells: Sequence[Cell]) -> str:
         lines.append("| " + " | ".join(row) + " |")
     lines.append("")
     lines.append(
-        "Predictions of rtp_ext.planner for H100 of 80 GB; -: no plan of the family fits below the memory limit. All "
-        "are on the torch stack with the fused loss, each with the recomputation (none, selective, full) that is "
+        f"Predictions of rtp_ext.planner for {gpu_text(base)}; -: no plan of the family fits below the memory limit. "
+        "All are on the torch stack with the fused loss, each with the recomputation (none, selective, full) that is "
         "fastest; GB are those of the fastest plan, not of the smallest."
     )
     return "\n".join(lines)
+
+
+def gpu_text(base: str) -> str:
+    return "H100 of 80 GB" if base == BASE else base
 
 
 def _ratio(cell: Cell) -> str:

@@ -69,6 +69,7 @@ class RotationTime:
         host_calls: calls of the CUDA driver by the host for the hops, and for the computes beyond those of an unsplit
             weight.
         host_s: time of these calls and computes.
+        simulated: the simulator and the durations of forward and, where there is one, of backward, for one chunk.
     """
 
     operation: str
@@ -88,6 +89,7 @@ class RotationTime:
     nccl_s: tuple[float, float]
     host_calls: tuple[float, float]
     host_s: tuple[float, float]
+    simulated: tuple[tuple[Lockstep, Mapping[str, float]], ...] = ()
 
 
 def hop_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
@@ -192,9 +194,11 @@ def rotation_seconds(
         ranks * sum((filled if two else one)[kind] for kind in kind_s) for kind_s, two in zip(kinds, lanes, strict=True)
     ]
     way = ("two-level", hosts) if hosts > 1 else (route, 1)
-    forward = lockstep(ranks, op, "forward", moves, False, dgrad, lanes[0], False, False, *way).makespan(durations)
     ways = (moves, halves, dgrad, lanes[1], direct, rounded, *way, wgrad)
-    backward = lockstep(ranks, op, "backward", *ways).makespan(backward_durations) if kinds[1] else 0.0
+    simulated = [(lockstep(ranks, op, "forward", moves, False, dgrad, lanes[0], False, False, *way), durations)]
+    if kinds[1]:
+        simulated.append((lockstep(ranks, op, "backward", *ways), backward_durations))
+    forward, backward = (*(each.makespan(times) for each, times in simulated), 0.0)[:2]
     both = (ranks - hosts) * (back + sent["gradient"]) / hop_bytes_per_s(inside, constants) if ranks > 1 else 0.0
     if hosts > 1:
         both = max(both, (hosts - 1) * (back + sent["gradient"]) / hop_bytes_per_s(group, constants))
@@ -231,6 +235,7 @@ def rotation_seconds(
         over_nccl,
         (calls[0], calls[1]),
         (calls[0] * constants.driver_call_s + products, calls[1] * constants.driver_call_s + 2 * products),
+        tuple(simulated),
     )
 
 
