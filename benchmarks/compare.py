@@ -84,6 +84,7 @@ from shared.options.compare_options import describe, parse_arguments
 from shared.reports.compare_report import report
 from shared.strategies import STRATEGIES, Trainer
 from shared.tracing import record_steps
+from shared.where import look_inside
 from shared.wire import Counter, adapters_form, closed_form, measure_sockets, processors, roof
 
 from rtp_ext.measure.timing import Sample, Stopwatch
@@ -289,9 +290,9 @@ def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result, per
     rows = [_result(contestant, place, args, tokens, card, local_ms) for contestant in contestants]
     for row, contestant in zip(rows, contestants, strict=True):
         row |= roof(row, contestant.sent, per_byte, place)
-    record_steps(
-        args.trace, {f"{c.strategy}-{place.ranks}-{tokens}": (c._trainer, c._batch) for c in contestants if c._trainer}
-    )
+    trained = {c.strategy: (c._trainer, c._batch) for c in contestants if c._trainer}
+    record_steps(args.trace, {f"{name}-{place.ranks}-{tokens}": pair for name, pair in trained.items()})
+    look_inside(args, place, trained, rows)
     for taker in takers:
         taker.close()
     first_loss = gather(float(reference.losses[0]), place).mean().item()

@@ -81,7 +81,7 @@ const Prefetcher::Record* Prefetcher::upcoming() const {
 
 bool Prefetcher::expects() const { return upcoming() != nullptr; }
 
-void Prefetcher::prefetch() {
+void Prefetcher::prefetch(const PassHandle& pass, int position) {
   Record record = *upcoming();
   Transport& transport = *transport_;
   ShardBundle bundle{record.layouts, {}};
@@ -99,7 +99,9 @@ void Prefetcher::prefetch() {
   prefetched.landing = pool_.lease(Channel::weight, bundle.slot_bytes());
   if (stage) {
     prefetched.staged = pool_.lease(Channel::weight, bundle.slot_bytes());
+    const EventHandle waiting = trace_.begin_slot(pass, position, label(record.first_hop));
     prefetched.staged->usage.wait_for_all(transport.streams());
+    trace_.end(waiting);
     prefetched.traced.push_back(trace_.announce(record.name, TraceKind::stage, TraceEvent::kNoStep, record.first_hop));
     bundle.stage(transport.streams(), prefetched.staged->memory, rank_);
     trace_.end(prefetched.traced.back());
@@ -119,7 +121,7 @@ void Prefetcher::prefetch() {
   hop.send_slot = prefetched.staged ? prefetched.staged->data() : nullptr;
   hop.receive_slot = prefetched.landing->data();
   prefetched.traced.push_back(trace_.announce(record.name, TraceKind::step, record.position, step));
-  hops_.post(hop, prefetched.local_usage, prefetched.landing->usage, prefetched.traced.back());
+  hops_.post(hop, prefetched.local_usage, prefetched.landing->usage, prefetched.traced.back(), pass, position);
   pending_ = std::move(pending);
   ++sent_;
 }
@@ -145,12 +147,15 @@ bool Prefetcher::valid(const Pending& pending, const Record& record) const {
 void Prefetcher::drain() {
   if (!pending_) return;
   PrefetchedHop& prefetched = pending_->prefetched;
+  const EventHandle waiting =
+      trace_.begin_outside(pending_->record.name, concat("unused: ", label(pending_->record.first_hop)));
   prefetched.local_usage.wait_for_all(transport_->streams());
   for (const auto& slot : {prefetched.landing, prefetched.staged}) {
     if (!slot) continue;
     slot->usage.wait_for_all(transport_->streams());
     pool_.give_back(Channel::weight, slot);
   }
+  trace_.end(waiting);
   pending_.reset();
 }
 

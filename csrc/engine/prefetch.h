@@ -49,9 +49,10 @@ class Prefetcher {
   std::optional<PrefetchedHop> begin(const Schedule& schedule, const std::optional<ShardBundle>& weight,
                                      const std::string& name);
 
-  // Returns whether a hop can be prefetched now; prefetch() posts it.
+  // Returns whether a hop can be prefetched now; prefetch() posts it. `pass`, `position`: of the step that does, in the
+  // trace.
   bool expects() const;
-  void prefetch();
+  void prefetch(const PassHandle& pass, int position);
 
   // Waits for the pending prefetched hop and returns its slots.
   void drain();
