@@ -197,7 +197,7 @@ void Execution::prefetch_next_pass() {
     usage_.erase(local);
     give_back(staged_, Channel::weight);
   }
-  executor_.prefetcher_.prefetch(traced_, position());
+  while (executor_.prefetcher_.expects()) executor_.prefetcher_.prefetch(traced_, position());
 }
 
 Execution::~Execution() {

@@ -9,6 +9,7 @@ from shared.reports.forwards_report import FORWARDS, forwards_note, last_forward
 from shared.reports.muon_report import MUON, last_muon_runs, muon_note
 from shared.reports.outer_report import OUTER, last_outer_run, outer_note
 from shared.reports.travel_report import TRAVEL, last_travel_run, travel_note
+from shared.reports.where_report import WHERE, last_where, where_note
 
 Row = dict[str, Any]
 
@@ -18,5 +19,6 @@ OF_A_RUN: dict[str, tuple[Callable[..., list[Row]], dict[str, Callable[[Row], st
     "travel": (lambda lines, _: last_travel_run(lines), TRAVEL, travel_note),
     "muon": (last_muon_runs, MUON, muon_note),
     "forwards": (last_forwards, FORWARDS, forwards_note),
+    "where": (last_where, WHERE, where_note),
     "calls": (lambda lines, _: last_command(lines), CALLS, calls_note),
 }
