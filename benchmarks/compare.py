@@ -89,6 +89,7 @@ from shared.race.trial import failures
 from shared.reports.compare_report import report
 from shared.strategies import STRATEGIES, Trainer
 from shared.tracing import record_steps
+from shared.where import look_inside
 from shared.wire import adapters_form, closed_form, measure_sockets, processors, roof
 
 from rtp_ext.measure.timing import Sample
@@ -211,9 +212,9 @@ def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result, per
     rows = [_result(contestant, place, args, tokens, card, local_ms) for contestant in contestants]
     for row, contestant in zip(rows, contestants, strict=True):
         row |= roof(row, contestant.sent, per_byte, place)
-    record_steps(
-        args.trace, {f"{c.strategy}-{place.ranks}-{tokens}": (c.trainer, c.batch) for c in contestants if c.trainer}
-    )
+    trained = {c.strategy: (c.trainer, c.batch) for c in contestants if c.trainer}
+    record_steps(args.trace, {f"{name}-{place.ranks}-{tokens}": pair for name, pair in trained.items()})
+    look_inside(args, place, trained, rows)
     for taker in takers:
         taker.close()
     first_loss = gather(float(reference.losses[0]), place).mean().item()

@@ -28,6 +28,7 @@ results/ and TABLE one of:
                     emulated hosts, for each rate
     forwards equal, forwards unequal   forwards alone, of the last command of forwards.py
     growth SWEEP    the last run of a sweep of growth/growth.py
+    where MODEL     where the time of a step goes: the last line of each case of compare.py --where
     calls           calls of the driver as gpu/driver_calls.py counted them last
 
 A block contains the commands that made the results, the machine of the measurement, and the table. Columns without
@@ -86,6 +87,7 @@ FILES = {
     "peers": "peers.jsonl",
     "paper": "peers.jsonl",
     "growth": "growth.jsonl",
+    "where": "where.jsonl",
     "calls": "driver_calls.jsonl",
 }
 
@@ -282,11 +284,12 @@ def hosts_table(lines: list[Row], words: list[str], columns: Columns) -> str:
 def block(wish: str, results: Path) -> str:
     """Returns the text of a page between a marker and its end. `wish`: the words of the marker."""
     machine, kind, *words = wish.split() if " " in wish else (wish, "")
-    wrong = len(words) != 1 if kind in ("compare", "scaling", "paper") else kind in ("brief", *OF_HOSTS) and not words
+    wrong = len(words) != 1 if kind in ("compare", "scaling", "paper") else kind in ("brief", "where", *OF_HOSTS) and not words
     if kind not in FILES or wrong:
         kinds = ", ".join(FILES)
         raise ValueError(f"expected <!-- report: MACHINE KIND WORDS -->, a kind of {kinds} and its words, got {wish!r}")
-    made_later = kind.startswith(("hosts", "outer", "travel", "muon", "forwards", "growth", "peers", "paper"))
+    late = ("hosts", "outer", "travel", "muon", "forwards", "growth", "peers", "paper", "where")
+    made_later = kind.startswith(late)
     if made_later and not (results / machine / FILES[kind]).exists():
         return "\n"
     lines = read_lines(results / machine / FILES[kind])

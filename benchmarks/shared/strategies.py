@@ -84,6 +84,15 @@ def _rotate(**choices: Any) -> Callable[..., nn.Module]:
     return convert
 
 
+def _rotate_ahead(
+    model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None, **rotation: Any
+) -> nn.Module:
+    import os
+    travel = rotation.pop("travel", None)
+    ring = rtp_ext.Ring(mesh, travel=travel, prefetch=int(os.environ.get("DEV_AHEAD", "2")), late_gradients=int(os.environ.get("DEV_LATE", "1")))
+    return rtp_ext.fully_rotate(model, mesh=ring, mp_policy=policy, **({"travel": travel} if travel else {}), **rotation)
+
+
 def _shard(*, reshard: bool | None = None) -> Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]:
     """`reshard`: whether weights are freed after forward; None: torch's default, all blocks but not the root."""
 
@@ -139,6 +148,7 @@ STRATEGIES = {
     "rtp-inplace": Strategy(_rotate(in_place=True), follows_policy=True),
     "rtp-unbundled": Strategy(_rotate(bundle=False), follows_policy=True),
     "rtp-recompute": Strategy(_rotate(bundle="recompute"), follows_policy=True),
+    "rtp-ahead": Strategy(_rotate_ahead, follows_policy=True),
     "rtp-fused": Strategy(_rotate(bundle="recompute", loss_head="fused"), follows_policy=True, language=True),
     "rtp-2rings": Strategy(_rotate_replicas, follows_policy=True, replicas=2),
     "fsdp2": Strategy(_shard(), follows_policy=True, muon="stock"),

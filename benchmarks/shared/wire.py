@@ -26,7 +26,7 @@ MOVED = 64 * 2**20  # most bytes that the socket program moves at a time
 SECONDS = 0.5  # about as long on a slow link
 PIECE = 4 * 2**20
 TIMES = 5
-_RINGS = ("rtp", "rtp-exact", "rtp-c10d", "rtp-unbundled", "rtp-gram", "rtp-whole")
+_RINGS = ("rtp", "rtp-ahead", "rtp-exact", "rtp-c10d", "rtp-unbundled", "rtp-gram", "rtp-whole")
 
 
 class Counter:

@@ -105,8 +105,8 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
     streams.order_compute_after(executor_.last_);
     Trace& trace = executor_.trace_;
     traced_ = trace.begin_pass(operation_, schedule_, recorded_);
-    const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "start");
     std::optional<PrefetchedHop> prefetched = executor_.prefetcher_.begin(schedule_, weight_, operation_);
+    const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "start");
     if (prefetched) use_prefetched(std::move(*prefetched));
     try {
       lease_slots();
@@ -175,8 +175,10 @@ void Execution::stage_local() {
   if (!executor_.travel(*weight_).staged(schedule_.hops(Channel::weight) > 0)) return;
   RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
   staged_ = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
-  staged_->usage.wait_for_all(executor_.streams());
   Trace& trace = executor_.trace_;
+  const EventHandle waiting = trace.begin_slot(traced_, TraceEvent::kNoStep, "home");
+  staged_->usage.wait_for_all(executor_.streams());
+  trace.end(waiting);
   const EventHandle staging = trace.begin(traced_, TraceKind::stage, TraceEvent::kNoStep, Lane::compute, "home");
   weight_->stage(executor_.streams(), staged_->memory, executor_.rank());
   trace.end(staging);
@@ -195,10 +197,7 @@ void Execution::prefetch_next_pass() {
     usage_.erase(local);
     give_back(staged_, Channel::weight);
   }
-  Trace& trace = executor_.trace_;
-  const EventHandle posting = trace.begin_posting(traced_, position(), schedule_.steps[position_ - 1]);
-  executor_.prefetcher_.prefetch();
-  trace.end(posting);
+  while (executor_.prefetcher_.expects()) executor_.prefetcher_.prefetch(traced_, position());
 }
 
 Execution::~Execution() {
@@ -255,7 +254,15 @@ std::vector<at::Tensor> Execution::weight() {
   std::vector<at::Tensor> arrived = schedule_.options.sourced
                                         ? sourced_.of(executor_.pulls(), schedule_, *weight_, *current_)
                                         : views(current_->weight, current_->owner);
-  return dequantized_.of(executor_.pool(), weight_, std::move(arrived), *current_);
+  Trace& trace = executor_.trace_;
+  EventHandle converting;
+  if (computing_ && dequantized_.converts(weight_, *current_)) {
+    converting = trace.begin(traced_, TraceKind::stage, position(), computing_->lane, "dequantize");
+  }
+  arrived = dequantized_.of(executor_.pool(), weight_, std::move(arrived), *current_);
+  trace.end(converting);
+  if (converting) computing_->start = converting->end;  // events of a row do not overlap
+  return arrived;
 }
 std::vector<at::Tensor> Execution::gradient_in() const {
   return views(current_->gradient_in, current_->owner, current_->half);
@@ -328,9 +335,15 @@ void Execution::before_compute(const Step& step) {
 
 void Execution::after_compute(const Step& step) {
   const bool leaves = step.action == Action::compute && step.compute == Compute::wgrad && !step.gradient_out.is_home();
-  if (quantizer_ && leaves) quantizer_->round(views(step.gradient_out, step.owner), step.owner);
+  Trace& trace = executor_.trace_;
+  const Lane lane = computing_ ? computing_->lane : Lane::compute;
+  trace.end_compute(std::exchange(computing_, nullptr), recorded_);
+  if (quantizer_ && leaves) {
+    const EventHandle rounding = trace.begin(traced_, TraceKind::stage, position(), lane, "round");
+    quantizer_->round(views(step.gradient_out, step.owner), step.owner);
+    trace.end(rounding);
+  }
   compute_range_.end();
-  executor_.trace_.end_compute(std::exchange(computing_, nullptr), recorded_);
   Streams& streams = executor_.streams();
   const StreamEvent event = streams.record_compute();
   for (const Access& access : accesses().reads) usage(access).record_read(event);
@@ -352,11 +365,8 @@ void Execution::hop(const Step& step) {
     hop.remote_send_offsets.push_back(offset(step.send, step.half, step.receive_owner, index));
   }
   const Range range([&] { return concat(operation_, ": ", label(step)); });
-  Trace& trace = executor_.trace_;
-  const EventHandle posting = trace.begin_posting(traced_, position(), step);
   executor_.hops().post(hop, usage(accesses().reads.front()), usage(accesses().writes.front()),
-                        trace.begin(traced_, position(), step));
-  trace.end(posting);
+                        executor_.trace_.begin(traced_, position(), step), traced_, position());
 }
 
 void Execution::copy_or_add(const Step& step) {

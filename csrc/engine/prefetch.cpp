@@ -58,31 +58,42 @@ Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::op
 std::optional<PrefetchedHop> Prefetcher::begin(const Schedule& schedule, const std::optional<ShardBundle>& weight,
                                                const std::string& name) {
   captured_ = captured_ || transport_->streams().capture() != 0;
-  if (!enabled_ && !pending_) return std::nullopt;
-  const bool known = enabled_ && context_.phase != 0 && context_.serial != 0;
+  if (allowed_ == 0 && pending_.empty()) return std::nullopt;
+  const bool known = allowed_ > 0 && context_.phase != 0 && context_.serial != 0;
   Record record = record_of(schedule, weight, name);
   std::optional<PrefetchedHop> prefetched;
-  if (pending_ && known && valid(*pending_, record)) {
-    prefetched = std::move(pending_->prefetched);
-    pending_.reset();
+  if (!pending_.empty() && known && valid(pending_.front(), record)) {
+    prefetched = std::move(pending_.front().prefetched);
+    pending_.pop_front();
     ++used_;
   } else {
     drain();
+  }
+  if (known && history().size() == 0) {
+    if (!context_.backward) turns_ = turned_;
+    turned_ = context_.backward;
   }
   known ? history().add(std::move(record)) : history().interrupt();
   return prefetched;
 }
 
-const Prefetcher::Record* Prefetcher::upcoming() const {
-  if (!enabled_ || pending_ || captured_) return nullptr;
-  const Record* record = histories_[context_.backward ? 1 : 0].upcoming(context_.phase);
-  return record != nullptr && record->first_hop.receive.exists() ? record : nullptr;
+Prefetcher::Upcoming Prefetcher::upcoming() const {
+  if (captured_ || pending_.size() >= allowed_) return {};
+  const PassHistory<Record>& now = histories_[context_.backward ? 1 : 0];
+  Upcoming found{now.upcoming(context_.phase, pending_.size()), std::nullopt};
+  if (allowed_ > 1 && !context_.backward && turns_) {
+    found.position = now.beyond(context_.phase, pending_.size());
+    if (found.position) found.record = histories_[1].recorded(*found.position);
+  }
+  const bool possible = found.record != nullptr && found.record->first_hop.receive.exists();
+  return possible ? found : Upcoming{};
 }
 
-bool Prefetcher::expects() const { return upcoming() != nullptr; }
+bool Prefetcher::expects() const { return upcoming().record != nullptr; }
 
-void Prefetcher::prefetch() {
-  Record record = *upcoming();
+void Prefetcher::prefetch(const PassHandle& pass, int position) {
+  const Upcoming next = upcoming();
+  Record record = *next.record;
   Transport& transport = *transport_;
   ShardBundle bundle{record.layouts, {}};
   bool cast = false, alive = true;
@@ -94,12 +105,14 @@ void Prefetcher::prefetch() {
   // If the memory has been freed, the pass will not run, but every rank must post the hop: its contents do not matter.
   const bool stage = !alive || Travel{cast, transport.sends_anywhere()}.staged(true);
 
-  Pending pending{{}, record, context_.phase, versions(record), transport.streams().capture()};
+  Pending pending{{}, record, context_.phase, next.position, versions(record), transport.streams().capture()};
   PrefetchedHop& prefetched = pending.prefetched;
   prefetched.landing = pool_.lease(Channel::weight, bundle.slot_bytes());
   if (stage) {
     prefetched.staged = pool_.lease(Channel::weight, bundle.slot_bytes());
+    const EventHandle waiting = trace_.begin_slot(pass, position, label(record.first_hop));
     prefetched.staged->usage.wait_for_all(transport.streams());
+    trace_.end(waiting);
     prefetched.traced.push_back(trace_.announce(record.name, TraceKind::stage, TraceEvent::kNoStep, record.first_hop));
     bundle.stage(transport.streams(), prefetched.staged->memory, rank_);
     trace_.end(prefetched.traced.back());
@@ -119,8 +132,8 @@ void Prefetcher::prefetch() {
   hop.send_slot = prefetched.staged ? prefetched.staged->data() : nullptr;
   hop.receive_slot = prefetched.landing->data();
   prefetched.traced.push_back(trace_.announce(record.name, TraceKind::step, record.position, step));
-  hops_.post(hop, prefetched.local_usage, prefetched.landing->usage, prefetched.traced.back());
-  pending_ = std::move(pending);
+  hops_.post(hop, prefetched.local_usage, prefetched.landing->usage, prefetched.traced.back(), pass, position);
+  pending_.push_back(std::move(pending));
   ++sent_;
 }
 
@@ -131,7 +144,12 @@ std::vector<int64_t> Prefetcher::versions(const Record& record) {
 }
 
 bool Prefetcher::valid(const Pending& pending, const Record& record) const {
-  if (pending.phase != context_.phase || pending.capture != transport_->streams().capture()) return false;
+  if (pending.capture != transport_->streams().capture()) return false;
+  if (pending.position) {
+    if (!context_.backward || histories_[1].size() != *pending.position) return false;
+  } else if (pending.phase != context_.phase) {
+    return false;
+  }
   if (!pending.record.same(record)) return false;
   if (pending.record.local.size() != record.local.size()) return false;
   for (size_t index = 0; index < record.local.size(); ++index) {
@@ -141,19 +159,25 @@ bool Prefetcher::valid(const Pending& pending, const Record& record) const {
   return versions(record) == pending.versions;
 }
 
-// The hop stays pending until it has ended: if it fails, its target memory must outlive the abort of the transport.
 void Prefetcher::drain() {
-  if (!pending_) return;
-  PrefetchedHop& prefetched = pending_->prefetched;
+  while (!pending_.empty()) finish_front();
+}
+
+// The hop stays pending until it has ended: if it fails, its target memory must outlive the abort of the transport.
+void Prefetcher::finish_front() {
+  PrefetchedHop& prefetched = pending_.front().prefetched;
+  const Record& record = pending_.front().record;
+  const EventHandle waiting = trace_.begin_outside(record.name, concat("unused: ", label(record.first_hop)));
   prefetched.local_usage.wait_for_all(transport_->streams());
   for (const auto& slot : {prefetched.landing, prefetched.staged}) {
     if (!slot) continue;
     slot->usage.wait_for_all(transport_->streams());
     pool_.give_back(Channel::weight, slot);
   }
-  pending_.reset();
+  trace_.end(waiting);
+  pending_.pop_front();
 }
 
-void Prefetcher::forget() { pending_.reset(); }
+void Prefetcher::forget() { pending_.clear(); }
 
 }  // namespace rtp

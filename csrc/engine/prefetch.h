@@ -1,13 +1,15 @@
-// Sends the first shard of the next pass while the last GEMM of the current pass runs.
+// Sends the first shard of the next pass, or of the next two, while the last GEMM of the current pass runs.
 //
-// The prefetcher predicts the next pass from history: the passes of a forward (or backward) are expected in the order
-// of the previous one. Only facts that are equal on all ranks decide whether a hop is prefetched, so that either all
+// The prefetcher predicts passes from history: the passes of a forward (or backward) are expected in the order of the
+// previous one. With two passes ahead, the first passes of a backward are expected after the last ones of a forward if
+// a backward followed the previous forward. Only facts that are equal on all ranks decide whether a hop is prefetched, so that either all
 // ranks send it or none does.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -41,7 +43,8 @@ class Prefetcher {
  public:
   Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Trace& trace, int rank);
 
-  void enable(bool on) { enabled_ = on; }
+  // Sets the number of passes whose first hop may be in flight before they begin. 0: none are prefetched.
+  void allow(size_t passes) { allowed_ = passes; }
   void enter(Context context);
 
   // Registers the pass that starts now, and returns the prefetched hop for it, if any. Drains a hop that was prefetched
@@ -49,13 +52,14 @@ class Prefetcher {
   std::optional<PrefetchedHop> begin(const Schedule& schedule, const std::optional<ShardBundle>& weight,
                                      const std::string& name);
 
-  // Returns whether a hop can be prefetched now; prefetch() posts it.
+  // Returns whether a hop can be prefetched now; prefetch() posts it. `pass`, `position`: of the step that does, in the
+  // trace.
   bool expects() const;
-  void prefetch();
+  void prefetch(const PassHandle& pass, int position);
 
-  // Waits for the pending prefetched hop and returns its slots.
+  // Waits for the pending prefetched hops and returns their slots.
   void drain();
-  // Drops it without waiting, for a failed ring.
+  // Drops them without waiting, for a failed ring.
   void forget();
 
   int64_t sent() const { return sent_; }  // prefetched hops
@@ -90,14 +94,21 @@ class Prefetcher {
   struct Pending {
     PrefetchedHop prefetched;
     Record record;
-    int64_t phase;
+    int64_t phase;                   // of the pass; not known yet if it is one of the next backward
+    std::optional<size_t> position;  // in the next backward
     std::vector<int64_t> versions;
     uint64_t capture;
   };
 
   Record record_of(const Schedule& schedule, const std::optional<ShardBundle>& weight, const std::string& name);
   PassHistory<Record>& history() { return histories_[context_.backward ? 1 : 0]; }
-  const Record* upcoming() const;
+  // The pass whose first hop can be prefetched now, and its position if it is one of the next backward.
+  struct Upcoming {
+    const Record* record = nullptr;  // null: none
+    std::optional<size_t> position;
+  };
+  Upcoming upcoming() const;
+  void finish_front();
   static std::vector<int64_t> versions(const Record& record);
   bool valid(const Pending& pending, const Record& record) const;
 
@@ -106,13 +117,15 @@ class Prefetcher {
   Hops& hops_;
   Trace& trace_;
   int rank_;
-  bool enabled_ = false;
+  size_t allowed_ = 0;
   // the user captures graphs: one may run between two passes and use the slots of a pending hop
   bool captured_ = false;
   Context context_;
   int index_ = 0;
   std::array<PassHistory<Record>, 2> histories_;  // of forwards and of backwards
-  std::optional<Pending> pending_;
+  bool turned_ = false;          // a backward has followed the newest forward
+  bool turns_ = false;           // a backward followed the forward before the newest one
+  std::deque<Pending> pending_;  // of the next passes, in order
   int64_t sent_ = 0;
   int64_t used_ = 0;
 };

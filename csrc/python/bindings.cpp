@@ -194,7 +194,7 @@ void bind_executor(py::module_& m) {
           },
           py::arg("phase"), py::arg("backward"), py::arg("serial"), py::arg("watched"), py::call_guard<NoGil>())
       .def(
-          "prefetch", [](Executor& e, bool on) { e.prefetcher().enable(on); }, py::arg("on"))
+          "prefetch", [](Executor& e, size_t passes) { e.prefetcher().allow(passes); }, py::arg("passes"))
       .def(
           "allow_deferred", [](Executor& e, size_t passes) { e.deferred_reductions().allow(passes); },
           py::arg("passes"), "Maximum number of gradient reductions that may finish after their pass.")

@@ -59,6 +59,7 @@ void bind_footprint(py::module_& m) {
       .required("reduce_bytes", &StepSize::reduce_bytes)
       .required("slot_cap", &StepSize::slot_cap)
       .optional("late", &StepSize::deferred)
+      .optional("prefetch", &StepSize::prefetched)
       .optional("route", &StepSize::route)
       .optional("hosts", &StepSize::hosts)
       .optional("gradient_route", &StepSize::gradient_route)

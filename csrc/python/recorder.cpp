@@ -21,10 +21,10 @@ void bind_recorder(py::module_& m, ExecutorClass& executor) {
           "enable_recorder", [](Executor& e, bool on) { e.trace().recorder().enable(on); }, py::arg("on"))
       .def(
           "begin_collective",
-          [](Executor& e, const std::string& name) { return e.trace().recorder().begin_collective(name); },
+          [](Executor& e, const std::string& name) { return e.trace().begin_collective(name); },
           py::arg("name"))
       .def(
-          "end_collective", [](Executor& e, uint64_t number) { e.trace().recorder().end(number); }, py::arg("number"))
+          "end_collective", [](Executor& e, uint64_t number) { e.trace().end_collective(number); }, py::arg("number"))
       .def("last_hop", [](Executor& e) { return e.trace().recorder().last_hop(); });
   m.def("record_on_signal", &Recorder::take_signal,
         "Makes SIGUSR1 write the records of all rings. Returns false if the signal has another handler.");

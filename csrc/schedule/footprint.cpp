@@ -58,11 +58,9 @@ class Walk {
   Footprint run() {
     for (int round = 0; round < kMostSteps; ++round) {
       const auto found = left();
-      for (const auto& phase : passes_) {
-        Held prefetched;
-        for (size_t index = 0; index < phase.size(); ++index) {
-          const bool follows = round > 0 && index + 1 < phase.size() && phase[index + 1].prefetched();
-          prefetched = run(phase[index], follows ? &phase[index + 1] : nullptr, std::move(prefetched));
+      for (const size_t phase : {0, 1}) {
+        for (size_t index = 0; index < passes_[phase].size(); ++index) {
+          run(passes_[phase][index], [&]() { return round > 0 ? next(phase, index + 1) : nullptr; });
         }
         finish_all_but(0);
       }
@@ -167,8 +165,26 @@ class Walk {
     }
   }
 
-  // Returns the slots leased for the prefetched hop of the next pass, if any.
-  Held run(const PassSize& pass, const PassSize* next, Held held) {
+  // Returns the pass whose first hop can be prefetched before the pass at `index`, or those after it; null if none can.
+  const PassSize* next(size_t phase, size_t index) const {
+    if (static_cast<int>(ahead_.size()) >= step_.prefetched) return nullptr;
+    index += ahead_.size();
+    if (index >= passes_[phase].size() && phase == 0 && step_.prefetched > 1) {
+      index -= passes_[0].size();
+      phase = 1;
+    }
+    const bool exists = index < passes_[phase].size() && passes_[phase][index].prefetched();
+    return exists ? &passes_[phase][index] : nullptr;
+  }
+
+  // `next`: returns the pass that is prefetched next; null if none is.
+  template <typename Next>
+  void run(const PassSize& pass, Next&& next) {
+    Held held;
+    if (!ahead_.empty()) {
+      held = std::move(ahead_.front());
+      ahead_.pop_front();
+    }
     if (pass.weight) lease(held, *pass.weight, pass.schedule->weight_slots, pass.staged);
     std::optional<int64_t> sum, scratch;
     if (pass.sum) sum = gradients_.lease(*pass.sum, Sizes{});
@@ -177,8 +193,7 @@ class Walk {
     for (int slot = 0; slot < pass.schedule->gradient_slots; ++slot) {
       gradients.push_back(gradients_.lease(*pass.gradient, Sizes{}));
     }
-    Held prefetched;
-    if (next != nullptr && pass.freed) {
+    if (next() != nullptr && pass.freed) {
       std::vector<bool> freed(held.slots.size(), false);
       for (const int slot : pass.freed->slots) freed[static_cast<size_t>(slot)] = true;
       std::vector<int64_t> kept;
@@ -187,7 +202,9 @@ class Walk {
       }
       held.slots = std::move(kept);
       if (pass.freed->staged && held.staged) weights_.give_back(*std::exchange(held.staged, std::nullopt));
-      lease(prefetched, *next->weight, 1, next->staged);
+      while (const PassSize* following = next()) {
+        lease(ahead_.emplace_back(), *following->weight, 1, following->staged);
+      }
     }
     if (sum) gradients_.give_back(*sum);
     if (scratch) scratch_.give_back(*scratch);
@@ -199,13 +216,13 @@ class Walk {
       for (const int64_t slot : gradients) gradients_.give_back(slot);
     }
     finish_all_but(step_.deferred);
-    return prefetched;
   }
 
   const StepSize& step_;
   std::map<ScheduleOptions, Schedule> schedules_;
   std::vector<PassSize> passes_[2];
   SlotLedger<int64_t> weights_, gradients_, scratch_;
+  std::deque<Held> ahead_;  // slots of the prefetched hops of the next passes
   std::deque<std::vector<int64_t>> deferred_;  // slots of passes whose reductions are deferred
 };
 

@@ -181,6 +181,7 @@ struct StepSize {
   int64_t reduce_bytes = 4;   // bytes of an element of a travelling gradient
   int64_t slot_cap = kSlotCap;
   int deferred = 0;  // number of gradient reductions that may finish after their pass
+  int prefetched = 1;  // number of passes whose first hop may be in flight before they begin; 2: also into a backward
   Route route = Route::ring;
   int hosts = 1;  // number of hosts, for route two_level
   GradientRoute gradient_route = GradientRoute::chain;

@@ -10,6 +10,7 @@ from reference import assert_same, differs, full
 from torch import nn
 
 import rtp_ext
+from rtp_ext import _native
 
 TOLERANCE = 1e-9
 STEPS = 3
@@ -82,7 +83,7 @@ def _trains(rank, ranks):
     train(plain, lambda step: mean_loss(plain, ranks, step), STEPS)
     for transport in ("shm", "c10d"):
         torch.manual_seed(0)
-        for prefetch in (1, 0):
+        for prefetch in (2, 1, 0) if transport == "shm" else (1, 0):
             for in_place in (False, True):
                 ring = rtp_ext.Ring(transport=transport, prefetch=prefetch, timeout=60.0)
                 model = rtp_ext.fully_rotate(make_model(), mesh=ring, in_place=in_place)
@@ -91,7 +92,7 @@ def _trains(rank, ranks):
                     for name, parameter in plain.named_parameters():
                         assert_same(full(model.get_parameter(name)), parameter, TOLERANCE, name)
                     seen[transport, prefetch, in_place] = ring.prefetched()
-                    assert ring.slot_count("weight").peak_slots <= 2
+                    assert ring.slot_count("weight").peak_slots <= max(2, prefetch + 1)
                 model.eval()
                 with torch.no_grad():
                     again = [batch_loss(model, rank, 0).item() for _ in range(3)]
@@ -142,6 +143,47 @@ def test_every_layer_but_the_first_of_a_phase():
     assert quiet.prefetched() == (0, 0)
 
 
+def test_two_layers_ahead_and_into_the_backward():
+    def made(prefetch):
+        ring = rtp_ext.Ring.emulated(4, prefetch=prefetch)
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, features, bias=False) for features in (8, 8, 8, 8)]
+        return ring, rtp_ext.fully_rotate(nn.Sequential(*layers), mesh=ring, bundle=False)
+
+    (ring, model), (one, twin) = made(2), made(1)
+    x = torch.randn(3, 8, requires_grad=True)
+    size = _native.footprint(
+        [_native.OperationSize([(2, 8, True)], False, True) for _ in range(4)],
+        **dict(ranks=4, in_place=False, sends_anywhere=True, receives_anywhere=True, cast=False, prefetch=2),
+        **dict(compute_bytes=4, reduce_bytes=4, slot_cap=0),
+    )
+    for step in range(4):
+        ring.reset_peak()
+        results = []
+        for each in (model, twin):
+            each.zero_grad()
+            y = each(x)
+            y.square().sum().backward()
+            results.append([y, *(full(parameter.grad) for parameter in each.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        # from the second step on every layer but the first one of the forward
+        assert ring.prefetched() == (7 * step, 7 * step) and one.prefetched() == (6 * step, 6 * step)
+        assert ring.slot_count("weight").peak_slots == (3 if step else 2)
+    assert ring.slot_count("weight").bytes == size.weight.bytes == 3 * 64
+    with torch.no_grad():
+        for _ in range(3):  # other passes than those of a forward that is followed by a backward
+            model(x)
+    sent, used = ring.prefetched()
+    assert sent == used == 7 * 3 + 2 * 3
+    for step in range(2):
+        model(x).sum().backward()
+        assert ring.prefetched() == (sent + 3 + 7 * step, used + 3 + 7 * step)
+    for _ in range(2):  # a forward whose backward does not follow: its two first hops are in vain, once
+        y = model(x)
+    y.sum().backward()
+    assert ring.prefetched() == (sent + 10 + 3 * 3 + 2, used + 10 + 3 * 3)
+
+
 def _channels_last(rank, ranks):
     """Convolutions in another memory format; one rank has no shard."""
     torch.manual_seed(0)
@@ -175,5 +217,5 @@ def test_a_stale_shard_would_show():
 
 
 def test_wrong_values_are_refused():
-    with pytest.raises(ValueError, match="expected prefetch 0 or 1, got 2"):
-        rtp_ext.Ring.emulated(2, prefetch=2)
+    with pytest.raises(ValueError, match="expected prefetch 0, 1 or 2, got 3"):
+        rtp_ext.Ring.emulated(2, prefetch=3)

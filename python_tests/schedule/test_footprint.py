@@ -66,6 +66,9 @@ def test_the_pool_keeps_slots_and_small_ones_make_way():
     assert one == ([64], [128], 64, 128)
     assert two == ([64, 64], [128], 128, 128), "the second layer's first shard is sent ahead"
     assert footprint(sized(32, 32), ranks=2, in_place=True) == one, "not where it travels in place"
+    assert footprint(sized(32, 32), ranks=2, prefetch=2) == ([64] * 3, [128], 192, 128), "the backward's first one too"
+    assert footprint(sized(32, 32, 32), ranks=2, prefetch=2) == ([64] * 3, [128], 192, 128), "two layers ahead"
+    assert footprint(sized(32), ranks=2, prefetch=2) == ([64, 64], [128], 128, 128), "the backward's, sent ahead"
     for layers, late in ((2, 1), (3, 1), (4, 2)):
         _, gradients, _, most = footprint(sized(*[32] * layers), late=late)
         assert (gradients, most) == ([128] * (2 + 2 * late), 256 + 256 * late), "two more for each that lands late"

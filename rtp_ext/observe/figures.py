@@ -112,6 +112,43 @@ def summaries(traces: Sequence[Trace]) -> list[Summary]:
     return made
 
 
+CAUSES = ("products", "conversions", "weights", "gradients", "slots", "posting", "ends", "collectives")
+
+
+def cause_of(event: TraceEvent) -> str | None:
+    """Returns the cause, one of `CAUSES`, for which a compute stream is busy or waits; None for a hop."""
+    if event.lane not in COMPUTES:
+        return None
+    if event.kind != "wait":
+        return "products" if event.kind == "step" and event.label.startswith(_PRODUCTS) else "conversions"
+    if event.label.startswith(("wait: forward", "wait: dgrad")):
+        return "weights"
+    if event.label.startswith("wait: "):
+        return "gradients"
+    kinds = {"post": "posting", "end": "ends", "collective:": "collectives"}
+    return kinds.get(event.label.split(" ", 1)[0], "slots")
+
+
+_PRODUCTS = ("forward", "dgrad", "wgrad")
+
+
+def causes(trace: Trace) -> dict[str, float]:
+    """Returns the seconds that the compute streams of a rank spent on each of `CAUSES`, in passes and between them.
+
+    `products`: GEMMs, with what an operation computes beside them. `conversions`: copies, casts, quantization,
+    dequantization, additions of gradients that have arrived. The others are waits: for `weights` and `gradients` to
+    arrive (for gradients also until they have left); for the earlier uses of `slots`; `posting` of hops; the `ends` of
+    passes, until their last hops have left and arrived; `collectives` of torch.distributed, of parameters that do not
+    rotate. The rest of a step is outside: autograd, operations that do not rotate, Python.
+    """
+    found = dict.fromkeys(CAUSES, 0.0)
+    for event in trace.events:
+        cause = cause_of(event)
+        if cause is not None:
+            found[cause] += event.end - event.start
+    return found
+
+
 def _without(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
     edge = [(-float("inf"), -float("inf")), *others, (float("inf"), float("inf"))]
     gaps = [(before[1], after[0]) for before, after in itertools.pairwise(edge)]

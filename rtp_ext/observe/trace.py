@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rtp_ext._rules import make_schedule
-from rtp_ext.observe.figures import HOPS, Summary, check_number, predict, summaries
+from rtp_ext.observe.figures import CAUSES, HOPS, Summary, causes, check_number, predict, summaries
 from rtp_ext.observe.timeline import LANES, draw_step, legend
 from rtp_ext.ring.telemetry import Trace, TraceEvent, TracePass
 
-__all__ = ["Summary", "gather", "plot", "predict", "report", "summaries", "write_chrome"]
+__all__ = ["CAUSES", "Summary", "causes", "gather", "plot", "predict", "report", "summaries", "write_chrome"]
 
 
 def gather(ring: Any, trace: Trace) -> list[Trace]:

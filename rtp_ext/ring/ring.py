@@ -86,7 +86,8 @@ class Ring:
             direct only. None: in the reduce dtype.
         timeout: seconds (or a timedelta); a neighbour that does not answer for so long is an error, RingTimeout.
         prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
-            the forward or backward before. 0 turns it off.
+            the forward or backward before. 2: of the next two layers, and of the first layers of a backward during the
+            last ones of its forward, for ranks that run unevenly; takes a third weight slot. 0 turns it off.
         gradient_halves: gradients of linear layers travel in two halves; None: where a gradient hop outlasts a dgrad.
             Not on route two-level.
         late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
@@ -267,7 +268,7 @@ class Ring:
             executor, options, ring, connection.name, late_gradients=late, tensor_parallel=self.tensor_mesh is not None
         )
         self.prefetch = 0 if self.graphs.on else options.prefetch
-        executor.prefetch(self.prefetch > 0)
+        executor.prefetch(self.prefetch)
         self.common = Prepared()
         self.agreement = self._agreement_type(ring)
         self.telemetry = Telemetry(ring, connection, token)
@@ -407,4 +408,4 @@ class Ring:
         self.offload_policy = policy
         if self.host_memory is not None:  # a shard has no memory on the device until its layer runs
             self.prefetch, self.traceable = 0, False
-            self.communicator.executor.prefetch(False)
+            self.communicator.executor.prefetch(0)

@@ -29,12 +29,14 @@ class TraceEvent:
             or `outer gradient` (hops between hosts, on route two-level).
         label: the name of the step, as in the table of the schedule.
         step: index of the step in the schedule; for a wait, of the step that waited; -1 at either end of a pass.
-        pass_: the number of the pass; -1: a hop that was prefetched for a pass that did not follow.
+        pass_: the number of the pass; -1: a hop that was prefetched for a pass that did not follow, or a wait between
+            passes.
         operation: such as `rotated_linear forward`.
         posted: the time at which a hop was posted; the hop starts once those before it on its channel have arrived. For
             other kinds, the start.
-        kind: `step`; `wait`: the compute stream waits for a hop, and on a CPU also while it posts one; `stage`: local
-            shards are copied, or cast, before they travel.
+        kind: `step`; `wait`: the compute stream waits for a hop, for a slot, or for a collective of
+            torch.distributed, and on a CPU also while it posts a hop; `stage`: local shards are copied, cast or
+            quantized before they travel, arrived ones are dequantized, contributions to gradients are rounded.
     """
 
     rank: int

@@ -47,6 +47,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--machine", help="folder under results/ (default: from the CPU or GPU, such as cpu-2core)")
     add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead of results/<machine>/")
     add_trace_option(parser, "one more step of every rtp strategy")
+    add("--where", type=int, default=0, metavar="N", help="record where the time of N more steps goes (where.jsonl)")
     add_launch_options(parser)
     add_host_options(parser)
     parser.set_defaults(threads=1)
@@ -95,8 +96,8 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     lists = {"--strategies": args.strategies, "--ranks": args.ranks, "--tokens": args.tokens}
     if (refusal := repetition(lists)) is not None:
         error(refusal)
-    if min(*args.ranks, *args.tokens, args.steps) < 1 or args.warmup < 0:
-        error("--ranks, --steps and --tokens must be at least 1, --warmup at least 0")
+    if min(*args.ranks, *args.tokens, args.steps) < 1 or min(args.warmup, args.where) < 0:
+        error("--ranks, --steps and --tokens must be at least 1, --warmup and --where at least 0")
     if args.steps + args.warmup < 2:
         error("--steps and --warmup: expected at least 2 steps together: the first loss says nothing of gradients")
     if not 0 < args.lr < math.inf:

@@ -10,6 +10,7 @@ from shared.reports.growth_report import GROWTH, growth_note, growth_rows
 from shared.reports.muon_report import MUON, last_muon_runs, muon_note
 from shared.reports.outer_report import OUTER, last_outer_run, outer_note
 from shared.reports.travel_report import TRAVEL, last_travel_run, travel_note
+from shared.reports.where_report import WHERE, last_where, where_note
 
 Row = dict[str, Any]
 
@@ -20,5 +21,6 @@ OF_A_RUN: dict[str, tuple[Callable[..., list[Row]], dict[str, Callable[[Row], st
     "muon": (last_muon_runs, MUON, muon_note),
     "forwards": (last_forwards, FORWARDS, forwards_note),
     "growth": (growth_rows, GROWTH, growth_note),
+    "where": (last_where, WHERE, where_note),
     "calls": (lambda lines, _: last_command(lines), CALLS, calls_note),
 }

@@ -21,6 +21,10 @@ class DequantizedWeights {
   // returned there before.
   std::vector<at::Tensor> of(SlotPool& pool, const std::optional<ShardBundle>& bundle, std::vector<at::Tensor> arrived,
                              const Step& step);
+  // Returns whether of() would dequantize for this step.
+  bool converts(const std::optional<ShardBundle>& bundle, const Step& step) const {
+    return bundle && bundle->dequantized_bytes() > 0 && places_[static_cast<size_t>(step.lane)].owner != step.owner;
+  }
   void give_back(SlotPool& pool);
 
  private:

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -29,11 +30,21 @@ class PassHistory {
   // A pass starts that belongs to no known forward: the rest of this one is not expected any more.
   void interrupt() { matches_ = false; }
 
-  // Returns the pass that is expected next in `phase`; null if none is.
-  const Record* upcoming(int64_t phase) const {
-    if (!matches_ || phase != phase_ || now_.size() >= last_.size()) return nullptr;
-    return &last_[now_.size()];
+  // Returns the pass that is expected next in `phase`, or `later` passes after it; null if none is.
+  const Record* upcoming(int64_t phase, size_t later = 0) const {
+    if (!matches_ || phase != phase_ || now_.size() + later >= last_.size()) return nullptr;
+    return &last_[now_.size() + later];
   }
+  // Returns how many of `later` passes after the next one lie beyond the expected end of this phase; nothing if the
+  // end is not expected, or later.
+  std::optional<size_t> beyond(int64_t phase, size_t later) const {
+    if (!matches_ || phase != phase_ || now_.size() + later < last_.size()) return std::nullopt;
+    return now_.size() + later - last_.size();
+  }
+  // Returns a pass of the newest phase; null if it had fewer.
+  const Record* recorded(size_t position) const { return position < now_.size() ? &now_[position] : nullptr; }
+  // Returns the number of passes of the newest phase.
+  size_t size() const { return now_.size(); }
 
  private:
   int64_t phase_ = 0;

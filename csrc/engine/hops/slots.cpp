@@ -268,14 +268,17 @@ void Hops::add(const Counts& pass, int times) {
   }
 }
 
-std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& target, const EventHandle& traced) {
+std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& target, const EventHandle& traced,
+                                     const PassHandle& pass, int position) {
   Transport& transport = *transport_;
   HopMemory memory = HopMemory::source;
   const auto after = [&](const StreamEvent& event) { transport.order_memory_after(hop, memory, event); };
   const auto after_hop = [&](const auto& earlier, End end) {
     StreamEvent event = earlier->event(end);
     if (!event) {
+      const EventHandle waiting = traced ? trace_.begin_slot(pass, position, traced->label) : nullptr;
       earlier->wait(end);
+      trace_.end(waiting);
       event = transport.streams().record_compute();
     }
     after(event);
@@ -283,6 +286,7 @@ std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& targe
   source.before_read(after_hop, after);
   memory = HopMemory::target;
   target.before_write(after_hop, after);
+  const EventHandle posting = trace_.begin_posting(pass, position, traced);
   trace_.depart(traced, hop);
   if (delay_.count() > 0) {
     transport.delay(hop, std::chrono::microseconds(random_() % static_cast<uint64_t>(delay_.count() + 1)));
@@ -295,6 +299,7 @@ std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& targe
   target.record_receive(transfer);
   ++counts_[kind];
   for (const Span& span : hop.send) bytes_[kind] += static_cast<int64_t>(span.bytes);
+  trace_.end(posting);
   return transfer;
 }
 

@@ -140,8 +140,9 @@ class Hops {
   Hops(std::shared_ptr<Transport> transport, Trace& trace) : transport_(std::move(transport)), trace_(trace) {}
 
   // Posts a hop after the last write of its source and all uses of its target, and records it in both. `traced`: the
-  // trace event of the hop.
-  std::shared_ptr<Transfer> post(const Hop& hop, Usage& source, Usage& target, const EventHandle& traced);
+  // trace event of the hop. `pass`, `position`: of the step that posts it, in the trace.
+  std::shared_ptr<Transfer> post(const Hop& hop, Usage& source, Usage& target, const EventHandle& traced,
+                                 const PassHandle& pass, int position);
 
   // For race tests: delays every hop by a random time of at most `most`.
   void set_delay(std::chrono::microseconds most) { delay_ = most; }

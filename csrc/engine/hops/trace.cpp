@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <utility>
 
 #include "base/checks.h"
 
@@ -104,9 +105,29 @@ EventHandle Trace::announce(const std::string& operation, TraceKind kind, int po
   return add(nullptr, operation, kind, position, kind == TraceKind::step ? lane_of(hop) : Lane::compute, label(hop));
 }
 
-EventHandle Trace::begin_posting(const PassHandle& pass, int position, const Step& hop) {
-  if (!pass || !on_host_) return nullptr;
-  return begin(pass, TraceKind::wait, position, Lane::compute, concat("post ", label(hop)));
+EventHandle Trace::begin_posting(const PassHandle& pass, int position, const EventHandle& hop) {
+  if (!pass || !hop || !on_host_) return nullptr;
+  return begin(pass, TraceKind::wait, position, Lane::compute, concat("post ", hop->label));
+}
+
+EventHandle Trace::begin_slot(const PassHandle& pass, int position, const std::string& what) {
+  if (!pass) return nullptr;
+  return begin(pass, TraceKind::wait, position, Lane::compute, concat("slot: ", what));
+}
+
+EventHandle Trace::begin_outside(const std::string& operation, const std::string& label) {
+  if (!on_ || transport_->streams().capture() != 0) return nullptr;
+  return add(nullptr, operation, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, label);
+}
+
+uint64_t Trace::begin_collective(const std::string& operation) {
+  collective_ = begin_outside(operation, concat("collective: ", operation));
+  return recorder_.begin_collective(operation);
+}
+
+void Trace::end_collective(uint64_t recorded) {
+  recorder_.end(recorded);
+  end(std::exchange(collective_, nullptr));
 }
 
 void Trace::end(const EventHandle& event) {

@@ -15,7 +15,8 @@ namespace rtp {
 enum class Lane : uint8_t { compute, side, weight, gradient, outer_weight, outer_gradient };
 
 // Kind of an event: a step of a schedule; a wait of the compute stream for a hop (its arrival, its departure, or on CPU
-// also its posting, which the caller does itself); a copy of local tensors before they travel.
+// also its posting, which the caller does itself), for a slot, or for a collective; a conversion: local tensors are
+// copied, cast or quantized before they travel, or arrived ones dequantized.
 enum class TraceKind : uint8_t { step, wait, stage };
 
 const char* name(Lane lane);
@@ -78,8 +79,15 @@ class Trace {
   EventHandle begin(const PassHandle& pass, int position, const Step& step);  // in the row of the step
   // Begins the event of a prefetched hop whose pass has not begun, or of the copy made for it.
   EventHandle announce(const std::string& operation, TraceKind kind, int position, const Step& hop);
-  // Begins the event of posting a hop. Null if the host does not post hops itself.
-  EventHandle begin_posting(const PassHandle& pass, int position, const Step& hop);
+  // Begins the event in which a step of `pass` posts `hop`. Null if the host does not post hops itself.
+  EventHandle begin_posting(const PassHandle& pass, int position, const EventHandle& hop);
+  // Begins the wait of a step for the earlier uses of a slot.
+  EventHandle begin_slot(const PassHandle& pass, int position, const std::string& what);
+  // Begins a wait that belongs to no pass.
+  EventHandle begin_outside(const std::string& operation, const std::string& label);
+  // A collective of torch.distributed that the calling thread waits for; one at a time. Returns its Recorder entry.
+  uint64_t begin_collective(const std::string& operation);
+  void end_collective(uint64_t recorded);
   void end(const EventHandle& event);
 
   // Marks the departure of the event's hop; follow() returns a transfer that also records its arrival.
@@ -127,6 +135,7 @@ class Trace {
   int64_t captured_ = 0;
   std::vector<PassHandle> passes_;
   std::vector<EventHandle> events_;
+  EventHandle collective_;
 };
 
 }  // namespace rtp

@@ -86,10 +86,11 @@ def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int, hosts: int 
     moments = OPTIMIZER_MOMENTS[strategy.optimizer]
     sizes = (strategy.rtp, strategy.tp, strategy.param_bytes, strategy.reduce_bytes, moments)
     layers, ends = stage_layers(model, strategy, stage), (stage == 0, stage == strategy.pp - 1, strategy.pp > 1)
-    ways = (strategy.travel, strategy.gradient_route, strategy.gradient_travel, strategy.late_gradients)
+    ways = (strategy.travel, strategy.gradient_route, strategy.gradient_travel)
+    ahead = (strategy.late_gradients, strategy.prefetch)
     frozen = (strategy.frozen, strategy.lora_rank)
     return _rotation_bytes(
-        model, sizes, strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends, hosts, ways, frozen
+        model, sizes, strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends, hosts, ways, ahead, frozen
     )
 
 
@@ -103,7 +104,8 @@ def _rotation_bytes(
     layers: int,
     ends: tuple[bool, bool, bool],
     hosts: int,
-    ways: tuple[str | None, str, str | None, int],
+    ways: tuple[str | None, str, str | None],
+    ahead: tuple[int, int],
     frozen: tuple[str | None, int],
 ) -> RotationBytes:
     """Returns `rtp_bytes`, computed from a few layers: further layers add their shards and need no further slots."""
@@ -136,7 +138,8 @@ def _rotation_bytes(
             travel=ways[0],
             gradient_route=ways[1],
             gradient_travel=ways[2],
-            late_gradients=ways[3],
+            late_gradients=ahead[0],
+            prefetch=ahead[1],
         )
 
     if layers <= _FEW_LAYERS:

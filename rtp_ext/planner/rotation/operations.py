@@ -204,6 +204,7 @@ def rtp_bytes(
     gradient_travel: str | None = None,
     hosts: int = 1,
     late_gradients: int = 0,
+    prefetch: int = 1,
 ) -> RotationBytes:
     """Computes slots and states of one rank that trains with rotation.
 
@@ -225,6 +226,7 @@ def rtp_bytes(
         hosts: number of hosts of a two-level ring; 1: a flat ring.
         late_gradients: of the ring: passes whose gradients may still be arriving while the next one runs, each with
             its own slots. 0 on GPUs, 1 on CPUs over a network.
+        prefetch: of the ring: layers whose first shard is sent before they begin, 1 or 2.
 
     Slots: up to two for weights (one in place) and two for gradients, each of the largest shard of the operation, its
     parts aligned to 64 bytes; one more weight slot where shards are cast, or can be sent from slots only. Gradient
@@ -264,6 +266,7 @@ def rtp_bytes(
         route="two-level" if hosts > 1 else "ring",
         hosts=hosts,
         late=late_gradients,
+        prefetch=prefetch,
         **reach,
     )
     held = pools([sizes[rotation] for rotation in steps])

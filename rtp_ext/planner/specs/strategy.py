@@ -65,7 +65,7 @@ class Strategy:
         travel: dtype in which rotating weights travel; None: the compute dtype. gradient_travel: `int8` on the gradient
             route `direct`; None: reduce_dtype.
         late_gradients: of rotation, as in `rtp_ext.Ring`: 0 on GPUs; a ring of CPUs over a network defaults to 1.
-            It takes slots; the predicted time does not include it.
+            It takes slots; the predicted time does not include it. prefetch: likewise, 1 or 2.
         outer: policy between replicas of a ring (`rtp_ext.outer`), and the `period` in steps of policies that do not
             act in every step. topology: of gossip.
         replicate: of `zero=3`: number of groups of data-parallel ranks that each hold all shards; gradients are summed
@@ -113,6 +113,7 @@ class Strategy:
     travel: str | None = None
     gradient_travel: str | None = None
     late_gradients: int = 0
+    prefetch: int = 1
     frozen: str | None = None
     lora_rank: int = 0
     outer: str = "allreduce"
@@ -136,6 +137,7 @@ class Strategy:
                     f"pipelines stage by stage, got {getattr(self, degree)}"
                 )
         check_at_least("strategy", 0, late_gradients=self.late_gradients, lora_rank=self.lora_rank)
+        check_at_least("strategy", 1, prefetch=self.prefetch)
         check_known("schedule", self.schedule, SCHEDULES)
         check_known("recompute", self.recompute, RECOMPUTE)
         check_known("optimizer", self.optimizer, OPTIMIZER_MOMENTS)
@@ -203,6 +205,7 @@ class Strategy:
             "travel": None,
             "gradient_travel": None,
             "late_gradients": 0,
+            "prefetch": 1,
             "frozen": None,
             "lora_rank": 0,
             "outer": "allreduce",

@@ -111,8 +111,8 @@ class RingOptions:
         check_choice("graphs", self.graphs, GRAPHS)
         if self.slot_cap < 0:
             raise ValueError(f"Ring: expected slot_cap >= 0, got {self.slot_cap}")
-        if self.prefetch not in (0, 1):
-            raise ValueError(f"Ring: expected prefetch 0 or 1, got {self.prefetch!r}")
+        if self.prefetch not in (0, 1, 2):
+            raise ValueError(f"Ring: expected prefetch 0, 1 or 2, got {self.prefetch!r}")
         late = self.late_gradients
         if late is not None and (isinstance(late, bool) or late < 0):
             raise ValueError(f"Ring: expected late_gradients >= 0 or None, got {late!r}")
