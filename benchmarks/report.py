@@ -284,7 +284,8 @@ def hosts_table(lines: list[Row], words: list[str], columns: Columns) -> str:
 def block(wish: str, results: Path) -> str:
     """Returns the text of a page between a marker and its end. `wish`: the words of the marker."""
     machine, kind, *words = wish.split() if " " in wish else (wish, "")
-    wrong = len(words) != 1 if kind in ("compare", "scaling", "paper") else kind in ("brief", "where", *OF_HOSTS) and not words
+    one_word = kind in ("compare", "scaling", "paper")
+    wrong = len(words) != 1 if one_word else kind in ("brief", "where", *OF_HOSTS) and not words
     if kind not in FILES or wrong:
         kinds = ", ".join(FILES)
         raise ValueError(f"expected <!-- report: MACHINE KIND WORDS -->, a kind of {kinds} and its words, got {wish!r}")
