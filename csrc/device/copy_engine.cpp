@@ -47,7 +47,7 @@ void CopyEngine::copy(const std::vector<Copy>& copies, cudaStream_t stream, bool
     return;
   }
   for (const Copy& copy : copies) {
-    RTP_CUDA_CHECK(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDeviceToDevice, stream));
+    RTP_CUDA_CHECK(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDefault, stream));
   }
 }
 

@@ -40,6 +40,8 @@ class Executor {
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }
   at::Device device() const { return device_; }
+  // Where local shards lie.
+  at::Device shard_device() const { return pulls_.source() ? pulls_.source()->device() : device_; }
   Transport& transport() { return *transport_; }
   Streams& streams() { return transport_->streams(); }
   SlotPool& pool() { return pool_; }

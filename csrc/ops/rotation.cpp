@@ -80,8 +80,8 @@ void check_local(const Executor& executor, const RotationOptions& options, const
                   " on rank ", executor.rank(), " of ", executor.ranks(), ", got ", local.sizes());
   RTP_CHECK_VALUE(local.is_contiguous(), options.name, ": expected a contiguous ", what, " shard, got strides ",
                   local.strides(), " for shape ", local.sizes());
-  RTP_CHECK_TYPE(local.device() == executor.device(), options.name, ": expected a ", what, " on ",
-                 executor.device().str(), ", the device of the ring, got ", local.device().str());
+  RTP_CHECK_TYPE(local.device() == executor.shard_device(), options.name, ": expected a ", what, " on ",
+                 executor.shard_device().str(), ", where the ring has its shards, got ", local.device().str());
 }
 
 at::Tensor travelling_local(const Executor& executor, const RotationOptions& options, const char* what,
@@ -100,8 +100,8 @@ at::Tensor travelling_local(const Executor& executor, const RotationOptions& opt
   RTP_CHECK_VALUE(local.numel() == expected && local.is_contiguous(), options.name, ": expected ", expected,
                   " contiguous bytes of a frozen weight's shard of shape ", at::IntArrayRef(layout.shapes[rank]),
                   " on rank ", rank, " of ", executor.ranks(), ", got shape ", local.sizes());
-  RTP_CHECK_TYPE(local.device() == executor.device(), options.name, ": expected a frozen weight on ",
-                 executor.device().str(), ", the device of the ring, got ", local.device().str());
+  RTP_CHECK_TYPE(local.device() == executor.shard_device(), options.name, ": expected a frozen weight on ",
+                 executor.shard_device().str(), ", where the ring has its shards, got ", local.device().str());
   return local.view(-1).narrow(0, 0, layout.bytes(rank));
 }
 

@@ -172,6 +172,7 @@ void bind_executor(py::module_& m) {
         });
 #ifdef RTP_WITH_CUDA
   m.def("copied_shards", &make_copied_shards, py::call_guard<NoGil>());
+  m.def("offloaded_shards", &make_offloaded_shards, py::call_guard<NoGil>());
 #endif
   ExecutorClass executor(m, "Executor", "The transport and the slots of one ring.");
   executor

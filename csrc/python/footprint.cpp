@@ -72,6 +72,7 @@ void bind_footprint(py::module_& m) {
         return footprint(operations, step.make(size));
       },
       py::arg("operations"));
+  m.def("aligned", &aligned, py::arg("bytes"), "The bytes that a tensor of so many takes in a slot.");
   m.def("wire_bytes", &wire_bytes, py::arg("numbers"), py::arg("travel"), py::arg("compute_bytes"));
   m.def(
       "travels_in_place",

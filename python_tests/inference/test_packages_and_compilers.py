@@ -158,11 +158,15 @@ def explains(rank, ranks):
         pulled = plan.totals["forward_bytes"]
         if transport == "shm":
             assert pulled == 0 and "reads the shards of other ranks where they lie" in str(plan)
+            assert plan.totals["slot_bytes"] == 0
         else:
             # the last group of blocks is stored whole, and travels without the rows that it lacks
             stored = sum(ring.exchange(held)) - held
             assert pulled <= stored and (pulled == stored or weights is not None), (pulled, stored)
             assert f"A forward of rank {rank} pulls" in str(plan) and "pulled" in str(plan)
+            model(torch.arange(5).unsqueeze(0))
+            slots = ring.slot_count("weight")
+            assert (slots.slots, slots.bytes) == (2, plan.totals["slot_bytes"])
         names = {name for name, row in rows.items() if row.travel == "nf4"}
         assert names == (set(rtp_ext.frozen_weights(model)) if weights else set())
         assert "rotate_for_inference keeps it whole on every rank" in str(plan)

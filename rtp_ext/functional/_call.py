@@ -95,7 +95,7 @@ class Call:
         if not isinstance(weight, torch.Tensor) or not dtype.is_floating_point:
             raise TypeError(f"{name}: expected a floating-point weight, got {dtype}")
         compute = compute_dtype or dtype
-        kind = weight.device.type
+        kind = ring.device.type  # an offloaded weight is on the host
         if autocasts and torch.is_autocast_enabled(kind) and dtype != torch.float64:
             compute = torch.get_autocast_dtype(kind)
         reduce = reduce_dtype or (torch.float64 if compute == torch.float64 else torch.float32)

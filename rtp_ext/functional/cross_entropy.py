@@ -16,6 +16,7 @@ from rtp_ext.functional._call import (
     prepare,
     saved,
 )
+from rtp_ext.parameters.frozen import expect_options
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
@@ -82,9 +83,7 @@ def prepare_cross_entropy(
         params.append(ShardedParameter("bias", bias, 0, 1))
 
     frozen = frozen_of(weight)
-    if frozen is not None and (transposed or call.in_place):
-        expected = "a weight stored [vocabulary, features]" if transposed else "in_place=False"
-        raise ValueError(f"{call.name}: expected {expected} for a frozen weight in blocks")
+    expect_options(call.name, [frozen], transposed, call.in_place)
 
     def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int, str | None]:
         whole = shapes[0] if frozen is None else frozen.shape

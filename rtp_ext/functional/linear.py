@@ -19,7 +19,7 @@ from rtp_ext.functional._call import (
     saved,
     watched_where_read,
 )
-from rtp_ext.parameters.frozen import FrozenWeight
+from rtp_ext.parameters.frozen import FrozenWeight, expect_options
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
@@ -240,7 +240,7 @@ def prepare_partial(
 ) -> tuple[list[ShardedParameter], tuple[int, int, Any]]:
     """Returns the local shards of a layer cut along its inputs, and (out features, in features, native shape)."""
     frozen = frozen_of(weight)
-    _check_frozen(call, [frozen], transposed)
+    expect_options(call.name, [frozen], transposed, call.in_place)
     format = None if frozen is None else frozen.format
     params = _local_shards([weight], [bias], 0 if transposed else 1)
 
@@ -270,7 +270,7 @@ def prepare_linears(
         projections = tuple(map(tuple, projections))  # type: ignore[arg-type]
     frozen = tuple([frozen_of(weight) for weight in weights])
     in_blocks = any([each is not None for each in frozen])
-    _check_frozen(call, frozen, transposed)
+    expect_options(call.name, frozen, transposed, call.in_place)
 
     def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
         return _bundle(call, params, shapes, biases, len(inputs), projections, transposed)
@@ -281,13 +281,6 @@ def prepare_linears(
         {} if transposed or in_blocks else {"tokens": tokens, "size": lambda shapes: _size(call, shapes)}
     )
     return params, prepare(call, prepared, "linears", params, inputs, facts, derive, late=True, **planned)
-
-
-def _check_frozen(call: Call, frozen: Sequence[FrozenWeight | None], transposed: bool) -> None:
-    """Raises ValueError for options that frozen weights in blocks do not take."""
-    if any(frozen) and (transposed or call.in_place):
-        expected = "a weight stored [out, in]" if transposed else "in_place=False"
-        raise ValueError(f"{call.name}: expected {expected} for a frozen weight in blocks")
 
 
 def _size(call: Call, shapes: Sequence[tuple[int, ...]]) -> LayerSize:

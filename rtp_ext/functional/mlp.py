@@ -18,6 +18,7 @@ from rtp_ext.functional._call import (
     saved,
     watched_where_read,
 )
+from rtp_ext.parameters.frozen import expect_options
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
@@ -115,10 +116,11 @@ def prepare_mlp(
     formats = {
         None if each is None else each.format for each, param in zip(frozen, params, strict=True) if param.dims > 1
     }
-    if any(frozen) and (transposed or call.in_place or len(formats) > 1):
+    expect_options(call.name, frozen, transposed, call.in_place)
+    if any(frozen) and len(formats) > 1:
         raise ValueError(
-            f"{call.name}: expected weights of one format, stored [out, in], and in_place=False for frozen weights in "
-            f"blocks, got formats {', '.join(map(str, formats))}"
+            f"{call.name}: expected weights of one format for frozen weights in blocks, got formats "
+            f"{', '.join(map(str, formats))}"
         )
 
     def derive(shapes: list[tuple[int, ...]]) -> Any:

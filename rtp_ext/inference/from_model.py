@@ -3,7 +3,6 @@ is cut."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from rtp_ext.inference.agreement import agree
 from rtp_ext.parameters.frozen import gather_plain, load_plain
 from rtp_ext.parameters.pieces import is_piece
 from rtp_ext.parameters.sharding import frozen_of, held, sections
@@ -41,12 +41,8 @@ def copy_from(
             seen.add((id(value), id(target)))
             found.append((name, value, target, _way(value, target)))
     looks = [(name, shape_of(value), str(value.dtype), way.__name__) for name, value, _, way in found]
-    answers = ring.exchange((problem, hashlib.sha256(repr((looks, bucket_bytes)).encode()).hexdigest()))
-    for rank, (theirs, digest) in enumerate(answers):
-        if theirs is not None:
-            raise ValueError(f"update_weights: {problem or f'on rank {rank}, {theirs}'}")
-        if digest != answers[0][1]:
-            raise ValueError(f"update_weights: expected the tensors of rank 0 on every rank, got others on rank {rank}")
+    error = None if problem is None else ValueError(f"update_weights: {problem}")
+    agree(ring, error, (looks, bucket_bytes), written=False)
     sizes = (value.nbytes for _, value, _, way in found if way is not _copy_local)
     buffer = torch.empty(min(bucket_bytes, max(sizes, default=0)), dtype=torch.uint8)
     failure: Exception | None = None

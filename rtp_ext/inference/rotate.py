@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from rtp_ext._native import RotationError
@@ -74,11 +75,14 @@ def rotate_for_inference(
         model: the same on every rank.
         mesh: a one-dimensional DeviceMesh, or a process group of CPU ranks; None: the default group.
         transport: for CPUs `shm` (ranks of one host), `shm+tcp` (hosts with equally many neighbouring ranks), `tcp` (of
-            any hosts); for GPUs `ce` (of one host); or `auto`: the first of these that works.
+            any hosts); for GPUs `ce` (of one host), with offload `shm`; or `auto`: the first of these that works.
         weights: None, "int8", "nf4" or "mxfp4": weights of linear layers and experts are stored and read in blocks of
             codes with a scale, and are widened where a product needs them; see docs/frozen.md for the formats and for
             weights that keep their dtype. `Linear4bit` layers of bitsandbytes keep their bits, with and without it.
-        offload: False. Offloading is not made yet.
+        offload: for GPUs: shards lie in pinned memory of the host, once for all of its ranks, and copy engines copy
+            each one, this rank's own too, into one of two slots while the product before runs. The model may be on the
+            host. Parameters that stay whole, and buffers, go to the GPU. It has not run on a GPU yet. On CPUs, where
+            shards lie in memory of the host already, a ValueError.
         timeout: seconds (or a timedelta) after which a rank that does not take part in a collective is an error.
 
     Raises ValueError for a model that was converted before, for arguments that are not made yet, for a model without a
@@ -86,8 +90,11 @@ def rotate_for_inference(
     device, and on every rank where models differ; RotationError where ranks cannot map each other's memory. Backward
     through a layer raises ValueError: `fully_rotate` is for training.
     """
-    _check_arguments(model, mesh, transport, weights, offload)
-    options = Options.of({**_DEFAULTS, "mesh": mesh, "frozen": weights, "timeout": timeout})
+    _check_arguments(model, transport, weights)
+    policy = CPUOffloadPolicy(pin_memory=False) if offload else None
+    given = {"mesh": mesh, "frozen": weights, "timeout": timeout, "offload_policy": policy}
+    options = Options.of({**_DEFAULTS, **given})
+    of_ring: dict[str, Any] = {"transport": transport, "timeout": timeout, "offload": offload}
     try:
         request = dataclasses.replace(read_call(model, options), trains=False)
         plan = _rotating(inspect_model(request), model)
@@ -101,11 +108,9 @@ def rotate_for_inference(
             )
         validate(plan, request)
     except (TypeError, ValueError) as error:
-        InferenceRing(mesh, transport=transport, timeout=timeout).end(
-            RotationError(str(error))
-        )  # the other ranks may wait for this one
+        InferenceRing(mesh, **of_ring).end(RotationError(str(error)))  # the other ranks may wait for this one
         raise
-    ring = InferenceRing(mesh, transport=transport, timeout=timeout)
+    ring = InferenceRing(mesh, **of_ring)
     with ring.communicator.released_on_error():
         _convert(model, plan, request, ring)
     return model
@@ -114,7 +119,7 @@ def rotate_for_inference(
 _DEFAULTS = {each.name: each.default for each in dataclasses.fields(Options)}
 
 
-def _check_arguments(model: Any, mesh: Any, transport: str, weights: str | None, offload: bool) -> None:
+def _check_arguments(model: Any, transport: str, weights: str | None) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"rotate_for_inference: expected a torch.nn.Module, got {type(model).__name__}")
     if transport not in TRANSPORTS:
@@ -122,11 +127,6 @@ def _check_arguments(model: Any, mesh: Any, transport: str, weights: str | None,
     if weights not in (None, *FORMATS):
         raise ValueError(
             f"rotate_for_inference: expected weights None, {', '.join(map(repr, FORMATS))}, got {weights!r}"
-        )
-    if offload:
-        raise ValueError(
-            "rotate_for_inference: expected offload False, got True: shards of CPU ranks are in the memory of the host "
-            "already, and from pinned memory of the host to GPUs is not made yet"
         )
     for name, part in model.named_modules():
         label = f"{name or 'the model'} ({type(part).__name__})"
@@ -174,12 +174,17 @@ def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: Infer
     old: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     cut = {key: parameter for key, parameter in old.items() if isinstance(parameter, DTensor)}
     new = dict(zip(cut, ring.share([*cut.values()]), strict=True))
-    new |= {key: torch.zeros_like(p, device=ring.device) for key, p in old.items() if key not in cut and p.is_meta}
+    for key, parameter in old.items():
+        if parameter.is_meta and key not in cut:
+            new[key] = torch.zeros_like(parameter, device=ring.device)
+        elif parameter.device != ring.device and key not in cut:  # offload takes a model on the host
+            new[key] = parameter.detach().to(ring.device)
     made = {key: as_parameter(tensor, old[key].requires_grad) for key, tensor in new.items()}
     for key, parameter in made.items():
         parameter.__dict__.update(old[key].__dict__)
     for part in model.modules():
         part._parameters.update({n: made[id(p)] for n, p in part._parameters.items() if id(p) in made})
+        part._buffers.update({n: b.to(ring.device) for n, b in part._buffers.items() if b is not None})
     ring.whole_bytes = sum(p.nbytes for p in model.parameters() if not isinstance(p, DTensor))
     model.__dict__[INFERENCE] = ring
     extend_adapters(model, UnmergedAdapter)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
-from rtp_ext._native import RotationError
-from rtp_ext.convert.methods.stream_weights import BUCKET_BYTES
+from rtp_ext.convert.methods.stream_weights import BUCKET_BYTES, OTHER_NAMES
+from rtp_ext.inference.agreement import agree
 from rtp_ext.inference.from_model import copy_from, shape_of, write
 from rtp_ext.ring.inference import INFERENCE, InferenceRing
 
@@ -33,7 +33,8 @@ def update_weights(model: nn.Module, source: nn.Module | NamedTensors, *, bucket
             of every bucket. A rank holds one whole weight at a time where several dimensions of a mesh cut the weight,
             or where it is in blocks; no rank holds another whole weight that is cut. A weight that will be in blocks
             holds this rank's rows meanwhile. Named tensors are whole, the same on every rank, in any order; they are
-            consumed one by one.
+            consumed one by one. A tensor that `stream_weights` yields for several names of a tied model is written
+            under all of them.
         bucket_bytes: the most bytes that travel at once, but at least one row of a tensor. Of a model only.
 
     Raises ValueError for a model that was not converted, and for an unknown name, another shape or names that differ
@@ -57,7 +58,7 @@ def update_weights(model: nn.Module, source: nn.Module | NamedTensors, *, bucket
             )
     if isinstance(source, nn.Module):
         count, failure = copy_from(source, targets, ring, bucket_bytes)
-        _end(ring, failure)
+        _end(ring, failure, count)
         return count
     names, failure = [], None
     try:
@@ -68,27 +69,22 @@ def update_weights(model: nn.Module, source: nn.Module | NamedTensors, *, bucket
         failure = error
         if isinstance(source, Generator):
             source.close()  # other ranks may wait for this one in a stream
-    _end(ring, failure, hashlib.sha256(repr(sorted(names)).encode()).hexdigest())
+    _end(ring, failure, sorted(names))
     return len(names)
 
 
-def _end(ring: InferenceRing, failure: Exception | None, digest: str = "") -> None:
-    """Raises where an update has failed on a rank, or where the digests of their names differ. Collective."""
+def _end(ring: InferenceRing, failure: Exception | None, tensors: Any) -> None:
+    """Ends an update on all ranks. Collective; for the arguments and errors see `agree`."""
     ring.synchronize()  # other ranks read without waiting for this one's streams
-    answers = ring.exchange((None if failure is None else f"{type(failure).__name__}: {failure}", digest))
-    if failure is not None:
-        raise failure
-    for rank, (problem, theirs) in enumerate(answers):
-        if problem is not None:
-            raise RotationError(f"update_weights failed on rank {rank}, the weights are partly new: {problem}")
-        if theirs != answers[0][1]:
-            raise ValueError(f"update_weights: expected the names of rank 0 on every rank, got others on rank {rank}")
+    agree(ring, failure, tensors, written=True)
 
 
 def _update(name: str, tensor: torch.Tensor, targets: dict[str, torch.Tensor]) -> None:
-    target = targets.get(name)
-    if target is None:
+    if name not in targets:
         raise ValueError(f"update_weights: expected names of the model's state_dict, got {name!r}")
-    if tuple(tensor.shape) != shape_of(target):
-        raise ValueError(f"update_weights: {name}: expected shape {shape_of(target)}, got {tuple(tensor.shape)}")
-    write(target, tensor)
+    tied = [other for other in getattr(tensor, OTHER_NAMES, ()) if other in targets]
+    for each in (name, *tied):
+        target = targets[each]
+        if tuple(tensor.shape) != shape_of(target):
+            raise ValueError(f"update_weights: {each}: expected shape {shape_of(target)}, got {tuple(tensor.shape)}")
+        write(target, tensor)

@@ -1,8 +1,9 @@
 """Frozen weights in 4 or 8 bits: blocks of codes, each with a scale, that a parameter holds as bytes.
 
-A parameter of such a weight [O, ...] is uint8 [groups, bytes]. A group is the fewest rows that fill whole blocks; the
-last group is filled with zeros. The ring shards groups, as DTensor's Shard(0) does, so that no shard cuts a block, and
-checkpoints store and reshard the bytes. csrc/base/blocks.h has the layout of a block.
+A parameter of such a weight [O, ...] is uint8 [groups, bytes], in some formats followed by extents of 1. A group is the
+fewest rows that fill whole blocks; the last group is filled with zeros. The ring shards groups, as DTensor's Shard(0)
+does, so that no shard cuts a block, and checkpoints store and reshard the bytes. csrc/base/blocks.h has the layout of a
+block.
 
 The weights of an MLP that rotates as a bundle are cut along its hidden features, between multiples of the block: gate
 and up in groups of as many rows as a block has numbers; down [O, I] along its inputs, as uint8 [O, I / block, bytes of
@@ -12,7 +13,7 @@ a block], Shard(1).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import FROZEN, as_parameter
 
 FORMATS = ("nf4", "mxfp4", "int8")
+_FOREIGN = ("fp4", "nf4-torchao", "nf4-torchao-bfloat16")  # formats of other packages, of the layout of nf4
 
 _NF4_LEAST = 1e-38  # a smaller largest magnitude counts as this one, as in bitsandbytes
 _MX_LEAST = 2.0**-126  # codes of a block with a smaller scale are those for this one, as in torchao
@@ -37,7 +39,7 @@ class FrozenWeight:
     """A weight in blocks.
 
     Attributes:
-        format: of its blocks: one of FORMATS, or of another package: `fp4`, `nf4-torchao`, `nf4-torchao-bfloat16`.
+        format: of its blocks: one of FORMATS or of _FOREIGN.
         shape: [O, ...], of the plain weight; [E, ...] of stacked experts.
         dtype: of the plain weight.
         dim: the dimension that the ring cuts: 0, or 1 for [O, I] with a multiple of the block in each row.
@@ -79,12 +81,14 @@ class FrozenWeight:
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter."""
+        """The shape of the parameter. It tells formats with blocks of equal layout apart, so that bytes of another one
+        are an error when they are loaded: each format of _FOREIGN has another number of extents of 1 at its end."""
         numbers, size = self.block
+        mark = (1,) * (_FOREIGN.index(self.format) + 1 if self.format in _FOREIGN else 0)
         if self.dim == 1:
-            return self.shape[0], self.shape[1] // numbers, size
+            return self.shape[0], self.shape[1] // numbers, size, *mark
         rows = self.group_rows
-        return -(-self.shape[0] // rows), rows * math.prod(self.shape[1:]) // numbers * size
+        return -(-self.shape[0] // rows), rows * math.prod(self.shape[1:]) // numbers * size, *mark
 
     def rows_of(self, first: int, groups: int) -> tuple[int, int]:
         """Returns the first row, and the row behind the last, of groups [first, first + groups)."""
@@ -190,6 +194,14 @@ def join_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def repeated_scales(scales: torch.Tensor, block: int, count: int) -> torch.Tensor:
     """Returns float32 scales [count, 1] of blocks of 64 for those of larger blocks, a multiple of 64 numbers each."""
     return scales.float().repeat_interleave(block // kernels.block_layout("nf4")[0])[:count].view(-1, 1)
+
+
+def expect_options(name: str, frozen: Sequence[FrozenWeight | None], transposed: bool, in_place: bool) -> None:
+    """Raises ValueError for options of an operation that frozen weights in blocks do not take. `frozen`: of its
+    parameters; `transposed`: weights are stored [in, out]."""
+    if any(frozen) and (transposed or in_place):
+        expected = "a weight stored [out, in]" if transposed else "in_place=False"
+        raise ValueError(f"{name}: expected {expected} for a frozen weight in blocks")
 
 
 def freeze(parameter: nn.Parameter, ring: Ring, weight: FrozenWeight) -> nn.Parameter:

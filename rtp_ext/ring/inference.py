@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
@@ -38,13 +39,16 @@ _ALIGNMENT = 64  # bytes; of a shard in the memory that other ranks read
 _CALLER = "rotate_for_inference"
 
 
-def _candidates(ring: Communicator) -> list[Candidate]:
+def _candidates(ring: Communicator, offload: bool) -> list[Candidate]:
     """Returns the transports of an InferenceRing, the preferred one first."""
 
     def none(ring: Communicator) -> Any:
         return _native.emulated_transport(ring.device)  # nothing hops
 
     placed = ring.placed
+    if offload:
+        virtue = "copy engines copy shards from memory of the host that all ranks map"
+        return [Candidate("shm", virtue, lambda: placed.spread, none)]
     if ring.device.type == "cuda":
         virtue = "copy engines copy shards from the memory of their owners"
         return [Candidate("ce", virtue, lambda: placed.spread or ce_refusal(), none)]
@@ -107,8 +111,9 @@ class InferenceRing(Ring):
     two slots, while it computes with the shard before; in the forward of a model also across layers, in the order of
     the forward before. `shm+tcp` does the first inside a host and the second between hosts; a shard that another rank
     of the host has in a slot comes from there. Over `ce` copy engines copy a shard from the GPU of its owner, which
-    takes no part. Only `share`, `exchange` and `update_weights` are collective. Threads may run forwards at a time;
-    their layers take turns.
+    takes no part. With `offload` the shards of GPUs lie in pinned memory of their host, which all ranks map (`shm`),
+    and copy engines copy every one, this rank's own too. Only `share`, `exchange` and `update_weights` are collective.
+    Threads may run forwards at a time; their layers take turns.
 
     Attributes:
         shard_bytes: bytes of this rank's shards.
@@ -128,6 +133,7 @@ class InferenceRing(Ring):
         *,
         transport: str,
         timeout: float | datetime.timedelta,
+        offload: bool = False,
     ) -> None:
         fixed = {"transport": transport, "route": "direct", "slot_cap": 0, "prefetch": 0, "late_gradients": 0}
         options = RingOptions.of({**fixed, "timeout": timeout})
@@ -136,13 +142,17 @@ class InferenceRing(Ring):
         self.mesh = self.parameter_mesh = meshes.hops
         if meshes.hops.device_type not in ("cpu", "cuda"):
             raise ValueError(f"{_CALLER}: expected ranks on CPUs or CUDA GPUs, got a mesh on {meshes.hops.device_type}")
+        if offload:
+            _check_offload(meshes.hops.device_type, transport)
         ring = join_ranks(meshes, options)
         self._source: Any = None
         with ring.released_on_error():
             token = agree_on(options, ring)
-            connection = choose(ring, transport, _candidates(ring), _CALLER)
+            connection = choose(ring, transport, _candidates(ring, offload), _CALLER)
             routes = RoutePlan.of(options, "direct", GradientRoutes("chain", None, "there are none"))
             self._compose(ring, options, connection, routes, token)
+            if offload:
+                self.offload(CPUOffloadPolicy(pin_memory=False))  # `share` moves the shards to memory that is pinned
 
     def share(self, parameters: Sequence[DTensor]) -> list[torch.Tensor]:
         """Moves the local shards of parameters into memory that other ranks read, and connects the ranks. Collective.
@@ -190,6 +200,8 @@ class InferenceRing(Ring):
         `unique`: an id of NCCL. Collective over `ce`."""
         if self.transport == "ce":
             return _native.copied_shards(unique, self.rank, self.size, max(sizes), self.device, self.timeout)
+        if self.host_memory is not None:
+            return _native.offloaded_shards(self.rank, self.size, sizes[self.rank], self.device)
         place = self.rank, self.size, sizes[self.rank]
         if self.transport == "shm":
             return _native.shared_shards(*place)
@@ -222,14 +234,16 @@ class InferenceRing(Ring):
 
     @property
     def pulls_from(self) -> tuple[int, ...]:
-        """The ranks whose shards this one pulls, or gets from another rank of its host that has pulled them. It reads
-        those of the others where they lie."""
+        """The ranks whose shards this one pulls, or gets from another rank of its host that has pulled them; offloaded
+        ones come from memory of the host. It reads those of the others where they lie."""
+        if self.host_memory is not None:
+            return tuple(range(self.size))
         per_host = {"shm": self.size, "shm+tcp": self.size // (self.hosts or 1)}.get(self.transport, 1)
         return tuple(owner for owner in range(self.size) if owner // per_host != self.rank // per_host)
 
     @property
     def pulled_bytes(self) -> int:
-        """The bytes of shards that have come to this rank from their owners over sockets."""
+        """The bytes of shards that have come to this rank from their owners: over sockets, or by copy engines."""
         return 0 if self._source is None else self._source.pulled_bytes
 
     @property
@@ -267,7 +281,21 @@ class InferenceRing(Ring):
             return False
 
     def __repr__(self) -> str:
+        place = "here" if self.host_memory is None else "in pinned memory of the host"
         return (
             f"InferenceRing(rank={self.rank}, size={self.size}, transport={self.transport!r}, {self.shard_bytes} bytes "
-            f"of shards here, {self.whole_bytes} bytes whole on every rank)"
+            f"of shards {place}, {self.whole_bytes} bytes whole on every rank)"
+        )
+
+
+def _check_offload(device: str, transport: str) -> None:
+    """Raises ValueError where shards cannot be offloaded."""
+    if device == "cpu":
+        raise ValueError(
+            f"{_CALLER}: expected offload=False on CPUs, got True: their shards lie in memory of the host already"
+        )
+    if transport not in ("auto", "shm"):
+        raise ValueError(
+            f"{_CALLER}: expected transport auto or shm with offload=True, got {transport!r}: all shards lie in memory "
+            "of the host"
         )

@@ -3,31 +3,13 @@
 #include <algorithm>
 
 #include "base/checks.h"
-#include "device/copy_engine.h"
-#include "device/cuda_streams.h"
 #include "device/nccl/symmetric_memory.h"
+#include "engine/shards/copy_pulls.h"
 #include "transport/ce/peer_memory.h"
 #include "transport/transport.h"
 
 namespace rtp {
 namespace {
-
-class CopiedPull : public Pull {
- public:
-  CopiedPull(CudaStreams& streams, StreamEvent arrived) : streams_(streams), arrived_(std::move(arrived)) {}
-
-  void wait() override { streams_.order_compute_after(arrived_); }
-  void drop() noexcept override {
-    try {
-      wait();
-    } catch (...) {  // a CUDA error, which the next call reports, too
-    }
-  }
-
- private:
-  CudaStreams& streams_;
-  StreamEvent arrived_;
-};
 
 class CopiedShards : public ShardSource {
  public:
@@ -35,11 +17,10 @@ class CopiedShards : public ShardSource {
                std::chrono::milliseconds timeout)
       : ShardSource(rank, ranks),
         device_(device),
-        streams_(device),
+        copies_(device),
         communicators_({id}, rank, ranks, device, CommunicatorOptions{}, timeout),
         peers_(communicators_, rank, ranks) {
     const DeviceScope scope(device_);
-    copies_ = Stream::highest_priority();
     region_.memory = allocate_symmetric(std::max<int64_t>(bytes, 1), device_);
   }
 
@@ -67,32 +48,25 @@ class CopiedShards : public ShardSource {
     set_offsets(region_.bases[rank()], offsets[rank()]);
   }
 
+  at::Device device() const override { return region_.memory.device(); }
   bool maps(int owner) const override { return owner == rank(); }
   at::Tensor at(size_t, const at::Tensor& local, int, const std::vector<int64_t>&) const override { return local; }
 
   std::shared_ptr<Pull> pull(const std::vector<size_t>& parameters, int owner,
                              const std::vector<at::Tensor>& targets) override {
-    const DeviceScope scope(device_);
-    if (streams_.capture() != 0) {
-      throw RotationError("forwards of a model that rotate_for_inference has converted cannot be captured in a graph");
-    }
-    std::vector<Copy> copies;
+    std::vector<const std::byte*> sources;
     for (size_t index = 0; index < targets.size(); ++index) {
-      const auto bytes = static_cast<size_t>(targets[index].nbytes());
-      if (bytes == 0) continue;
-      copies.push_back({targets[index].data_ptr(), region_.bases[owner] + offsets_[owner][parameters[index]], bytes});
-      pulled_bytes_ += static_cast<int64_t>(bytes);
+      sources.push_back(region_.bases[owner] + offsets_[owner][parameters[index]]);
+      pulled_bytes_ += static_cast<int64_t>(targets[index].nbytes());
     }
-    streams_.order_after(copies_.get(), streams_.record_compute());
-    engine_.copy(copies, copies_.get(), /*captured=*/false);
-    return std::make_shared<CopiedPull>(streams_, streams_.event(copies_.get()));
+    return copies_.start(targets, sources);
   }
 
   void close() noexcept override {
     if (std::exchange(closed_, true)) return;
     try {
       const DeviceScope scope(device_);
-      RTP_CUDA_CHECK(cudaStreamSynchronize(copies_.get()));
+      copies_.synchronize();
       peers_.withdraw(region_);
       communicators_.abort();
     } catch (const std::exception&) {  // the ring has failed before
@@ -103,11 +77,9 @@ class CopiedShards : public ShardSource {
 
  private:
   const at::Device device_;
-  CudaStreams streams_;
+  CopyPulls copies_;
   NcclCommunicators communicators_;
   PeerMemory peers_;
-  CopyEngine engine_;
-  Stream copies_;
   PeerRegion region_;
   std::vector<std::vector<int64_t>> offsets_;  // by rank and parameter
   bool closed_ = false;

@@ -1,4 +1,5 @@
-// Shards on the GPUs of one host, which copy engines copy from the memory of their owner.
+// Shards that copy engines copy to this rank's GPU; their owners take no part: from the GPUs of one host, or
+// from memory of the host.
 #pragma once
 
 #ifdef RTP_WITH_CUDA
@@ -11,13 +12,16 @@
 
 namespace rtp {
 
-// This rank's shards lie in memory that all ranks can access, and the owner takes no part in a copy. Copies run on a
-// stream of their own, each after the computes that were enqueued before it; computes wait for the copy that they read.
+// This rank's shards lie in memory of its GPU that all ranks can access.
 //
 // `id`: one unique id of NCCL, the same on every rank; `bytes`: of the memory, the same on every rank. Collective, as
 // connect() is. close() frees the memory: no rank may copy from it any more. Without it, the memory is never freed.
 std::shared_ptr<ShardSource> make_copied_shards(const std::string& id, int rank, int ranks, int64_t bytes,
                                                 at::Device device, std::chrono::milliseconds timeout);
+
+// The shards of all ranks lie in memory of the host that each rank maps and pins: every shard, this rank's own too, is
+// copied before a compute reads it. `bytes`: of this rank's shards. The memory of a rank stays when it ends.
+std::shared_ptr<ShardSource> make_offloaded_shards(int rank, int ranks, int64_t bytes, at::Device device);
 
 }  // namespace rtp
 

@@ -49,16 +49,15 @@ void HostShards::set_all_offsets(const std::vector<std::vector<int64_t>>& offset
   set_offsets(own_data(), offsets[rank()]);
 }
 
-void HostShards::map(int peer, const std::string& address, int64_t bytes) {
-  mapped_[peer] = map_numbered(address, kHeader + static_cast<size_t>(bytes), /*writable=*/false,
-                               concat("shared shards: rank ", peer));
+void HostShards::map(int peer, const std::string& address, int64_t bytes, bool writable) {
+  mapped_[peer] = map_numbered(address, kHeader + static_cast<size_t>(bytes), writable, concat("shared shards: rank ", peer));
 }
 
 at::Tensor HostShards::at(size_t parameter, const at::Tensor& local, int owner,
                           const std::vector<int64_t>& shape) const {
   if (owner == rank()) return local;
   // Read-only memory: torch has no tensors that forbid writes, but a forward writes to no weight.
-  return at::from_blob(mapped_[owner].data() + kHeader + offsets_[owner][parameter], shape, local.options());
+  return at::from_blob(const_cast<std::byte*>(shard_of(owner, parameter)), shape, local.options());
 }
 
 }  // namespace rtp

@@ -18,6 +18,7 @@ class HostShards : public ShardSource {
   // Allocates `bytes` bytes for this rank's shards.
   HostShards(int rank, int ranks, int64_t bytes);
 
+  at::Device device() const override { return at::kCPU; }
   at::Tensor memory(int64_t offset, int64_t bytes) const override;
   bool maps(int owner) const override { return owner == rank() || mapped_[owner].data() != nullptr; }
   at::Tensor at(size_t parameter, const at::Tensor& local, int owner, const std::vector<int64_t>& shape) const override;
@@ -33,7 +34,11 @@ class HostShards : public ShardSource {
   void set_all_offsets(const std::vector<std::vector<int64_t>>& offsets);
   const std::vector<int64_t>& offsets_of(int owner) const { return offsets_[owner]; }
   // Maps the memory of another rank. Throws RotationError that names it.
-  void map(int peer, const std::string& address, int64_t bytes);
+  void map(int peer, const std::string& address, int64_t bytes, bool writable = false);
+  const SharedMemory& memory_of(int owner) const { return owner == rank() ? *own_ : mapped_[owner]; }
+  const std::byte* shard_of(int owner, size_t parameter) const {
+    return memory_of(owner).data() + kHeader + offsets_[owner][parameter];
+  }
 
  private:
   std::shared_ptr<SharedMemory> own_;

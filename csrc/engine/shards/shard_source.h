@@ -34,6 +34,8 @@ class ShardSource {
   int ranks() const { return ranks_; }
   // The number of hosts among which a forward alternates: see Schedule.
   virtual int hosts() const { return 1; }
+  // Where this rank's shards lie.
+  virtual at::Device device() const = 0;
   // The memory of one shard of this rank, as bytes. It lives as long as a tensor refers to it.
   virtual at::Tensor memory(int64_t offset, int64_t bytes) const = 0;
 

@@ -1,5 +1,5 @@
-// The transport ce and the copied shards, their mutants (mutants.py), and the links of the emulated ring. Sources and
-// bindings form one translation unit because their headers dominate the compile time.
+// The transport ce and the shards that copy engines copy, their mutants (mutants.py), and the links of the emulated ring.
+// Sources and bindings form one translation unit because their headers dominate the compile time.
 #include "../../../csrc/transport/ce/ce.cpp"
 
 #include <pybind11/chrono.h>
@@ -7,6 +7,8 @@
 
 #include "../../../csrc/device/copy_engine.cpp"
 #include "../../../csrc/engine/shards/copied_shards.cpp"
+#include "../../../csrc/engine/shards/host_shards.cpp"
+#include "../../../csrc/engine/shards/offloaded_shards.cpp"
 #include "../../../csrc/engine/shards/shard_source.cpp"
 #include "../../../csrc/transport/ce/peer_flags.cpp"
 #include "../../../csrc/transport/ce/peer_memory.cpp"
@@ -70,10 +72,21 @@ void bind_ce(pybind11::module_& m) {
       "copied_shards",
       [](const std::string& id, int rank, int ranks, int64_t bytes, std::chrono::milliseconds timeout, int mutant) {
         const NoGil release;
-        const auto make = mutant < 0 ? &make_copied_shards : kCopiedMutants[mutant];
+        const auto make = mutant < 0 ? &make_copied_shards : kCopiedMutants[mutant].copied;
         return make(id, rank, ranks, bytes, at::Device(at::kCPU, 0), timeout);
       },
       py::arg("id"), py::arg("rank"), py::arg("ranks"), py::arg("bytes"), py::arg("timeout"), py::arg("mutant") = -1);
+  m.def(
+      "offloaded_shards",
+      [](int rank, int ranks, int64_t bytes, int mutant) {
+        const auto make = mutant < 0 ? &make_offloaded_shards : kCopiedMutants[mutant].offloaded;
+        return make(rank, ranks, bytes, at::Device(at::kCPU, 0));
+      },
+      py::arg("rank"), py::arg("ranks"), py::arg("bytes"), py::arg("mutant") = -1);
+  m.def("pinned_regions", [] {
+    const std::lock_guard lock(simulated::world().mutex);
+    return simulated::world().pinned.size();
+  });
   m.def("ce_check", [](Transport& transport) { ce(transport).check(); });
   m.def("ce_raised", [](Transport& transport) { return ce(transport).raised(); });
   m.def("ce_at_rest", [](Transport& transport) { return ce(transport).at_rest(); }, py::call_guard<NoGil>());

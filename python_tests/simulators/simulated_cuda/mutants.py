@@ -75,15 +75,15 @@ LOCK_STEP = {
     ),
 }
 ALL = CE_MUTANTS | GATHER_MUTANTS | LOCK_STEP
-# name -> text in csrc/engine/shards/copied_shards.cpp, and its replacement
+# name -> text in csrc/engine/shards/copy_pulls.h, and its replacement
 COPIED_MUTANTS = {
     "copies into a slot that a compute still reads": (
-        "    streams_.order_after(copies_.get(), streams_.record_compute());\n",
+        "    streams_.order_after(stream_.get(), streams_.record_compute());\n",
         "",
     ),
     "computes before the copy has ended": (
-        "  void wait() override { streams_.order_compute_after(arrived_); }\n",
-        "  void wait() override {}\n",
+        "    void wait() override { streams_.order_compute_after(arrived_); }\n",
+        "    void wait() override {}\n",
     ),
 }
 
@@ -128,22 +128,36 @@ def write_ce_mutants(source: Path, folder: Path) -> None:
     _write(folder / "mutated_transport_ce.h", "".join(parts))
 
 
-def write_copied_mutants(source: Path, folder: Path) -> None:
-    """Writes all mutants of `source` (copied_shards.cpp) into mutated_copied_shards.h in `folder`."""
-    includes, body = source.read_text().split("namespace rtp {\n", 1)
-    body = body[: body.index("std::shared_ptr<ShardSource> make_copied_shards(")]
+def write_copied_mutants(folder: Path, generated: Path) -> None:
+    """Writes all mutants of the shards that copy engines copy, which are in `folder`, into mutated_copied_shards.h in
+    `generated`."""
+    pulls, copied, offloaded = (
+        (folder / file).read_text() for file in ("copy_pulls.h", "copied_shards.cpp", "offloaded_shards.cpp")
+    )
+    includes = "".join(line for line in (pulls + copied + offloaded).splitlines(True) if line.startswith("#include"))
+    bodies = [text.split("namespace rtp {\n", 1)[1] for text in (pulls, copied, offloaded)]
+    ends = ("}  // namespace rtp", "std::shared_ptr<ShardSource> make_copied", "std::shared_ptr<ShardSource> make_offl")
+    pulls, *sources = (body[: body.index(end)] for body, end in zip(bodies, ends, strict=True))
     parts = [includes]
     for number, change in enumerate(COPIED_MUTANTS.values()):
         parts.append(
-            f"namespace rtp::copied_mutant_{number} {{\n{_replace(body, change)}"
-            "std::shared_ptr<ShardSource> make(const std::string& id, int rank, int ranks, int64_t bytes,\n"
-            "                                  at::Device device, std::chrono::milliseconds timeout) {\n"
+            f"namespace rtp::copied_mutant_{number} {{\n{_replace(pulls, change)}{''.join(sources)}"
+            "std::shared_ptr<ShardSource> copied(const std::string& id, int rank, int ranks, int64_t bytes,\n"
+            "                                    at::Device device, std::chrono::milliseconds timeout) {\n"
             "  return std::make_shared<CopiedShards>(id, rank, ranks, bytes, device, timeout);\n}\n"
+            "std::shared_ptr<ShardSource> offloaded(int rank, int ranks, int64_t bytes, at::Device device) {\n"
+            "  return std::make_shared<OffloadedShards>(rank, ranks, bytes, device);\n}\n"
             f"}}  // namespace rtp::copied_mutant_{number}\n"
         )
-    makers = ", ".join(f"rtp::copied_mutant_{number}::make" for number in range(len(COPIED_MUTANTS)))
-    parts.append(f"constexpr decltype(&rtp::make_copied_shards) kCopiedMutants[] = {{{makers}}};\n")
-    _write(folder / "mutated_copied_shards.h", "".join(parts))
+    makers = ", ".join(
+        f"{{&rtp::copied_mutant_{n}::copied, &rtp::copied_mutant_{n}::offloaded}}" for n in range(len(COPIED_MUTANTS))
+    )
+    parts.append(
+        "struct CopiedMutant {\n  decltype(&rtp::make_copied_shards) copied;\n"
+        "  decltype(&rtp::make_offloaded_shards) offloaded;\n};\n"
+        f"constexpr CopiedMutant kCopiedMutants[] = {{{makers}}};\n"
+    )
+    _write(generated / "mutated_copied_shards.h", "".join(parts))
 
 
 def _write(file: Path, text: str) -> None:

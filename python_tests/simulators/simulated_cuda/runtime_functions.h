@@ -253,6 +253,22 @@ cudaError_t cudaFree(void* memory) {
 }
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned int) { return cudaMalloc(memory, bytes); }
 cudaError_t cudaFreeHost(void* memory) { return cudaFree(memory); }
+// Pinned memory of this rank must not be unpinned while one of its streams uses it.
+cudaError_t cudaHostRegister(void* memory, size_t bytes, unsigned int) {
+  called("cudaHostRegister");
+  const std::lock_guard lock(world().mutex);
+  const bool added = world().pinned.insert({memory, {bytes, this_maker()}}).second;
+  return note(added ? cudaSuccess : cudaErrorHostMemoryAlreadyRegistered);
+}
+cudaError_t cudaHostUnregister(void* memory) {
+  called("cudaHostUnregister");
+  const std::lock_guard lock(world().mutex);
+  const auto found = world().pinned.find(memory);
+  if (found == world().pinned.end()) return note(cudaErrorHostMemoryNotRegistered);
+  if (in_use(found->second.maker, memory, found->second.bytes)) mistake("cudaHostUnregister of memory in use");
+  world().pinned.erase(found);
+  return cudaSuccess;
+}
 cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned int) {
   called("cudaHostGetDevicePointer");
   *device = host;

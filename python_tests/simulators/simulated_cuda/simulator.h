@@ -81,6 +81,7 @@ struct World {
   std::mt19937 random;
   int threads = 0;                                 // number of stream threads
   std::map<void*, Allocation> registrable;         // from ncclMemAlloc
+  std::map<void*, Allocation> pinned;              // by cudaHostRegister
   std::vector<std::string> mistakes;               // calls that the real libraries forbid
   std::map<Maker, int> launches;                   // running graph launches, by rank
   std::set<int> contexts;                          // devices with a context of this process

@@ -19,6 +19,7 @@ from rtp_ext.ring import Ring
 from rtp_ext.ring.mesh import own_bounds
 
 BUCKET_BYTES = 64 << 20
+OTHER_NAMES = "_rtp_other_names"  # attribute of a streamed tensor that is tied: its names but the first
 
 
 class LocalShard(NamedTuple):
@@ -65,9 +66,9 @@ def stream_weights(
 
     A tensor is gathered when it is asked for, and belongs to the caller; the iterator holds none. Besides it, this
     rank holds one bucket (and the caller's loop variable the tensor before it, unless it is deleted). Tied tensors come
-    once, under the first of their names. Frozen weights in blocks come as the values that they stand for; each rank
-    holds the blocks of one whole weight meanwhile. Tensors are on the device of the model. Every rank iterates to the
-    end, also where it gets nothing:
+    once, under the first of their names; `update_weights` writes them under all. Frozen weights in blocks come as the
+    values that they stand for; each rank holds the blocks of one whole weight meanwhile. Tensors are on the device of
+    the model. Every rank iterates to the end, also where it gets nothing:
 
         for name, tensor in rtp_ext.stream_weights(model, dtype=torch.bfloat16, ranks=[0]):
             engine.load(name, tensor)  # on rank 0 only
@@ -101,8 +102,10 @@ def _stream(
     receivers: list[int] | None,
     keep: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[int] = set()
-    tensors = [(n, value) for n, value in _tensors(model) if id(value) not in seen and not seen.add(id(value))]  # type: ignore[func-returns-value]
+    names: dict[int, list[str]] = {}
+    for name, value in (every := _tensors(model)):
+        names.setdefault(id(value), []).append(name)
+    tensors = [(name, value) for name, value in every if name == names[id(value)][0]]
     looks = [(name, tuple(value.shape), str(value.dtype), str(frozen_of(value))) for name, value in tensors]
     _agree(ring, (str(dtype), bucket_bytes, receivers, hashlib.sha256(repr(looks).encode()).hexdigest()))
     largest = max((value.numel() * value.element_size() for _, value in tensors), default=0)
@@ -113,6 +116,8 @@ def _stream(
         for place, (name, value) in enumerate(bucket, start=1):
             whole = gather_plain(value, keep=keep, dtype=dtype, buffer=buffer, device=held(value).device)
             if keep:
+                if others := names[id(value)][1:]:
+                    setattr(whole, OTHER_NAMES, tuple(others))
                 try:
                     yield name, whole
                 except GeneratorExit:

@@ -42,10 +42,12 @@ def table(kind: str, ring: Any, rows: Sequence[Any], totals: dict[str, int]) -> 
 def _summary(ring: Any, totals: dict[str, int]) -> str:
     if ring.pulls is not None:
         read = "reads the shards of other ranks where they lie"
-        pulled = f"pulls {_bytes(totals['forward_bytes'])} of shards from other ranks"
+        source = "the memory of its host, where those held here lie too" if ring.offloaded else "other ranks"
+        pulled = f"pulls {_bytes(totals['forward_bytes'])} of shards from {source}"
         mapped = 0 < len(ring.pulls) < ring.ranks - 1
         pulled += ", of other hosts, and reads those of its own host where they lie" if mapped else ""
-        return f"A forward of rank {ring.rank} {pulled if ring.pulls else read}."
+        slots = f", into two slots of {_bytes(totals['slot_bytes'])} together"
+        return f"A forward of rank {ring.rank} {pulled + slots if ring.pulls else read}."
     return (
         f"A step of rank {ring.rank} sends by hops {_bytes(totals['forward_bytes'])} of weights in forward, "
         f"{_bytes(totals['backward_bytes'])} of weights in backward and {_bytes(totals['gradient_bytes'])} of "

@@ -12,7 +12,15 @@ import torch
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.convert.plan.format_table import table
-from rtp_ext.convert.plan.traffic import Passes, RingFacts, Shards, Traffic, gathered_traffic, rotation_traffic
+from rtp_ext.convert.plan.traffic import (
+    Passes,
+    RingFacts,
+    Shards,
+    Traffic,
+    gathered_traffic,
+    rotation_traffic,
+    slot_bytes,
+)
 from rtp_ext.families.blocks import MLPBlock
 from rtp_ext.parameters.frozen import FrozenWeight
 
@@ -226,9 +234,14 @@ class RotationPlan:
 
     @functools.cached_property
     def totals(self) -> dict[str, int]:
-        """Sums over all parameters, in bytes of this rank."""
+        """Sums over all parameters, in bytes of this rank. In a model for forwards only also `slot_bytes`, those of the
+        two slots that pulled shards arrive in, on the device."""
         rows = self.parameters
-        return {
+        slots = {}
+        if self.ring.pulls is not None:
+            sizes = (slot_bytes(p, [s for _, _, s in members], self.ring) for _, p, members in self._operations())
+            slots["slot_bytes"] = 2 * max(sizes, default=0)
+        return slots | {
             "held_bytes": sum(row.held_bytes for row in rows),
             "forward_bytes": sum(row.forward_bytes for row in rows),
             "backward_bytes": sum(row.backward_bytes for row in rows),

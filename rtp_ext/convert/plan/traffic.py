@@ -43,6 +43,7 @@ class RingFacts:
         gradient_halves: whether gradients of linear layers travel in two halves.
         slot_cap: bytes; larger shards of single layers travel in chunks. 0: no cap.
         receives_anywhere: whether hops can land outside slots, so that local shards can travel in place.
+        offloaded: whether local shards lie on the host of a GPU.
         pulls: for a model that computes forwards only: the ranks whose shards this one pulls; it reads those of the
             others where they lie. None: hops move shards.
         layer_routes: (name, route, halves) of layers whose route differs from that of the ring.
@@ -65,6 +66,7 @@ class RingFacts:
     slot_cap: int
     receives_anywhere: bool
     pulls: tuple[int, ...] | None = None
+    offloaded: bool = False
     layer_routes: tuple[tuple[str, str, bool], ...] = ()
     assumed: bool = field(default=False, compare=False)
 
@@ -91,6 +93,7 @@ class RingFacts:
             slot_cap=ring.slot_cap,
             receives_anywhere=_receives_anywhere(ring.transport),
             pulls=ring.pulls_from if isinstance(ring, InferenceRing) else None,
+            offloaded=ring.host_memory is not None,
             layer_routes=tuple((name, *taken) for name, taken in sorted(routes.items()) if taken != usual),
         )
 
@@ -287,6 +290,15 @@ def _pulled(each: Shards, passes: Passes, owners: Sequence[int], ranks: int) -> 
     if each.frozen is not None:
         return sum(each.blocks_of(owner, ranks) for owner in owners)
     return sum(each.elements(owner, ranks) for owner in owners) * passes.weight_dtype.itemsize
+
+
+def slot_bytes(passes: Passes, shards: Sequence[Shards], facts: RingFacts) -> int:
+    """Returns the bytes of a slot that holds the pulled shards of one operation, of any owner."""
+    each_owner = (
+        sum(_native.aligned(_pulled(each, passes, [owner], facts.ranks)) for each in shards)
+        for owner in facts.pulls or ()
+    )
+    return max(each_owner, default=0)
 
 
 def gathered_traffic(

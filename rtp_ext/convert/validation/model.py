@@ -45,7 +45,7 @@ PLAIN_OR_EXTENDED = (
 def validate(plan: RotationPlan, request: Request) -> None:
     """Raises where a plan cannot be applied: ValueError for modules and parameters that cannot be converted or combined
     with the options, TypeError for parameters on another device. Changes nothing, and sends nothing."""
-    if request.offloads:
+    if request.offloads and request.trains:
         _refuse_offload(request)
     _refuse_whole_tables(request)
     _refuse_foreign(request)
@@ -76,7 +76,7 @@ def _check_frozen(plan: RotationPlan, request: Request, modules: dict[str, nn.Mo
     other = None
     if options.in_place or (place.ring is None and options.route == "gather") or place.facts.gathers:
         other = "in_place=True" if options.in_place else "route='gather'"
-    elif request.keeps_on_host:
+    elif request.keeps_on_host and request.trains:
         other = "offload_policy=CPUOffloadPolicy()"
     elif place.tensor_mesh is not None:
         other = "tensor parallelism"
