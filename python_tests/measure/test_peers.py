@@ -34,26 +34,27 @@ FAILED = CARD | {"strategy": "deepspeed", "case": "mlp/deepspeed", "error": "Imp
 
 
 def test_a_package_is_tried_before_it_is_timed():
-    args = argparse.Namespace(strategies=["rtp", "deepspeed", "upstream", "simplefsdp"], tokens=[256, 1024], network=1)
-    asked = []
+    packages = ["deepspeed", "upstream", "simplefsdp"]
+    args = argparse.Namespace(strategies=["rtp", *packages], tokens=[256], network=1, model="gpt")
+    asked, wrong = [], {}
 
     def start(race, alone, ranks):
-        assert (race, ranks, alone.network, alone.tokens) == ("race", 3, None, [256])
+        assert (race, ranks, alone.network, alone.tokens) == ("race", 3, None, [128]), "one sequence"
         asked.append(alone.strategies)
-        if alone.strategies[0] == "deepspeed":
+        if "deepspeed" in alone.strategies and "deepspeed" in wrong:
             raise ProcessRaisedException("\n-- Process 1 --\nTraceback\n  File\nImportError: no deepspeed\n", 1, 7)
-        wrong = {"upstream": 2 * TOLERANCES["float32"][1], "simplefsdp": 0.0}[alone.strategies[0]]
-        return [row(alone.strategies[0], gradient_spread=wrong), row("single")]
+        return [row(name, gradient_spread=wrong.get(name, 0.0)) for name in alone.strategies]
 
-    found = trial.failures("race", args, 3, start)
-    assert asked == [["deepspeed", "single"], ["upstream", "single"], ["simplefsdp", "single"]]
-    assert found == {
-        "deepspeed": "ImportError: no deepspeed",
-        "upstream": "it computes something else: losses differ from those of one process by 1e-07, gradients by 2e-04",
-    }
-    args.strategies = ["upstream"]
-    no_number = [row("upstream", loss_spread=math.nan), row("single")]
-    assert "by nan" in trial.failures("race", args, 3, lambda *_: no_number)["upstream"]
+    assert trial.failures("race", args, 3, start) == {} and asked == [[*packages, "single"]]
+    for error, told in ((2 * TOLERANCES["float32"][1], "2e-04"), (math.nan, "nan")):
+        wrong |= {"deepspeed": None, "upstream": error}
+        asked.clear()
+        found = trial.failures("race", args, 3, start)
+        assert asked == [[*packages, "single"], *([name, "single"] for name in packages)]
+        differ = f"losses differ from those of one process by 1e-07, gradients by {told}"
+        assert found == {"deepspeed": "ImportError: no deepspeed", "upstream": f"it computes something else: {differ}"}
+    args.strategies = ["rtp", "ddp"]
+    assert trial.failures("race", args, 3, None) == {}
 
 
 def test_options_of_other_packages(tmp_path, capsys):
