@@ -10,9 +10,11 @@ import os
 import re
 from typing import Any
 
+from sphinx.ext.autodoc.mock import mock
 from sphinx.util import logging
 
 import rtp_ext
+from rtp_ext import integrations
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +35,23 @@ html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 html_copy_source = False
 pygments_style, pygments_dark_style = "friendly", "native"
+highlight_language = "none"  # of code that names no language: commands and their output
 myst_heading_anchors = 4
 default_role = "literal"  # docstrings mark code by single backticks, as Markdown does
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
-autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the text of each argument says what it takes
 autodoc_inherit_docstrings = False
-autodoc_mock_imports = ["lightning", "torchtitan"]  # the integrations import these, and they are large
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 napoleon_custom_sections = [("Topologies", "params_style")]
+
+# The integrations import these packages, which are large.
+with mock(["lightning", "torchtitan"]):
+    for _name in integrations.__all__:
+        getattr(integrations, _name)
 
 # Links from signatures to the documentation of torch need its inventory from the network. A build without network is
 # complete but for these links, so they are an option.
