@@ -51,6 +51,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
 
 
+in_sweeps = pytest.mark.skipif(not SWEEP, reason="takes half a minute: make sweep")
+
+
 def assert_trained(told: str) -> None:
     """Two ranks of the quickstart have trained, and each has half of the parameters."""
     found = re.findall(r"loss ([\d.]+), (\d+) parameters", told)
@@ -59,6 +62,7 @@ def assert_trained(told: str) -> None:
     )
 
 
+@in_sweeps
 @needs("slurmctld", "slurmd", "munged", "sbatch")
 @pytest.mark.skipif(refusal() is not None, reason=f"hosts cannot be made here: {refusal()}")
 def test_slurm_trains_on_two_nodes(tmp_path):
@@ -144,7 +148,7 @@ def _wait(what: str, holds, *logs: Path) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.skipif(not SWEEP, reason="takes half a minute: make sweep")
+@in_sweeps
 def test_elastic_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path):
     """Two hosts with a rank each; one rank dies, and both start again; then one host dies, and the other continues."""
 
