@@ -84,13 +84,8 @@ def _rotate(**choices: Any) -> Callable[..., nn.Module]:
     return convert
 
 
-def _rotate_ahead(
-    model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None, **rotation: Any
-) -> nn.Module:
-    import os
-    travel = rotation.pop("travel", None)
-    ring = rtp_ext.Ring(mesh, travel=travel, prefetch=int(os.environ.get("DEV_AHEAD", "2")), late_gradients=int(os.environ.get("DEV_LATE", "1")))
-    return rtp_ext.fully_rotate(model, mesh=ring, mp_policy=policy, **({"travel": travel} if travel else {}), **rotation)
+def _rotate_ahead(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None, **ways: Any) -> nn.Module:
+    return _rotate()(model, rtp_ext.Ring(mesh, prefetch=2, **ways), policy)
 
 
 def _shard(*, reshard: bool | None = None) -> Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]:

@@ -65,7 +65,8 @@ class Steps:
         with nullcontext() if ring is None else ring.trace() as trace:
             before, interrupts = thread_times(), interrupt_time()
             self._trainer.step(*self._batch, phase=self._phase)
-            after, self._sums["interrupts"] = thread_times(), self._sums["interrupts"] + interrupt_time() - interrupts
+            after, interrupts = thread_times(), interrupt_time() - interrupts
+        self._sums["interrupts"] += interrupts
         parts = {name: value / 1e3 for name, value in self._watch.totals().items()}
         self._sums["optimizer"] += parts["optimizer"]
         self._sums["forward_backward"] += parts["forward_backward"]

@@ -2,8 +2,8 @@
 //
 // The prefetcher predicts passes from history: the passes of a forward (or backward) are expected in the order of the
 // previous one. With two passes ahead, the first passes of a backward are expected after the last ones of a forward if
-// a backward followed the previous forward. Only facts that are equal on all ranks decide whether a hop is prefetched, so that either all
-// ranks send it or none does.
+// a backward followed the previous forward. Only facts that are equal on all ranks decide whether a hop is prefetched,
+// so that either all ranks send it or none does.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -123,9 +123,9 @@ class Prefetcher {
   Context context_;
   int index_ = 0;
   std::array<PassHistory<Record>, 2> histories_;  // of forwards and of backwards
-  bool turned_ = false;          // a backward has followed the newest forward
-  bool turns_ = false;           // a backward followed the forward before the newest one
-  std::deque<Pending> pending_;  // of the next passes, in order
+  bool turned_ = false;                           // a backward has followed the newest forward
+  bool turns_ = false;                            // a backward followed the forward before the newest one
+  std::deque<Pending> pending_;                   // of the next passes, in order
   int64_t sent_ = 0;
   int64_t used_ = 0;
 };

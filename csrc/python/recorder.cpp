@@ -20,8 +20,7 @@ void bind_recorder(py::module_& m, ExecutorClass& executor) {
       .def(
           "enable_recorder", [](Executor& e, bool on) { e.trace().recorder().enable(on); }, py::arg("on"))
       .def(
-          "begin_collective",
-          [](Executor& e, const std::string& name) { return e.trace().begin_collective(name); },
+          "begin_collective", [](Executor& e, const std::string& name) { return e.trace().begin_collective(name); },
           py::arg("name"))
       .def(
           "end_collective", [](Executor& e, uint64_t number) { e.trace().end_collective(number); }, py::arg("number"))

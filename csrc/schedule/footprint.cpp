@@ -222,7 +222,7 @@ class Walk {
   std::map<ScheduleOptions, Schedule> schedules_;
   std::vector<PassSize> passes_[2];
   SlotLedger<int64_t> weights_, gradients_, scratch_;
-  std::deque<Held> ahead_;  // slots of the prefetched hops of the next passes
+  std::deque<Held> ahead_;                     // slots of the prefetched hops of the next passes
   std::deque<std::vector<int64_t>> deferred_;  // slots of passes whose reductions are deferred
 };
 

@@ -180,7 +180,7 @@ struct StepSize {
   int64_t compute_bytes = 4;  // bytes of an element of a travelling weight
   int64_t reduce_bytes = 4;   // bytes of an element of a travelling gradient
   int64_t slot_cap = kSlotCap;
-  int deferred = 0;  // number of gradient reductions that may finish after their pass
+  int deferred = 0;    // number of gradient reductions that may finish after their pass
   int prefetched = 1;  // number of passes whose first hop may be in flight before they begin; 2: also into a backward
   Route route = Route::ring;
   int hosts = 1;  // number of hosts, for route two_level

@@ -6,6 +6,7 @@ NAMES = {
     "rtp-int8": "rtp",
     "rtp-nf4": "rtp",
     "rtp-exact": "rtp, as computed with",
+    "rtp-ahead": "rtp, `prefetch=2`",
     "rtp-flat": 'rtp, `route="ring"`',
     "rtp-inplace": "rtp, `in_place=True`",
     "rtp-unbundled": "rtp, `bundle=False`",

@@ -32,6 +32,8 @@ WHERE: dict[str, Callable[[Row], str | None]] = {
     "tokens per rank": lambda row: str(row["tokens"]),
     "strategy": lambda row: NAMES.get(row["strategy"], row["strategy"]),
     "travels": ways_of,
+    "step, ms (median)": lambda row: f"{row['step_ms']:.0f}",
+    "of the roof": lambda row: None if row.get("roof_ms") is None else f"{row['step_ms'] / row['roof_ms']:.2f}",
     "forward and backward, ms": _milliseconds("forward_backward"),
     "GEMMs": _milliseconds("products"),
     "conversions": _milliseconds("conversions"),
