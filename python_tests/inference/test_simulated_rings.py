@@ -55,7 +55,8 @@ def computes(rank, ranks, offload):
     for parameter in plain.parameters():
         parameter.mul_(0.9)
     assert rtp_ext.update_weights(model, plain.named_parameters()) == len(list(plain.parameters()))
-    assert_same(model(ids), plain(ids), EXACT, "new weights")
+    for _ in range(2):
+        assert_same(model(ids), plain(ids), EXACT, "new weights")
     slots, most = ring.slot_count("weight"), rtp_ext.explain(model).totals["slot_bytes"]
     assert (slots.slots, slots.bytes) == (2, most), "all that the device holds of the shards"
     ring.close()
