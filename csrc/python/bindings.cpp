@@ -5,7 +5,7 @@
 #include "base/checks.h"
 #include "base/host.h"
 #include "engine/executor.h"
-#include "engine/shards/copied_shards.h"
+#include "engine/shards/copied/copied_shards.h"
 #include "engine/shards/pulled_shards.h"
 #include "engine/shards/shared_shards.h"
 #include "engine/shards/two_level_shards.h"

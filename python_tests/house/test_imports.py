@@ -50,6 +50,7 @@ C_FLOORS = [
     {"transport/ce"},
     {"engine/hops"},
     {"engine/shards"},
+    {"engine/shards/copied"},
     {"engine"},
     {"ops"},
     {"ops/bundles"},

@@ -110,6 +110,10 @@ def test_forwards(ranks, kinds, transport):
     run_ranks(computes, ranks, kinds, transport)
 
 
+def integers(*shape, most, seed):
+    return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
 def bitwise(rank, ranks):
     """The same products in the same order as on a ring that trains."""
     cases = Cases()
@@ -125,6 +129,19 @@ def bitwise(rank, ranks):
             assert torch.equal(model(x), trained(x))
         with cases.case("as the plain model"):
             assert_same(model(x), plain(x), 1e-6, "float32")
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):  # sums of integers are exact in any order
+            with cases.case(f"bitwise as the plain model, integers in {dtype}"):
+                whole = [integers(*p.shape, most=8, seed=seed) for seed, p in enumerate(plain.parameters())]
+                if dtype == torch.bfloat16:  # which rounds the inputs of the second layer
+                    whole[2] = torch.eye(7, 11)
+                exact = nn.Sequential(nn.Linear(13, 11), nn.Linear(11, 7, bias=False)).to(dtype)
+                for parameter, value in zip(exact.parameters(), whole, strict=True):
+                    parameter.copy_(value)
+                found = rtp_ext.rotate_for_inference(copy.deepcopy(exact), timeout=60.0)
+                y = integers(5 + rank, 13, most=8, seed=9 + rank).to(dtype)
+                assert torch.equal(found(y), exact(y))
+                y[0, 0] += 1
+                assert not torch.equal(found(y), exact(y - 1)), "control"
         with cases.case("torch.compile"):
             assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
         with cases.case("autocast"), torch.autocast("cpu", torch.bfloat16):

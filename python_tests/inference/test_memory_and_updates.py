@@ -126,6 +126,13 @@ def updates(rank, ranks, transport, file):
             assert rtp_ext.update_weights(model, rtp_ext.stream_weights(training)) == len(list(plain.parameters()))
             assert_same(model(ids), plain(ids), 1e-12, "new")
             assert differs(old, plain(ids), 1e-6), "control: the old values"
+        with cases.case("from a tied model that trains, into one that is not tied"):
+            apart = rtp_ext.rotate_for_inference(make_model(), transport=transport, timeout=60.0)
+            assert differs(apart(ids), plain(ids), 1e-6), "control"
+            rtp_ext.update_weights(apart, rtp_ext.stream_weights(training))
+            assert_same(apart(ids), plain(ids), 1e-12, "both names have the new values")
+            dist.barrier()
+            rtp_ext.ring_of(apart).close()
         with cases.case("shards give the same"):
             for ours, theirs in zip(rtp_ext.local_shards(model), rtp_ext.local_shards(training), strict=True):
                 if ours.tensor.shape == theirs.tensor.shape:
@@ -197,7 +204,7 @@ def refuses(rank, ranks):
     for options, words in (
         ({"transport": "nccl"}, r"expected transport auto, shm, shm\+tcp, tcp, ce, got 'nccl'"),
         ({"transport": "ce"}, "transport ce does not work on device type cpu"),
-        ({"offload": True}, "expected offload False, got True"),
+        ({"offload": True}, "expected offload=False on CPUs, got True: their shards lie in memory of the host already"),
     ):
         with pytest.raises(ValueError, match=words):
             rtp_ext.rotate_for_inference(plain, **options)

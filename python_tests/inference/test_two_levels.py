@@ -4,6 +4,7 @@ import copy
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -206,8 +207,35 @@ def dies(rank, ranks):
         else:
             with pytest.raises(rtp_ext.RotationError, match="from rank 1 of the ring"):
                 model(x)
+    with pytest.raises(rtp_ext.RotationError, match="rank 1"):
+        rtp_ext.update_weights(model, plain.named_parameters())
     rtp_ext.ring_of(model).close() if rank else time.sleep(1.0)
 
 
 def test_an_owner_that_died():
     run_ranks(dies, 2 * HOSTS, lost=[1])
+
+
+@torch.no_grad()
+def in_blocks(rank, ranks):
+    """Two threads of each rank, on three hosts, with weights in blocks; a group of the second layer has 32 rows."""
+    pretend_hosts(rank, ranks // 3)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 66), nn.Linear(66, 64, bias=False), nn.Linear(64, 7))
+    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), weights="nf4", timeout=60.0)
+    ring, twin = rtp_ext.ring_of(model), copy.deepcopy(plain)
+    assert (ring.transport, ring.hosts) == ("shm+tcp", 3)
+    twin.load_state_dict(rtp_ext.frozen_weights(model), strict=False)
+    inputs = [random(3 + number, 64, dtype=torch.float32, seed=10 * rank + number) for number in range(8)]
+    with ThreadPoolExecutor(2) as threads:
+        outputs = list(threads.map(torch.no_grad()(model), inputs))
+    for x, y in zip(inputs, outputs, strict=True):
+        assert_same(y, twin(x), 1e-5, "values")
+        assert differs(y, plain(x), 1e-3), "control: they are rounded"
+    assert ring.pulled_bytes + ring.shared_bytes > 0, "control: shards of other hosts have come"
+    dist.barrier()
+    ring.close()
+
+
+def test_blocks_on_three_hosts_in_threads():
+    run_ranks(in_blocks, 6)

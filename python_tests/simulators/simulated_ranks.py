@@ -66,9 +66,6 @@ def inference_ranks(sim: Any, ranks: int, work: Callable[..., Any], *args: Any, 
         finally:
             dist.destroy_process_group()
 
-    def group(members: list[int], backend: str, timeout: Any) -> Any:
-        return dist.new_group(members)
-
     _install_threaded_pg()
     _set_thread_isolation_mode(True)
     try:
@@ -77,7 +74,9 @@ def inference_ranks(sim: Any, ranks: int, work: Callable[..., Any], *args: Any, 
             patch.setattr(inference, "_candidates", candidates)
             patch.setattr(inference, "unique_ids", lambda ring, count: [unique])
             patch.setattr(inference, "_check_offload", lambda device, transport: None)
-            patch.setattr(communicator, "make_group", group)
+            # all groups are the one of all ranks: torch's threaded ones cannot be destroyed one by one
+            patch.setattr(communicator, "make_group", lambda members, backend, timeout: dist.group.WORLD)
+            patch.setattr(communicator, "destroy", lambda groups, *_, **__: groups.clear())
             patch.setattr(ring, "host_memory", lambda policy, device: HostMemory(device, policy.pin_memory))
             return values(run_threads(run, ranks, timeout=15.0))
     finally:

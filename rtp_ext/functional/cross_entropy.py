@@ -12,11 +12,11 @@ from rtp_ext.functional._call import (
     Call,
     ShardedParameter,
     expect_shape,
+    expect_takes_blocks,
     in_dtypes_of,
     prepare,
     saved,
 )
-from rtp_ext.parameters.frozen import expect_options
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
@@ -83,7 +83,7 @@ def prepare_cross_entropy(
         params.append(ShardedParameter("bias", bias, 0, 1))
 
     frozen = frozen_of(weight)
-    expect_options(call.name, [frozen], transposed, call.in_place)
+    expect_takes_blocks(call.name, [frozen], transposed, call.in_place)
 
     def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int, str | None]:
         whole = shapes[0] if frozen is None else frozen.shape

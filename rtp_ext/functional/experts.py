@@ -13,6 +13,7 @@ from rtp_ext.functional._call import (
     Call,
     ShardedParameter,
     expect_shape,
+    expect_takes_blocks,
     in_dtypes_of,
     needs_gradients,
     prepare,
@@ -20,7 +21,6 @@ from rtp_ext.functional._call import (
     watched_where_read,
 )
 from rtp_ext.functional.mlp import ACTIVATIONS
-from rtp_ext.parameters.frozen import expect_options
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
@@ -154,7 +154,7 @@ def rotated_experts(
     params = [ShardedParameter(what, tensor, 0, dims) for what, tensor, dims in candidates if tensor is not None]
 
     frozen = tuple([frozen_of(param.tensor) for param in params])
-    expect_options(name, frozen, False, in_place)
+    expect_takes_blocks(name, frozen, False, in_place)
     formats = {param.what: each.format for param, each in zip(params, frozen, strict=True) if each is not None}
 
     def derive(shapes: list[tuple[int, ...]]) -> Any:

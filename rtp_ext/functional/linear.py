@@ -14,12 +14,13 @@ from rtp_ext.functional._call import (
     Call,
     ShardedParameter,
     expect_shape,
+    expect_takes_blocks,
     in_dtypes_of,
     prepare,
     saved,
     watched_where_read,
 )
-from rtp_ext.parameters.frozen import FrozenWeight, expect_options
+from rtp_ext.parameters.frozen import FrozenWeight
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
@@ -240,7 +241,7 @@ def prepare_partial(
 ) -> tuple[list[ShardedParameter], tuple[int, int, Any]]:
     """Returns the local shards of a layer cut along its inputs, and (out features, in features, native shape)."""
     frozen = frozen_of(weight)
-    expect_options(call.name, [frozen], transposed, call.in_place)
+    expect_takes_blocks(call.name, [frozen], transposed, call.in_place)
     format = None if frozen is None else frozen.format
     params = _local_shards([weight], [bias], 0 if transposed else 1)
 
@@ -270,7 +271,7 @@ def prepare_linears(
         projections = tuple(map(tuple, projections))  # type: ignore[arg-type]
     frozen = tuple([frozen_of(weight) for weight in weights])
     in_blocks = any([each is not None for each in frozen])
-    expect_options(call.name, frozen, transposed, call.in_place)
+    expect_takes_blocks(call.name, frozen, transposed, call.in_place)
 
     def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
         return _bundle(call, params, shapes, biases, len(inputs), projections, transposed)

@@ -12,13 +12,13 @@ from rtp_ext.functional._call import (
     Call,
     ShardedParameter,
     expect_shape,
+    expect_takes_blocks,
     in_dtypes_of,
     needs_gradients,
     prepare,
     saved,
     watched_where_read,
 )
-from rtp_ext.parameters.frozen import expect_options
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
@@ -116,7 +116,7 @@ def prepare_mlp(
     formats = {
         None if each is None else each.format for each, param in zip(frozen, params, strict=True) if param.dims > 1
     }
-    expect_options(call.name, frozen, transposed, call.in_place)
+    expect_takes_blocks(call.name, frozen, transposed, call.in_place)
     if any(frozen) and len(formats) > 1:
         raise ValueError(
             f"{call.name}: expected weights of one format for frozen weights in blocks, got formats "

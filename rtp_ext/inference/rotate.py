@@ -184,7 +184,8 @@ def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: Infer
         parameter.__dict__.update(old[key].__dict__)
     for part in model.modules():
         part._parameters.update({n: made[id(p)] for n, p in part._parameters.items() if id(p) in made})
-        part._buffers.update({n: b.to(ring.device) for n, b in part._buffers.items() if b is not None})
+        if request.offloads:
+            part._buffers.update({n: b.to(ring.device) for n, b in part._buffers.items() if b is not None})
     ring.whole_bytes = sum(p.nbytes for p in model.parameters() if not isinstance(p, DTensor))
     model.__dict__[INFERENCE] = ring
     extend_adapters(model, UnmergedAdapter)

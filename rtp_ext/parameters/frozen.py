@@ -13,7 +13,7 @@ a block], Shard(1).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -194,14 +194,6 @@ def join_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def repeated_scales(scales: torch.Tensor, block: int, count: int) -> torch.Tensor:
     """Returns float32 scales [count, 1] of blocks of 64 for those of larger blocks, a multiple of 64 numbers each."""
     return scales.float().repeat_interleave(block // kernels.block_layout("nf4")[0])[:count].view(-1, 1)
-
-
-def expect_options(name: str, frozen: Sequence[FrozenWeight | None], transposed: bool, in_place: bool) -> None:
-    """Raises ValueError for options of an operation that frozen weights in blocks do not take. `frozen`: of its
-    parameters; `transposed`: weights are stored [in, out]."""
-    if any(frozen) and (transposed or in_place):
-        expected = "a weight stored [out, in]" if transposed else "in_place=False"
-        raise ValueError(f"{name}: expected {expected} for a frozen weight in blocks")
 
 
 def freeze(parameter: nn.Parameter, ring: Ring, weight: FrozenWeight) -> nn.Parameter:

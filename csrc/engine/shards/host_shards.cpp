@@ -50,7 +50,8 @@ void HostShards::set_all_offsets(const std::vector<std::vector<int64_t>>& offset
 }
 
 void HostShards::map(int peer, const std::string& address, int64_t bytes, bool writable) {
-  mapped_[peer] = map_numbered(address, kHeader + static_cast<size_t>(bytes), writable, concat("shared shards: rank ", peer));
+  mapped_[peer] =
+      map_numbered(address, kHeader + static_cast<size_t>(bytes), writable, concat("shared shards: rank ", peer));
 }
 
 at::Tensor HostShards::at(size_t parameter, const at::Tensor& local, int owner,

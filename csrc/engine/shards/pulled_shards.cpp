@@ -30,7 +30,8 @@ class PulledShards::Queued : public Pull {
   void drop() noexcept override { source_.drop(*this); }
 
   const Task task;
-  bool ended = false;  // guarded by the mutex of the source, as are the others
+  bool asked = false;  // the request was sent on the current connection
+  bool ended = false;  // guarded by the mutex of the source, as are all
   bool given_up = false;
   std::exception_ptr failure;
 
@@ -70,9 +71,35 @@ std::shared_ptr<Pull> PulledShards::pull(const std::vector<size_t>& parameters, 
   {
     const std::lock_guard lock(mutex_);
     queue_.push_back(pull);
+    const Queued& running = *queue_.front();
+    if (asks_ahead() && queue_.size() == 2 && running.asked && running.task.owner == owner && !owners_[owner].left) {
+      try {
+        ask(*pull);
+      } catch (const RotationError&) {  // the connection has ended, which the pull finds at its turn
+      }
+    }
   }
   queued_.notify_one();
   return pull;
+}
+
+// Sends the request of a pull. Requires the mutex, and the connection.
+void PulledShards::ask(Queued& pull) {
+  Owner& owner = owners_[pull.task.owner];
+  std::vector<Request> requests;
+  for (size_t index = 0; index < pull.task.targets.size(); ++index) {
+    const auto bytes = static_cast<int64_t>(pull.task.targets[index].nbytes());
+    requests.push_back({owner.number, offsets_of(pull.task.owner)[pull.task.parameters[index]], bytes});
+  }
+  send_all(owner.connection.socket(), {{requests.data(), requests.size() * sizeof(Request)}}, interrupt_);
+  pull.asked = true;
+}
+
+// Ends a connection, since what arrives later belongs to no pull. Requires the mutex.
+void PulledShards::leave(int owner) {
+  owners_[owner].connection = {};
+  owners_[owner].left = false;
+  for (const auto& each : queue_) each->asked = each->asked && each->task.owner != owner;
 }
 
 void PulledShards::wait(Queued& pull) {
@@ -86,6 +113,7 @@ void PulledShards::drop(Queued& pull) noexcept {
   std::unique_lock lock(mutex_);
   if (pull.ended || closing_) return;
   if (queue_.front().get() != &pull) {
+    owners_[pull.task.owner].left |= pull.asked;
     queue_.erase(std::find_if(queue_.begin(), queue_.end(), [&](const auto& each) { return each.get() == &pull; }));
     pull.ended = true;
     return;
@@ -123,17 +151,31 @@ void PulledShards::receive(const Task& task, const std::function<void(size_t)>& 
   const auto named = [&](const auto&... what) {
     return concat("a pull of shards from rank ", task.owner, " of the ring at ", owner.host, ": ", what...);
   };
+  const auto left = [&] {
+    const std::lock_guard lock(mutex_);
+    leave(task.owner);
+  };
   try {
-    if (!owner.connection) owner.connection = Incoming(connect_to(owner.host, owner.port, interrupt_, timeout_));
-    std::vector<Request> requests;
-    std::vector<iovec> buffers;
-    for (size_t index = 0; index < task.targets.size(); ++index) {
-      const at::Tensor& target = task.targets[index];
-      const auto bytes = static_cast<int64_t>(target.nbytes());
-      requests.push_back({owner.number, offsets_of(task.owner)[task.parameters[index]], bytes});
-      if (bytes > 0) buffers.push_back({target.data_ptr(), target.nbytes()});
+    {
+      const std::lock_guard lock(mutex_);
+      if (owner.left) leave(task.owner);
     }
-    send_all(owner.connection.socket(), {{requests.data(), requests.size() * sizeof(Request)}}, interrupt_);
+    if (!owner.connection) {
+      Incoming made(connect_to(owner.host, owner.port, interrupt_, timeout_));
+      const std::lock_guard lock(mutex_);
+      owner.connection = std::move(made);
+    }
+    std::vector<iovec> buffers;
+    for (const at::Tensor& target : task.targets) {
+      if (target.nbytes() > 0) buffers.push_back({target.data_ptr(), target.nbytes()});
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& each : queue_) {  // the running pull is the first
+        if (each->task.owner != task.owner || (each != queue_.front() && !asks_ahead())) break;
+        if (!each->asked) ask(*each);
+      }
+    }
     size_t before = 0;
     const auto count = [&](size_t received) {
       pulled_bytes_ += static_cast<int64_t>(received - std::exchange(before, received));
@@ -143,13 +185,13 @@ void PulledShards::receive(const Task& task, const std::function<void(size_t)>& 
       throw ConnectionError("it has ended, or closed its ring");
     }
   } catch (const Stopped&) {
-    owner.connection = {};  // what arrives later belongs to no pull
+    left();
     throw;
   } catch (const RingTimeout& error) {
-    owner.connection = {};
+    left();
     throw RingTimeout(named(error.what()));
   } catch (const RotationError& error) {
-    owner.connection = {};
+    left();
     throw RotationError(named(error.what()));
   }
 }

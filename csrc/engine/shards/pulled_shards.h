@@ -19,8 +19,9 @@
 namespace rtp {
 
 // One connection to every other rank, made by the first pull from it, and one thread for every connection of another
-// rank. A thread of this rank runs its pulls. A pull fails with RotationError that names the owner if the owner has
-// ended, and with RingTimeout if it sends nothing for the timeout.
+// rank. A thread of this rank runs its pulls. Where the next pull is from the same owner, it is asked for while the
+// running one arrives, so that the owner sends without a pause. A pull fails with RotationError that names the owner if
+// the owner has ended, and with RingTimeout if it sends nothing for the timeout.
 class PulledShards : public HostShards {
  public:
   // `host`: the address at which other ranks reach this one.
@@ -47,6 +48,8 @@ class PulledShards : public HostShards {
   }
   // Fills them from the owner. Calls `progress` with the number of bytes that have arrived so far.
   void receive(const Task& task, const std::function<void(size_t)>& progress);
+  // Whether a pull may be asked for before its turn.
+  virtual bool asks_ahead() const { return true; }
   // Raised when the running pull is given up, and when the ring ends.
   const Socket& interrupt() const { return interrupt_; }
 
@@ -55,7 +58,8 @@ class PulledShards : public HostShards {
     std::string host;
     int port = 0;
     uint64_t number = 0;
-    Incoming connection;  // used by the thread of pulls only
+    Incoming connection;  // the thread of pulls makes it, ends it and receives
+    bool left = false;    // a pull that was asked for has been dropped: its bytes will arrive
   };
   class Queued;
   struct Answering {
@@ -66,6 +70,8 @@ class PulledShards : public HostShards {
   void accept();
   void answer(Socket socket);
   void run();
+  void ask(Queued& pull);
+  void leave(int owner);
   void wait(Queued& pull);
   void drop(Queued& pull) noexcept;
 
@@ -74,7 +80,7 @@ class PulledShards : public HostShards {
   Socket stop_;       // raised when the ring ends
   Socket interrupt_;  // and when the running pull was given up
   Socket listener_;
-  std::vector<Owner> owners_;  // by rank
+  std::vector<Owner> owners_;  // by rank; requests and ends of connections need the mutex
   std::mutex mutex_;           // guards what follows
   std::list<Answering> answering_;
   std::deque<std::shared_ptr<Queued>> queue_;  // the first one is running or will be next

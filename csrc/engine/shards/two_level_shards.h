@@ -41,6 +41,7 @@ class TwoLevelShards : public PulledShards {
 
  protected:
   void fetch(const Task& task) override;
+  bool asks_ahead() const override { return false; }  // a mate may have the shard by then
 
  private:
   static constexpr size_t kSlots = 2;

@@ -112,3 +112,11 @@ def test_groups_hold_whole_blocks(format, outputs, inputs):
         assert torch.equal(torch.cat(shares), whole), f"{ranks} ranks"
     meta = weight.encode(values.to("meta"), weight.packed_shape[0])
     assert meta.shape == whole.shape and meta.device.type == "meta"
+
+
+def test_shapes_tell_formats_apart():
+    """Bytes of one format are an error in a model of another."""
+    formats = (*FORMATS, "fp4", "nf4-torchao", "nf4-torchao-bfloat16")
+    for shape, options in (((6, 128), {}), ((8, 256), {"dim": 1}), ((256, 10), {"rows": 64})):
+        found = {FrozenWeight(format, shape, torch.float32, **options).packed_shape for format in formats}
+        assert len(found) == len(formats), found

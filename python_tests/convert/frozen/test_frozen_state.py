@@ -11,11 +11,13 @@ from live_bytes import LiveBytes
 from reference import assert_same, full, local
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import rtp_ext
+from rtp_ext.convert.validation import call
 from rtp_ext.optim import matrices
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight, rtp_bytes
 
@@ -58,6 +60,14 @@ def _loads(rank, ranks, folder, sums):
         dcp.load(state, checkpoint_id=folder)
         assert all(map(torch.equal, _frozen_values(model), expected))
         assert [each.double().sum().item() for each in _frozen_values(model)] == sums
+    with cases.case("blocks of another format"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call, "FORMATS", ("fp4",))  # of bitsandbytes, whose blocks have the layout of nf4
+        other = rtp_ext.fully_rotate(_model(1), frozen="fp4", mesh=rtp_ext.ring_of(model))
+        assert local(other[0].weight).numel() == local(model[0].weight).numel(), "the bytes would fit"
+        with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+            other.load_state_dict(model.state_dict())
+        with pytest.raises(CheckpointException, match=r"Size mismatch between saved .* and current"):
+            dcp.load(get_model_state_dict(other), checkpoint_id=folder)
     ring, plain = rtp_ext.ring_of(model), _model(2).state_dict()
     files = f"{folder}/{rank}.safetensors"
     save_file(plain, files)

@@ -52,7 +52,7 @@ def build() -> Path:
     generated = ROOT / "build" / NAME / "include"
     generated.mkdir(parents=True, exist_ok=True)
     write_ce_mutants(ROOT / "csrc" / "transport" / "ce" / "ce.cpp", generated)
-    write_copied_mutants(ROOT / "csrc" / "engine" / "shards", generated)
+    write_copied_mutants(ROOT / "csrc" / "engine" / "shards" / "copied", generated)
     flags = ["-DRTP_WITH_CUDA", *(f"-I{folder}" for folder in cuda)]
     folders = [generated, HERE / "include", ROOT / "csrc", HERE]
     versions = [folder / header for folder in cuda for header in ("cuda.h", "nccl.h") if (folder / header).exists()]

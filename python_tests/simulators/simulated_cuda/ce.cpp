@@ -6,9 +6,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "../../../csrc/device/copy_engine.cpp"
-#include "../../../csrc/engine/shards/copied_shards.cpp"
+#include "../../../csrc/engine/shards/copied/copied_shards.cpp"
 #include "../../../csrc/engine/shards/host_shards.cpp"
-#include "../../../csrc/engine/shards/offloaded_shards.cpp"
+#include "../../../csrc/engine/shards/copied/offloaded_shards.cpp"
 #include "../../../csrc/engine/shards/shard_source.cpp"
 #include "../../../csrc/transport/ce/peer_flags.cpp"
 #include "../../../csrc/transport/ce/peer_memory.cpp"

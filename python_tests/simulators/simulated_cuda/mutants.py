@@ -75,7 +75,7 @@ LOCK_STEP = {
     ),
 }
 ALL = CE_MUTANTS | GATHER_MUTANTS | LOCK_STEP
-# name -> text in csrc/engine/shards/copy_pulls.h, and its replacement
+# name -> text in csrc/engine/shards/copied/copy_pulls.h, and its replacement
 COPIED_MUTANTS = {
     "copies into a slot that a compute still reads": (
         "    streams_.order_after(stream_.get(), streams_.record_compute());\n",

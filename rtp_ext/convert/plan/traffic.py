@@ -293,12 +293,12 @@ def _pulled(each: Shards, passes: Passes, owners: Sequence[int], ranks: int) -> 
 
 
 def slot_bytes(passes: Passes, shards: Sequence[Shards], facts: RingFacts) -> int:
-    """Returns the bytes of a slot that holds the pulled shards of one operation, of any owner."""
-    each_owner = (
-        sum(_native.aligned(_pulled(each, passes, [owner], facts.ranks)) for each in shards)
-        for owner in facts.pulls or ()
+    """Returns the bytes of a slot for the shards of one operation, of any owner; 0 where none is pulled."""
+    owners = range(facts.ranks if facts.pulls else 0)
+    return max(
+        (sum(_native.aligned(_pulled(each, passes, [owner], facts.ranks)) for each in shards) for owner in owners),
+        default=0,
     )
-    return max(each_owner, default=0)
 
 
 def gathered_traffic(

@@ -1,6 +1,6 @@
 #include "base/checks.h"
-#include "engine/shards/copied_shards.h"
-#include "engine/shards/copy_pulls.h"
+#include "engine/shards/copied/copied_shards.h"
+#include "engine/shards/copied/copy_pulls.h"
 #include "engine/shards/host_shards.h"
 #include "transport/transport.h"
 

@@ -1,10 +1,10 @@
-#include "engine/shards/copied_shards.h"
+#include "engine/shards/copied/copied_shards.h"
 
 #include <algorithm>
 
 #include "base/checks.h"
 #include "device/nccl/symmetric_memory.h"
-#include "engine/shards/copy_pulls.h"
+#include "engine/shards/copied/copy_pulls.h"
 #include "transport/ce/peer_memory.h"
 #include "transport/transport.h"
 
