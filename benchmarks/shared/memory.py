@@ -18,7 +18,8 @@ transient is then exact to about 3 MiB. Needs Linux and glibc 2.33.
 That counts memory shared between ranks where it was created, however many ranks map it. `pss` is the kernel's own
 measure, on CPUs: the largest proportional set size (each page divided by the number of processes that map it) of the
 last step, beyond that at the start. The kernel keeps no high-water mark of it, so that a thread reads it again and
-again, for at most a tenth of the time: what lives for some milliseconds only is missed. It contains small blocks and what libraries allocate.
+again, for at most a tenth of the time: what lives for some milliseconds only is missed. It contains small blocks and
+what libraries allocate.
 """
 
 import ctypes
