@@ -109,7 +109,7 @@ def test_claims_stand_beside_what_was_measured(tmp_path):
     )
     assert results['"85% memory save compared with DP" (8 ranks)'] == "R = 2: 75 %"
     assert results['"comparable performance to Distributed Data Parallel"'] == "R = 2: 0.50"
-    assert list(results.values()).count("not measured") == 6, "nothing of fully_shard, tensor parallelism, ..., MNIST"
+    assert list(results.values()).count("not measured") == 7, "nothing of fully_shard, tensor parallelism, ..., MNIST"
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "peers.jsonl").write_text("\n".join(map(json.dumps, runs)))
     assert "R = 2: 75 % |" in report.block("m paper mlp", tmp_path) and report.block("m paper gpt", tmp_path) == "\n"
