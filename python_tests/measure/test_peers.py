@@ -151,7 +151,7 @@ def test_the_proportional_set_size_is_read_while_a_step_runs():
     for name, count in (("large", 64 << 20), ("small", 1)):
         with meter.watching():
             block = torch.ones(count, dtype=torch.uint8)
-            time.sleep(0.2)
+            time.sleep(0.5)
             del block
         sizes[name] = meter.pss()
     meter.stop()
