@@ -33,9 +33,9 @@ With `--hosts` the ranks run on emulated hosts on this machine (shared/hosts.py;
 Each step time is compared with its lower bound (`roof`: shared/wire.py), which uses the rate of a bare socket program
 in the same run.
 
-`deepspeed` (ZeRO-3), `simplefsdp` (torchtitan's) and `upstream` (the code of the paper's authors in the folder
-`--upstream`) are other packages (shared/race/peers.py), in float32. Each is tried first beside one process: one that
-fails, or computes something else, gets a line with `error` in place of values.
+`deepspeed` (ZeRO-3), `simplefsdp` and `simplefsdp-compiled` (torchtitan's) and `upstream` (the code of the paper's
+authors in the folder `--upstream`) are other packages (shared/race/peers.py), in float32. Each is tried first beside
+one process: one that fails, or computes something else, gets a line with `error` in place of values.
 
 Memory is measured first (see memory.py), in other processes except under torchrun. `buffers` is the transient of
 forward and backward beyond that of the plain model on one local batch: unsharded weights, gradient buckets, send and

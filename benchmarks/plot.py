@@ -305,7 +305,7 @@ def paper(rows: list[Row], args: argparse.Namespace) -> Any:
     sizes = sorted({ranks for _, ranks, _ in runs if args.ranks in (None, ranks)})
     if not sizes:
         raise CannotPlot(f"no line of model {model!r} with these ranks on one host")
-    names = [name for name in dict.fromkeys(name for name, *_ in runs) if name not in ("none", "single")]
+    names = list(dict.fromkeys(["rtp", *(name for name, *_ in runs if name not in ("none", "single"))]))
     figure, panels = canvas(2 * len(sizes))
     for index, ranks in enumerate(sizes):
         memory, speed = panels[2 * index : 2 * index + 2]

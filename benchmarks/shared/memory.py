@@ -18,7 +18,8 @@ transient is then exact to about 3 MiB. Needs Linux and glibc 2.33.
 That counts memory shared between ranks where it was created, however many ranks map it. `pss` is the kernel's own
 measure, on CPUs: the largest proportional set size (each page divided by the number of processes that map it) of the
 last step, beyond that at the start. The kernel keeps no high-water mark of it, so that a thread reads it again and
-again: what lives for less than some milliseconds is missed. It contains small blocks and what libraries allocate.
+again, some 20 to 200 times a second: what lives for less is missed. It contains small blocks and what libraries
+allocate.
 """
 
 import ctypes
@@ -26,6 +27,7 @@ import gc
 import os
 import re
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -42,7 +44,7 @@ PROBED_STEPS = 3
 _PHASES = ("forward_backward", "optimizer")
 _MAPPED = 64 * 1024
 _PAGE = 4096
-_BETWEEN_READINGS = 0.004  # seconds
+_BETWEEN_READINGS = 0.004, 0.05  # seconds, at least and at most; page faults wait while one is taken
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -215,8 +217,11 @@ class _HostMeter:
         ended, sizes = threading.Event(), list[int]()
 
         def watch() -> None:
-            while not ended.wait(_BETWEEN_READINGS):
+            taken = 0.0
+            while not ended.wait(min(max(_BETWEEN_READINGS[0], 9 * taken), _BETWEEN_READINGS[1])):
+                start = time.perf_counter()
                 sizes.append(proportional_bytes())
+                taken = time.perf_counter() - start
 
         watcher = threading.Thread(target=watch)
         watcher.start()

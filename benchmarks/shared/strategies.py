@@ -154,6 +154,7 @@ STRATEGIES = {
     "tp": Strategy(_parallelize, whole_batch=True, model_method="parallelize"),
     "deepspeed": Strategy(_as_it_is, package="deepspeed"),
     "simplefsdp": Strategy(_as_it_is, package="torchtitan"),
+    "simplefsdp-compiled": Strategy(_as_it_is, package="torchtitan"),
     "upstream": Strategy(_as_it_is, package="the code of the paper's authors"),
     "single": Strategy(_as_it_is, one_process=True, muon="stock"),
     "none": Strategy(_as_it_is, alone=True, muon="stock"),

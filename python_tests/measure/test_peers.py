@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import time
 
 import plot
 import pytest
@@ -60,7 +61,7 @@ def test_a_package_is_tried_before_it_is_timed():
 def test_options_of_other_packages(tmp_path, capsys):
     base = ["--device", "cpu", "--model", "mlp-tiny", "--output", str(tmp_path / "x.jsonl")]
     for options, message in (
-        (["--strategies", "deepspeed"], "expected one of torch or rtp"),
+        (["--strategies", "deepspeed"], "expected one in which ranks train together, of torch or rtp"),
         (["--strategies", "rtp,upstream"], "expected both or neither"),
         (["--strategies", "rtp", "--upstream", str(tmp_path)], "expected both or neither"),
         (["--strategies", "rtp,upstream", "--upstream", str(tmp_path)], "expected a folder with rtp/"),
@@ -109,7 +110,7 @@ def test_claims_stand_beside_what_was_measured(tmp_path):
     )
     assert results['"85% memory save compared with DP" (8 ranks)'] == "R = 2: 75 %"
     assert results['"comparable performance to Distributed Data Parallel"'] == "R = 2: 0.50"
-    assert list(results.values()).count("not measured") == 6, "nothing of fully_shard, tensor parallelism, ..., MNIST"
+    assert list(results.values()).count("not measured") == 7, "nothing of fully_shard, tensor parallelism, ..., MNIST"
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "peers.jsonl").write_text("\n".join(map(json.dumps, runs)))
     assert "R = 2: 75 % |" in report.block("m paper mlp", tmp_path) and report.block("m paper gpt", tmp_path) == "\n"
@@ -150,7 +151,7 @@ def test_the_proportional_set_size_is_read_while_a_step_runs():
     for name, count in (("large", 64 << 20), ("small", 1)):
         with meter.watching():
             block = torch.ones(count, dtype=torch.uint8)
-            torch.ones(1 << 22).sort()  # some milliseconds
+            time.sleep(0.5)
             del block
         sizes[name] = meter.pss()
     meter.stop()

@@ -61,12 +61,14 @@ def test_tables_show_the_last_run_and_only_what_is_known():
     unknown = {"kept_efficiency": None, "peak_efficiency": None}
     lines = [line | {"cores_shared": True} for line in report.read_lines(COMPARE) if line["case"] == "mlp/rtp"]
     lines = [line | unknown for line in lines if line["ranks"] == 2]
-    later = [line | {"date": "2027-01-01", "step_ms": 12.3} for line in lines[:1]]
+    passes = {"forward_backward_ms": 8.0, "reference_forward_backward_ms": 4.0, "exposed_ms": 4.0}
+    later = [line | {"date": "2027-01-01", "step_ms": 12.3, **passes} for line in lines[:1]]
     ((shown,),) = [report.last_runs(lines + later, "mlp")]
     assert shown == later
     text = report.compare_table(shown)
     assert (
         "| 12 (" in text
+        and "| 8 (2.00) |" in text
         and "forward + backward, ms" in text
         and "take turns" in text
         and "memory efficiency" not in text

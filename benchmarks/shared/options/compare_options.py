@@ -85,7 +85,7 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
         _check_adapters(args, error)
     args.lr = {"adamw": 1e-4, "muon": 5e-3}[args.optimizer] if args.lr is None else args.lr
     if all(STRATEGIES[strategy].alone or STRATEGIES[strategy].package for strategy in args.strategies):
-        error("--strategies: expected one of torch or rtp in which ranks train together")
+        error("--strategies: expected one in which ranks train together, of torch or rtp")
     _check_packages(args, error)
     for name in ("travel", "gradient_route", "gradient_travel"):
         option = getattr(args, name)

@@ -89,8 +89,8 @@ CLAIMS: tuple[tuple[str, str, str, Callable[[Runs], str | None]], ...] = (
         lambda runs: _each(runs, _beside("fsdp2", "tokens_per_s", _ratio)),
     ),
     (
-        "tensor parallelism duplicates activations",
-        'paper, abstract ("memory deduplication"); title',
+        '"memory deduplication", of what tensor parallelism keeps on every rank',
+        "paper, title",
         "% of the peak of tensor parallelism that rtp saves, with as many tokens in a step",
         lambda runs: _each(runs, _beside("tp", PEAK, _saved), "{:.0f} %"),
     ),

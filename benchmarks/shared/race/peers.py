@@ -108,6 +108,13 @@ class SimpleFSDP(_Summing):
         return data_parallel(model, mesh, "fully_shard")
 
 
+class CompiledSimpleFSDP(SimpleFSDP):
+    """Forward and backward each one graph of inductor, without torchtitan's own passes over them."""
+
+    def _converted(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return torch.compile(super()._converted(model, mesh), fullgraph=True)  # type: ignore[return-value]
+
+
 class Upstream(_Summing):
     """`folder`: the checked-out repository of the paper's authors, `--upstream`."""
 
@@ -146,4 +153,9 @@ class Upstream(_Summing):
         return torch.cat(parts, dim)
 
 
-PEERS: dict[str, type[Trainer]] = {"deepspeed": DeepSpeed, "simplefsdp": SimpleFSDP, "upstream": Upstream}
+PEERS: dict[str, type[Trainer]] = {
+    "deepspeed": DeepSpeed,
+    "simplefsdp": SimpleFSDP,
+    "simplefsdp-compiled": CompiledSimpleFSDP,
+    "upstream": Upstream,
+}

@@ -71,4 +71,5 @@ def growth_rows(lines: list[Row], words: list[str]) -> list[Row]:
 
 def growth_note(rows: list[Row]) -> str:
     """Returns the text below a command."""
-    return f" {rows[0]['shape'].split(' x ')[1]}; {rows[0]['tokens']} tokens per rank; one thread a rank."
+    layers = " and ".join(dict.fromkeys(row["shape"].split(" x ")[1] for row in rows))
+    return f" Layers: {layers}; {rows[0]['tokens']} tokens per rank, one thread a rank."

@@ -22,6 +22,7 @@ NAMES = {
     "ddp": "DDP",
     "deepspeed": "DeepSpeed ZeRO-3",
     "simplefsdp": "SimpleFSDP (torchtitan)",
+    "simplefsdp-compiled": "SimpleFSDP (torchtitan), compiled",
     "upstream": "the authors' code",
     "tp": "tensor parallelism (DTensor)",
     "pipeline": "`torch.distributed.pipelining`",
