@@ -1,4 +1,4 @@
-"""Rotated Tensor Parallelism for PyTorch: 1/R of the memory at data-parallel speed."""
+"""Rotated Tensor Parallelism for PyTorch: weights, gradients and optimizer states spread over a ring of ranks."""
 
 from __future__ import annotations
 
