@@ -19,8 +19,8 @@ from torch import nn
 import rtp_ext
 
 
-def train(settings: dict[str, Any]) -> None:
-    """What each worker runs. Reports the loss, and the number of parameters of this rank."""
+def train(settings: dict[str, Any]) -> dict[str, Any]:
+    """Runs on each worker. Returns the last loss, the number of parameters of this rank, and that of hosts."""
     torch.manual_seed(0)  # the same initial model on every rank
     with torch.device(get_device()):
         model = nn.Sequential(nn.Embedding(256, 64), nn.LayerNorm(64), nn.Linear(64, 256))
@@ -34,22 +34,20 @@ def train(settings: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
     kept = sum(parameter.to_local().numel() for parameter in model.parameters())
-    ray.train.report({"loss": loss.item(), "kept": kept, "hosts": rtp_ext.ring_of(model).hosts})
-    rtp_ext.ring_of(model).close()
+    with rtp_ext.ring_of(model) as ring:  # closes it
+        return {"loss": loss.item(), "kept": kept, "hosts": ring.hosts}
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Returns what rank 0 reported."""
+    """Returns the result of `train` on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2, help="ranks of the ring")
     parser.add_argument("--gpus", action="store_true", help="one GPU for each worker")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(arguments)
     # PACK: as few hosts as possible, so that neighbours in the ring share memory
-    workers = ray.train.ScalingConfig(options.workers, use_gpu=options.gpus, placement_strategy="PACK")
-    result = TorchTrainer(train, train_loop_config={"steps": options.steps}, scaling_config=workers).fit()
-    assert result.metrics is not None
-    return result.metrics
+    workers = ray.train.ScalingConfig(num_workers=options.workers, use_gpu=options.gpus, placement_strategy="PACK")
+    return TorchTrainer(train, train_loop_config={"steps": options.steps}, scaling_config=workers).fit().return_value
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -108,8 +110,9 @@ def test_mpirun_trains():
 def test_ray_train(tmp_path):
     pytest.importorskip("ray.train", reason="Ray Train is not installed")
     program = [sys.executable, str(LAUNCH / "ray_train.py"), "--workers", "2"]
-    settings = environment(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(tmp_path), HOME=str(tmp_path))
-    done = subprocess.run(program, capture_output=True, text=True, env=settings, timeout=180, cwd=tmp_path)
+    with tempfile.TemporaryDirectory(prefix="ray") as short:  # Ray's sockets have long names below it
+        settings = environment(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=short, HOME=str(tmp_path))
+        done = subprocess.run(program, capture_output=True, text=True, env=settings, timeout=180, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.search(r"\{'loss': ([\d.]+), 'kept': (\d+), 'hosts': (\d)\}", done.stdout)
     assert found is not None, done.stdout[-3000:]
@@ -141,6 +144,11 @@ def _kill_rank(host: subprocess.Popen) -> None:
     os.kill(int(rank), signal.SIGKILL)
 
 
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
+
+
 def _wait(what: str, holds, *logs: Path) -> None:
     deadline = time.monotonic() + 90
     while not holds():
@@ -157,8 +165,10 @@ def test_elastic_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path):
         return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
     logs = [tmp_path / name for name in ("first", "second")]
-    first, second = _elastic(tmp_path, "first"), _elastic(tmp_path, "second")
+    first, second = _elastic(tmp_path, "first"), None
     try:
+        _wait("the first has the store", lambda: _listens(PORT + 1), logs[0])
+        second = _elastic(tmp_path, "second")
         _wait("both train", lambda: len(steps()) > 6, *logs)
         _kill_rank(second)
         seen = len(steps())
@@ -169,7 +179,7 @@ def test_elastic_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path):
         assert first.wait(90) == 0, logs[0].read_text()[-3000:]
     finally:
         for host in (first, second):
-            if host.poll() is None:
+            if host is not None and host.poll() is None:
                 host.terminate()  # ends its rank
                 host.wait(20)
     result = json.loads(logs[0].read_text().strip().splitlines()[-1])
