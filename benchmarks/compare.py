@@ -61,7 +61,7 @@ in a weighted sum of its elements: see shared/agreement.py. (Losses alone do not
 are summed or averaged, and an untrained bias hardly changes a loss.)
 
 The last line of stdout is JSON. One JSON line per strategy, number of ranks and token count is appended to
-results/<machine>/compare.jsonl.
+results/<machine>/compare.jsonl. `--where N` writes where the time of N more steps goes to where.jsonl: shared/where.py.
 """
 
 import argparse
