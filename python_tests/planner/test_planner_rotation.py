@@ -245,6 +245,10 @@ def test_rotations_of_a_stage_in_the_estimate():
         "bf16 weights, one staged; float32 gradients"
     )
     assert report.components["parameters"] == 4 * model.parameters / 8
+    ahead = estimate_memory(model, EIGHT, Strategy(rtp=8, recompute="full", fused_loss=True, prefetch=2))
+    assert ahead.components["rotation_slots"] == largest * (2 * 5 + 4 * 2), (
+        "one more shard lands, and one more is staged"
+    )
     in_place = estimate_memory(model, EIGHT, Strategy(rtp=8, in_place=True, param_dtype="fp32"))
     pieces_of_the_head = 64 << 20  # travel out of place, through a second slot
     assert in_place.components["rotation_slots"] == largest * 4 * (1 + 2) + pieces_of_the_head
