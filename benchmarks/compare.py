@@ -65,7 +65,7 @@ in a weighted sum of its elements: see shared/agreement.py. (Losses alone do not
 are summed or averaged, and an untrained bias hardly changes a loss.)
 
 The last line of stdout is JSON. One JSON line per strategy, number of ranks and token count is appended to
-results/<machine>/compare.jsonl.
+results/<machine>/compare.jsonl. `--where N` records where the time of N more steps goes: shared/recording/where.py.
 """
 
 import argparse
@@ -86,10 +86,10 @@ from shared.options.compare_options import describe, parse_arguments
 from shared.race.contestant import Batch, Contestant, balanced_orders
 from shared.race.peers import PEERS, Upstream
 from shared.race.trial import failures
+from shared.recording.where import look_inside
 from shared.reports.compare_report import report
 from shared.strategies import STRATEGIES, Trainer
 from shared.tracing import record_steps
-from shared.where import look_inside
 from shared.wire import adapters_form, closed_form, measure_sockets, processors, roof
 
 from rtp_ext.measure.timing import Sample

@@ -18,10 +18,11 @@ import torch
 from harness import Cases, run_ranks
 from shared.agreement import TOLERANCES
 from shared.card import KEYS, refusal_to_write
+from shared.reports import where_report
 from shared.reports.compare_report import add_scaling
 from torch.distributed.device_mesh import init_device_mesh
 
-from rtp_ext import RotationError, bench, functional
+from rtp_ext import RotationError, bench, functional, trace
 from rtp_ext.__main__ import main
 from rtp_ext.measure.overlap_metrics import Times
 
@@ -89,11 +90,13 @@ def _compares(rank, ranks, file):
             run(*lora)
         models.FrozenWeight = right
     with cases.case("bfloat16"):
-        told = run("--dtype", "bfloat16", "--strategies", "rtp,tp,fsdp2")
+        told = run("--dtype", "bfloat16", "--strategies", "rtp,rtp-ahead,tp,fsdp2")
         assert rank or ("autocast" in told and "rtp by a mixed-precision policy" in told)
     with cases.case("fewer bits on the wire"):
-        run("--strategies", "rtp,rtp-unbundled,fsdp2", "--travel", "int8", "--reduce-dtype", "bfloat16")
+        fewer = ("--travel", "int8", "--reduce-dtype", "bfloat16")
+        run("--strategies", "rtp,rtp-unbundled,fsdp2", *fewer, "--where", "2")
         if rank == 0:
+            _check_where(report.read_lines(Path(file).with_name("where.jsonl")))
             lines = report.read_lines(Path(file))
             wide, narrow = lines[0], lines[-3]
             assert (narrow["case"], narrow["travel"], narrow["reduce_dtype"]) == ("mlp-tiny/rtp", "int8", "bfloat16")
@@ -201,6 +204,22 @@ def _check_lines(lines, ranks):
     assert known["tp"]["buffer_bytes"] is None
 
 
+def _check_where(lines):
+    """The parts of a recorded step add up; only strategies with a ring have parts."""
+    assert [line["strategy"] for line in lines] == ["rtp", "rtp-unbundled", "fsdp2"]
+    for line in lines:
+        parts = [line.get(f"{name}_ms") for name in (*trace.CAUSES, "outside")]
+        main, gloo = (line["threads_ms"][kind] for kind in ("main", "gloo"))
+        assert line["recorded"] == 2 and main[0] > gloo[0] > 0 and main[1] >= 0 and line["interrupts_ms"] >= 0
+        assert "losses" not in line and line["benchmark"] == "where" and line["step_ms"] > 0
+        if line["strategy"] == "fsdp2":
+            assert parts == [None] * len(parts)
+            continue
+        assert sum(parts) == pytest.approx(line["forward_backward_ms"]) and min(parts) >= 0, parts
+        assert line["products_ms"] > 0 and line["conversions_ms"] > 0 and line["collectives_ms"] > 0
+    assert where_report.last_where([*lines, *lines], ["mlp-tiny"]) == lines
+
+
 def _check_compare(cases, compare, parse, file):
     with cases.case("scaling"):
         rows = [{"strategy": "rtp", "tokens": 8, "ranks": r, "tokens_per_s": 10.0 * r**0.5} for r in (1, 4)]
@@ -210,6 +229,7 @@ def _check_compare(cases, compare, parse, file):
     for options, message in (
         (["--steps", "0"], "at least 1"),
         (["--steps", "1", "--warmup", "0"], "at least 2 steps together"),
+        (["--where", "-1"], "--where at least 0"),
         (["--lr", "nan"], "positive and finite"),
         (["--lr", "inf"], "positive and finite"),
         (["--seed", "-1"], "--seed must be"),

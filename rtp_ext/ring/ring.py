@@ -87,7 +87,8 @@ class Ring:
         timeout: seconds (or a timedelta); a neighbour that does not answer for so long is an error, RingTimeout.
         prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
             the forward or backward before. 2: of the next two layers, and of the first layers of a backward during the
-            last ones of its forward, for ranks that run unevenly; takes a third weight slot. 0 turns it off.
+            last ones of its forward, for ranks that run unevenly; takes a third weight slot, and a second staged copy
+            where shards are cast. 0 turns it off.
         gradient_halves: gradients of linear layers travel in two halves; None: where a gradient hop outlasts a dgrad.
             Not on route two-level.
         late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
