@@ -21,8 +21,12 @@ HOST, PORT = "127.0.0.1", 8050
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --app, --host and --port to the arguments of the command."""
     group = parser.add_argument_group("page")
-    group.add_argument("--app", action="store_true", help="show the planner as a page for a browser; other options fill it")
-    group.add_argument("--host", metavar="NAME", help=f"where the page listens; default: {HOST}, for this machine alone")
+    group.add_argument(
+        "--app", action="store_true", help="show the planner as a page for a browser; other options fill it"
+    )
+    group.add_argument(
+        "--host", metavar="NAME", help=f"where the page listens; default: {HOST}, for this machine alone"
+    )
     group.add_argument("--port", type=int, metavar="N", help=f"of the page; 0: a free one; default: {PORT}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,9 +47,9 @@ def _card(row: Row) -> html.Div:
     held, limit = row.memory.peak_allocated_bytes, row.memory.limit_bytes
     badge = html.Span(row.memory.verdict, className=f"badge {_BADGES[row.memory.verdict]}")
     numbers = [
-        _number(f"{held / GB:.1f}", f"GB of {limit / GB:.1f}", "memory", held, "bytes"),
-        _number(f"{row.time.step_seconds:.4g}", "s", "a step", row.time.step_seconds, "seconds"),
-        _number(f"{row.time.tokens_per_second_per_gpu:,.0f}", "tokens/s", "each GPU"),
+        _number("Memory", f"{held / GB:.1f}", f"of {limit / GB:.1f} GB", held, "bytes"),
+        _number("Step", f"{row.time.step_seconds:.4g}", "s", row.time.step_seconds, "seconds"),
+        _number("Each GPU", f"{row.time.tokens_per_second_per_gpu:,.0f}", "tokens/s"),
     ]
     return html.Div(
         [
@@ -60,9 +61,9 @@ def _card(row: Row) -> html.Div:
     )
 
 
-def _number(value: str, unit: str, what: str, exact: float | None = None, kind: str = "") -> html.Div:
+def _number(what: str, value: str, unit: str, exact: float | None = None, kind: str = "") -> html.Div:
     more: dict[str, Any] = {} if exact is None else {f"data-{kind}": repr(exact), "title": f"{exact!r} {kind}"}
-    return html.Div([html.Strong(value, **more), html.Span(f" {unit}"), html.Small(what)], className="number")
+    return html.Div([html.Small(what), html.Span([html.Strong(value, **more), f" {unit}"])], className="number")
 
 
 # -- bars --------------------------------------------------------------------------------------------------------------
@@ -106,7 +107,9 @@ def _bars(rows: Sequence[Row], parts: Sequence[dict[str, float]], marks: Sequenc
     drawn = []
     for row, shares in zip(rows, parts, strict=True):
         boxes = [
-            html.Div(className=f"part {_class(name)}", style={"width": f"{100 * share:.4f}%"}, title=_tip(row, name, text))
+            html.Div(
+                className=f"part {_class(name)}", style={"width": f"{100 * share:.4f}%"}, title=_tip(row, name, text)
+            )
             for name, share in shares.items()
             if share > 0
         ]
@@ -157,7 +160,7 @@ def plans(found: Found) -> Any:
     """The plans of a search, fastest first."""
     if not found.plans:
         return html.P(found.message, className="note")
-    titles = ("rank", "plan", "step", "compute", "exposed", "bubble", "memory", "of the line", "bound by")
+    titles = ("rank", "plan, and what binds it", "step", "compute", "exposed", "bubble", "memory", "of the line")
     body = []
     for plan in found.plans:
         seconds = [f"{value:.3g} s" for value in plan.time.groups.values()]
@@ -167,12 +170,11 @@ def plans(found: Found) -> Any:
             html.Tr(
                 [
                     html.Td(f"{plan.rank}{' =' if plan.tied else ''}"),
-                    html.Td([html.Code(field) for field in fields], className="fields"),
+                    html.Td([*map(html.Code, fields), html.Small(plan.binding)], className="fields"),
                     html.Td(f"{plan.step_seconds:.4g} s", **{"data-seconds": repr(plan.step_seconds)}),
                     *map(html.Td, seconds),
                     html.Td(f"{plan.memory.peak_allocated_bytes / GB:.1f} GB"),
                     html.Td(f"{share:.0%}"),
-                    html.Td(plan.binding, className="words"),
                 ],
                 className="ours" if plan.strategy.rtp > 1 else "",
             )
@@ -181,7 +183,15 @@ def plans(found: Found) -> Any:
     notes = "All fuse the vocabulary head and the loss, and have the recomputation and micro-batch that are fastest."
     if any(plan.tied for plan in found.plans):
         notes += " = : within the error of the model from others of that rank."
-    return html.Div([html.Div(table, className="wide plans"), html.P(notes, className="note")])
+    unlike = f"{sentence(found.unlike)} " if found.unlike else ""
+    return html.Div(
+        [html.P(found.message), html.Div(table, className="wide plans"), html.P(unlike + notes, className="note")]
+    )
+
+
+def sentence(text: str) -> str:
+    """Returns a message with a capital letter and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}" if text else ""
 
 
 # -- rotation ----------------------------------------------------------------------------------------------------------
@@ -232,7 +242,8 @@ def _share(seconds: float, longest: float) -> str:
 
 
 def _short(label: str) -> str:
-    return label.split()[-1]
+    """Returns the shard of a product, or the one that arrives."""
+    return re.findall(r"[WG]\w*|$", label)[-2 if re.search(r"[WG]\w*", label) else -1]
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------

@@ -102,8 +102,8 @@ def _words(action: argparse.Action, value: Any) -> list[str]:
 
 
 def with_default_plans(settings: Mapping[str, Any], batch: bool = True) -> Settings:
-    """Returns the fields with the plans that suit their cluster and, with `batch`, a sample for each GPU; unchanged where
-    they name no valid cluster or model."""
+    """Returns the fields with the plans that suit their cluster and, with `batch`, a sample for each GPU; unchanged
+    where they name no valid cluster or model."""
     try:
         gpus = cli.cluster_of(parsed(arguments({**settings, "plans": "", "global_batch": ""}))).gpus
         new = {**settings, "global_batch": str(gpus)} if batch else dict(settings)
