@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import rtp_ext
 from rtp_ext.command_line import PROGRAM, SHELLS, Parser, completion, in_words, progress
@@ -109,6 +110,7 @@ def _explain(options: argparse.Namespace, parser: Parser) -> int:
     if options.rank >= options.ranks:
         parser.error(f"argument --rank: expected 0 to {options.ranks - 1}, got {options.rank}")
     try:
+        Path(options.hf_config).stat()  # torch would take seconds to find no file
         with progress("planning the model"):
             from rtp_ext.convert import command
 

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -93,7 +94,13 @@ def test_progress_on_a_terminal_only(monkeypatch):
 
 def test_completion(capsys, tmp_path):
     script = tmp_path / "script"
-    assert main(["completion", "zsh"]) == 0 and capsys.readouterr().out.startswith("autoload -U +X bashcompinit")
+    assert main(["completion", "zsh"]) == 0
+    script.write_text(capsys.readouterr().out)
+    assert "\nautoload -U +X bashcompinit && bashcompinit\n" in script.read_text()
+    if zsh := shutil.which("zsh"):  # in a shell that has not loaded completion
+        command = [zsh, "-f", "-c", f'source {script} && print -r -- "$_comps[rtp-ext]"']
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, env={"ZDOTDIR": str(tmp_path)})
+        assert (done.stderr, done.stdout) == ("", "_bash_complete -o default -F _rtp_ext\n")
     assert main(["completion", "bash"]) == 0
     asked = {
         "rtp-ext pl": "plan",

@@ -145,7 +145,7 @@ def _split(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ValueError(f"further options: {error}".lower()) from None
+        raise ValueError(f"further options: expected words of a command line, got {error}".lower()) from None
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
