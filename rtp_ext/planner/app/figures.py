@@ -8,6 +8,7 @@ from typing import Any
 
 from dash import html
 
+from rtp_ext.observe.timeline import Event
 from rtp_ext.planner.app.view import Found, Pass, Row, View
 from rtp_ext.planner.display.text import GB
 from rtp_ext.planner.memory.report import COMPONENTS, OUTSIDE_THE_ALLOCATOR
@@ -16,7 +17,10 @@ from rtp_ext.planner.time.report import TIME_COMPONENTS
 
 _GROUPS = ("compute", "exposed communication", "bubble")
 _SHORTEST = 1e-4  # share of a step below which the CLI leaves a component out, too
+_NARROW, _NARROWEST = 0.05, 0.025  # share of a step that holds its label on a telephone, and at all
+_LAST = 0.85  # share after which a label does not fit to the right of its line
 _BADGES = {"fits": "good", "tight": "close", "out of memory": "bad"}
+_FINER = ("compute", "exposed", "bubble", "of the line")  # columns that a telephone leaves out
 _LANES = {
     "compute": "computes",
     "side": "computes, second stream",
@@ -47,7 +51,7 @@ def _card(row: Row) -> html.Div:
     held, limit = row.memory.peak_allocated_bytes, row.memory.limit_bytes
     badge = html.Span(row.memory.verdict, className=f"badge {_BADGES[row.memory.verdict]}")
     numbers = [
-        _number("Memory", f"{held / GB:.1f}", f"of {limit / GB:.1f} GB", held, "bytes"),
+        _number("Memory", f"{held / GB:.1f}", f"/ {limit / GB:.1f} GB", held, "bytes"),
         _number("Step", f"{row.time.step_seconds:.4g}", "s", row.time.step_seconds, "seconds"),
         _number("Each GPU", f"{row.time.tokens_per_second_per_gpu:,.0f}", "tokens/s"),
     ]
@@ -75,7 +79,7 @@ def memory(view: View) -> html.Div:
     top = 1.02 * max(*(sum(row.memory.components.values()) for row in rows), rows[0].memory.memory_bytes)
     first = rows[0].memory
     marks = [
-        (first.limit_bytes / top, f"{first.safe_fraction:.0%}: {first.limit_bytes / GB:.4g} GB", "safe"),
+        (first.limit_bytes / top, f"{100 * first.safe_fraction:.0f} %: {first.limit_bytes / GB:.4g} GB", "safe"),
         (first.memory_bytes / top, f"{first.memory_bytes / GB:.4g} GB", "full"),
     ]
     parts = [{name: row.memory.components[name] / top for name in COMPONENTS} for row in rows]
@@ -116,10 +120,11 @@ def _bars(rows: Sequence[Row], parts: Sequence[dict[str, float]], marks: Sequenc
         lines = [html.Div(className=f"mark {kind}", style={"left": f"{100 * at:.4f}%"}) for at, _, kind in marks]
         drawn += [html.Div(row.title, className="what"), html.Div([*boxes, *lines], className="bar")]
     if marks:
-        labels = [
-            html.Span(label, className=f"label {kind}", style={"right": f"{100 - 100 * at:.4f}%"})
-            for at, label, kind in marks
-        ]
+        (safe, *_), (full, *_) = marks
+        sides = {"safe": {"right": f"{100 - 100 * safe:.4f}%"}, "full": {"left": f"{100 * full:.4f}%"}}
+        if full > _LAST:
+            sides["full"] = {"right": f"{100 - 100 * full:.4f}%"}
+        labels = [html.Span(label, className="label", style=sides[kind]) for _, label, kind in marks]
         drawn = [html.Div(className="what"), html.Div(labels, className="axis"), *drawn]
     return html.Div(drawn, className="bars")
 
@@ -172,14 +177,15 @@ def plans(found: Found) -> Any:
                     html.Td(f"{plan.rank}{' =' if plan.tied else ''}"),
                     html.Td([*map(html.Code, fields), html.Small(plan.binding)], className="fields"),
                     html.Td(f"{plan.step_seconds:.4g} s", **{"data-seconds": repr(plan.step_seconds)}),
-                    *map(html.Td, seconds),
+                    *(html.Td(text, className="more") for text in seconds),
                     html.Td(f"{plan.memory.peak_allocated_bytes / GB:.1f} GB"),
-                    html.Td(f"{share:.0%}"),
+                    html.Td(f"{100 * share:.0f} %", className="more"),
                 ],
                 className="ours" if plan.strategy.rtp > 1 else "",
             )
         )
-    table = html.Table([html.Thead(html.Tr([html.Th(title) for title in titles])), html.Tbody(body)])
+    head = [html.Th(title, className="more" if title in _FINER else "") for title in titles]
+    table = html.Table([html.Thead(html.Tr(head)), html.Tbody(body)])
     notes = "All fuse the vocabulary head and the loss, and have the recomputation and micro-batch that are fastest."
     if any(plan.tied for plan in found.plans):
         notes += " = : within the error of the model from others of that rank."
@@ -213,12 +219,7 @@ def _pass(shown: Pass, longest: float) -> html.Div:
     drawn = []
     for name, text in _LANES.items():
         boxes = [
-            html.Div(
-                _short(event.label),
-                className=f"step step-{_class(kind)}",
-                style={"left": _share(event.start, longest), "width": _share(event.end - event.start, longest)},
-                title=f"{event.label}: {1e6 * event.start:.1f} to {1e6 * event.end:.1f} µs",
-            )
+            _step(event, kind, longest)
             for event, kind in zip(shown.events, shown.kinds, strict=True)
             if event.lane == name
         ]
@@ -237,8 +238,14 @@ def _pass(shown: Pass, longest: float) -> html.Div:
     return html.Div([title, html.Div(drawn, className="bars lanes")])
 
 
-def _share(seconds: float, longest: float) -> str:
-    return f"{100 * seconds / longest:.4f}%"
+def _step(event: Event, kind: str, longest: float) -> html.Div:
+    width = (event.end - event.start) / longest
+    return html.Div(
+        _short(event.label) if width >= _NARROWEST else "",
+        className=f"step step-{_class(kind)}{' narrow' if width < _NARROW else ''}",
+        style={"left": f"{100 * event.start / longest:.4f}%", "width": f"{100 * width:.4f}%"},
+        title=f"{event.label}: {1e6 * event.start:.1f} to {1e6 * event.end:.1f} µs",
+    )
 
 
 def _short(label: str) -> str:

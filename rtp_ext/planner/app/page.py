@@ -37,10 +37,10 @@ _CHOICES = {
     "model": [("", "from config.json or sizes")],
     "gpu": [("", "from a file of --cluster")],
     "link": [("", "that of the GPU"), *((link, link) for link in LINKS)],
-    "recompute": [("", "as plans say"), *((mode, mode) for mode in RECOMPUTE)],
+    "recompute": [("", "by plan"), *((mode, mode) for mode in RECOMPUTE)],
     "param_dtype": [("", "bf16"), *((dtype, dtype) for dtype in DTYPE_BYTES if dtype != "bf16")],
     "reduce_dtype": [("", "fp32"), *((dtype, dtype) for dtype in DTYPE_BYTES if dtype != "fp32")],
-    "stack": [("", "as plans say"), *((stack, stack) for stack in STACKS if stack != "auto")],
+    "stack": [("", "by plan"), *((stack, stack) for stack in STACKS if stack != "auto")],
 }
 _LABELS = {
     "model": "Model",

@@ -12,6 +12,7 @@ from rtp_ext.planner import cli
 from rtp_ext.planner.memory.estimate import estimate_memory
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
+from rtp_ext.planner.time.estimate import estimate_time
 
 Settings = dict[str, Any]
 
@@ -44,28 +45,37 @@ def _parser() -> _Parser:
 
 _RECOMPUTE = ("", ",recompute=selective", ",recompute=full")  # from the fastest to the smallest
 _RING_RECOMPUTE = ("", ",bundle=recompute", *_RECOMPUTE[1:])
+_LARGEST_RING = 64
 
 
 def default_plans(options: argparse.Namespace) -> list[str]:
     """Returns rotation, fully_shard, data and tensor parallelism on all GPUs of the arguments, in the format of --plan;
-    each with the least recomputation that fits below the line, unless the arguments say which."""
+    each with the least recomputation that fits below the line, unless the arguments say which. Of rings, from one node
+    on, it is the fastest that fits."""
     model, cluster = cli.model_of(options), cli.cluster_of(options)
     gpus, node = cluster.gpus, min(cluster.gpus, cluster.gpus_per_node)
     tensor = max((tp for tp in (2, 4, 8) if node % tp == 0 and model.kv_heads % tp == 0), default=1)
-    whole = [tp for tp in (tensor,) if tp > 1 and gpus % tp == 0]
-    plans = [f"rtp={node}"] if node > 1 and gpus % node == 0 else []
-    plans += ["zero=3", "zero=0"]
-    plans += [f"tp={tp},sequence_parallel{',zero=1' if gpus > tp else ''}" for tp in whole]
-    return plans if options.recompute else [_fitting(plan, options, model, cluster) for plan in plans]
+    others = ["zero=3", "zero=0"]
+    if tensor > 1 and gpus % tensor == 0:
+        others.append(f"tp={tensor},sequence_parallel{',zero=1' if gpus > tensor else ''}")
+    rings, ring = [], node
+    while 1 < ring <= min(gpus, _LARGEST_RING) and gpus % ring == 0:
+        seconds, plan = _fitting(f"rtp={ring}", options, model, cluster)
+        rings.append((seconds, -ring, plan))  # where none fits, the largest is nearest to it
+        ring *= 2
+    fastest = [min(rings)[2]] if rings else []
+    return [*fastest, *(_fitting(plan, options, model, cluster)[1] for plan in others)]
 
 
-def _fitting(plan: str, options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> str:
-    tried = [f"{plan}{more}" for more in (_RING_RECOMPUTE if plan.startswith("rtp") else _RECOMPUTE)]
-    for each in tried:
-        (strategy,) = cli.strategies_of(argparse.Namespace(**{**vars(options), "plan": [each]}), cluster)
-        if estimate_memory(model, cluster, strategy, options.global_batch).verdict == "fits":
-            return each
-    return tried[-1]
+def _fitting(plan: str, options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> tuple[float, str]:
+    """Returns the plan with the least recomputation that fits, and its seconds; infinity where none does."""
+    modes = ("",) if options.recompute else _RING_RECOMPUTE if plan.startswith("rtp") else _RECOMPUTE
+    for more in modes:
+        given = argparse.Namespace(**{**vars(options), "plan": [f"{plan}{more}"]})
+        strategies, batch = cli.strategies_of(given, cluster), options.global_batch
+        if estimate_memory(model, cluster, strategies[0], batch).verdict == "fits":
+            return estimate_time(model, cluster, strategies[0], batch).step_seconds, f"{plan}{more}"
+    return float("inf"), f"{plan}{modes[-1]}"
 
 
 def settings_of(options: argparse.Namespace) -> Settings:

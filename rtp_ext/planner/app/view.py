@@ -150,7 +150,7 @@ def _verdict(rows: Sequence[Row]) -> tuple[str, str]:
     name = "RTP" if len(rings) == 1 else ours.title
     if not fitting:
         head = f"{name} does not fit below the line" if ours.memory.verdict == "tight" else f"{name} does not fit"
-        rest = f"; {len(safe)} of the other {len(others)} plans do" if safe else ", and no other plan does"
+        rest = f"; what fits: {' and '.join(row.title for row in safe)}" if safe else ", and no other plan does"
         return head + (rest if others else ""), _numbers(ours)
     if not others:
         return f"{name} fits", _numbers(ours)
