@@ -48,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
             raise ImportError("--app needs Dash: pip install 'rtp-ext[app]'") from None
         server = page.server(settings, host, port)
     except OSError as error:
-        print(f"{cli.PROGRAM}: cannot listen on {host}, port {port}: {in_words(error)}; see --port", file=sys.stderr)
+        why = in_words(error).partition(" (while")[0]  # of socket.create_server, which repeats the address
+        print(f"{cli.PROGRAM}: cannot listen on {host}, port {port}: {why}; see --port", file=sys.stderr)
         return 1
     except (ImportError, ValueError, TypeError) as error:
         print(f"{cli.PROGRAM}: error: {in_words(error)}", file=sys.stderr)
