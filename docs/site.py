@@ -24,7 +24,19 @@ from pygments.lexers import PythonLexer
 ROOT = Path(__file__).resolve().parents[1]
 # in the order of reading; pages that are not named here come last
 FIRST = ("README", "which", "usage", "migration", "troubleshooting", "frameworks", "compile", "outer", "transports")
-NEXT = ("reliability", "numerics", "comparison", "design", "glossary", "gpu", "planner", "scale", "results", "lines")
+NEXT = (
+    "reliability",
+    "numerics",
+    "comparison",
+    "design",
+    "glossary",
+    "gpu",
+    "planner",
+    "app",
+    "scale",
+    "results",
+    "lines",
+)
 ORDER = (*FIRST, *NEXT, "limits", "development")
 REFERENCE = "reference/index.html"
 EXTRAS = ["tables", "fenced-code-blocks", "cuddled-lists", "code-friendly"]

@@ -152,7 +152,8 @@ def run(options: argparse.Namespace) -> int:
         if options.when:
             return _when(options)
         if options.forwards:
-            print(forwards.forwards_table())
+            cells = forwards.forwards_cells() if options.json else None
+            print(json.dumps(cells, indent=2) if cells else forwards.forwards_table())
             return 0
         model, cluster = model_of(options), cluster_of(options)
         if options.min_gpus:
@@ -169,7 +170,7 @@ def _check_form(options: argparse.Namespace) -> None:
     """Raises ValueError for an output format that a question does not support."""
     forms = ("json", "csv", "explain", "plot")
     drawn = () if options.frozen or options.lora_rank else ("json", "plot")
-    had = {"calibrate": ("json",), "when": drawn, "forwards": (), "min_gpus": ("json",)}
+    had = {"calibrate": ("json",), "when": drawn, "forwards": ("json",), "min_gpus": ("json",)}
     asked = [question for question in had if getattr(options, question)]
     if len(asked) > 1:
         raise ValueError(f"expected one of {', '.join('--' + name.replace('_', '-') for name in asked)}, got several")
