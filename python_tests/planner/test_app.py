@@ -15,6 +15,8 @@ from argparse import Namespace
 import pytest
 
 from rtp_ext.__main__ import _parser, main
+from rtp_ext.observe.schedule import schedules
+from rtp_ext.observe.timeline import Lockstep, timeline
 from rtp_ext.planner.app import loopback
 from rtp_ext.planner.app.settings import COMPARED, SEARCHED, arguments, refilled, settings_of
 from rtp_ext.planner.app.view import compared, found, passes_of, view_of
@@ -104,6 +106,20 @@ def test_the_timeline_is_that_of_the_prediction():
     assert passes_of(view.model, view.cluster, view_of(["--model", "gpt-3-xl", "--zero", "3"]).rows[0].strategy) == []
 
 
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_one_rank_in_lockstep_does_what_it_does_among_all(pass_):
+    every = schedules(4, op="mlp", pass_=pass_)
+    times = {"compute_time": 1.0, "hop_time": 1.7, "copy_time": 0.25}
+    durations = dict.fromkeys(("forward", "dgrad", "wgrad"), 1.0) | dict.fromkeys(("weight", "gradient"), 1.7)
+    events = Lockstep(every[0]).events({**durations, "copy": 0.25, "add": 0.25})
+    among = {event.step: event for event in timeline(every, **times) if event.rank == 0}
+    assert len(events) == len(among) > 6
+    for event in events:
+        other = among[event.step]
+        assert (event.label, event.lane) == (other.label, other.lane)
+        assert (event.start, event.end) == pytest.approx((other.start, other.end), abs=1e-12)
+
+
 def test_default_plans_fit_and_follow_the_cluster_until_they_are_edited():
     settings = settings_of(_options())
     assert settings["plans"].splitlines()[:2] == ["rtp=8", "zero=3,recompute=selective"]
@@ -150,6 +166,10 @@ def test_arguments_that_are_refused(capsys):
         "rtp-ext plan: error: argument --port: expected --app beside it; see rtp-ext plan --help\n",
     )
     assert told("--app", "--json") == (2, "rtp-ext plan: error: --app shows plans: expected no --json beside it\n")
+    fixed = "--when compares plans over links and tokens: expected a model, --gpu and --gpus at most"
+    for beside in (("--seq", "4"), ("--rtp", "8"), ("--link", "pcie")):
+        assert told("--when", "--model", "gpt-3-xl", *beside) == (2, f"rtp-ext plan: error: {fixed}\n")
+    assert "--when --gpus needs a model" in told("--when", "--gpus", "8")[1]
     status, error = told("--app", "--port", "70000")
     assert status == 2 and error.count("\n") == 1 and "expected --port of 0 to 65535, got 70000" in error
     assert loopback("127.0.0.1") and loopback("::1") and loopback("localhost")
