@@ -58,7 +58,7 @@ _LABELS = {
     "fused_loss": "fused loss",
     "compiled": "torch.compile",
     "fp8": "FP8 products",
-    "offload": "offload to host",
+    "fused_norm": "fused norms",
     "plans": "Plans, one a line",
     "more": "Further options",
 }

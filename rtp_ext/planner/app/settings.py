@@ -22,12 +22,25 @@ MODEL = ("model", "hf_config", "seq")
 CLUSTER = ("gpu", "gpus", "gpus_per_node", "link")
 BATCH = ("global_batch",)
 TRAINING = ("recompute", "param_dtype", "reduce_dtype", "stack")
-SWITCHES = ("fused_loss", "compiled", "fp8", "offload")
+SWITCHES = ("fused_loss", "fused_norm", "compiled", "fp8")
 FIELDS = (*MODEL, *CLUSTER, *BATCH, *TRAINING, *SWITCHES, "plans", "more")
 SEARCHED = (*MODEL, *CLUSTER, *BATCH)  # options that a search takes
 COMPARED = ("model", "hf_config", "gpu", "gpus")  # ... and `--when`
 _START: Settings = {"model": "llama-3-8b", "gpu": "h100-80gb", "gpus": "8"}
-_OTHER = ("json", "csv", "explain", "plot", "min_gpus", "when", "forwards", "calibrate", "trace_module", "uneven")
+_OTHER = (
+    "json",
+    "csv",
+    "explain",
+    "plot",
+    "min_gpus",
+    "when",
+    "forwards",
+    "calibrate",
+    "trace_module",
+    "uneven",
+    "top",
+)
+_SHOWN = {"top": 10}
 
 
 class _Parser(Parser):
@@ -80,8 +93,7 @@ def _fitting(plan: str, options: argparse.Namespace, model: ModelSpec, cluster: 
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """Returns the fields for arguments of the command. Raises ValueError for options that the page does not have."""
-    if wrong := [name for name in _OTHER if getattr(options, name)]:
-        raise ValueError(f"--app shows plans: expected no --{wrong[0].replace('_', '-')} beside it")
+    _check(options, "--app shows plans: expected no {} beside it")
     given, more = Settings(), list[str]()
     for action in _parser()._actions:
         value = getattr(options, action.dest)
@@ -125,7 +137,7 @@ def with_default_plans(settings: Mapping[str, Any], batch: bool = True) -> Setti
 def refilled(settings: Mapping[str, Any], filled: Mapping[str, Any]) -> Settings:
     """Returns the fields for a changed model or cluster: what still has its default value gets its new one. filled: the
     default values of `plans` and `global_batch` before."""
-    new = with_default_plans(settings, settings["global_batch"] == filled["global_batch"])
+    new = with_default_plans(settings, settings["global_batch"] == filled.get("global_batch"))
     return {**settings, **{name: new[name] for name, old in filled.items() if settings[name] == old}}
 
 
@@ -165,6 +177,11 @@ def parsed(words: list[str]) -> argparse.Namespace:
         ValueError: what the command refuses, in its words; options that ask for another output than the page.
     """
     options = _parser().parse_args(words)
-    if wrong := [name for name in _OTHER if getattr(options, name)]:
-        raise ValueError(f"the page shows plans: expected no --{wrong[0].replace('_', '-')}")
+    _check(options, "the page shows plans: expected no {}")
     return options
+
+
+def _check(options: argparse.Namespace, refusal: str) -> None:
+    """Raises ValueError for options that ask for another output than plans."""
+    if wrong := [name for name in _OTHER if getattr(options, name) not in (None, False, _SHOWN.get(name))]:
+        raise ValueError(refusal.format(f"--{wrong[0].replace('_', '-')}"))

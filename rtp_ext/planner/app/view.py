@@ -27,7 +27,6 @@ from rtp_ext.planner.specs.strategy import Strategy
 from rtp_ext.planner.time.report import TimeReport
 from rtp_ext.planner.time.stage import StageClock
 
-TOP = 10
 _LARGEST_DRAWN = 32  # ranks of a ring whose timeline is readable
 _HEAD = "from rtp_ext.planner import Cluster, ModelSpec"
 
@@ -160,11 +159,13 @@ def _verdict(rows: Sequence[Row]) -> tuple[str, str]:
     ratio = ours.time.step_seconds / best.time.step_seconds
     margin = 1 + constants()["search"]["tie_fraction"]["value"]
     if ratio * margin < 1:
-        head = f"{name} is the fastest plan that fits, {100 / ratio - 100:.0f} % ahead of {best.title}"
+        ahead = f"{100 / ratio - 100:.0f} % ahead of" if ratio > 0.5 else f"{1 / ratio:.3g} times as fast as"
+        head = f"{name} is the fastest plan that fits, {ahead} {best.title}"
     elif ratio <= margin:
         head = f"{name} is as fast as {best.title}, within the error of the model"
     else:
-        head = f"{name} fits, and takes {100 * ratio - 100:.0f} % longer than {best.title}"
+        longer = f"{100 * ratio - 100:.0f} % longer than" if ratio < 2 else f"{ratio:.3g} times as long as"
+        head = f"{name} fits, and takes {longer} {best.title}"
     share = ours.memory.peak_allocated_bytes / best.memory.peak_allocated_bytes
     than = f"{100 - 100 * share:.0f} % less" if share < 1 else f"{100 * share - 100:.0f} % more"
     return head, f"{_numbers(ours)} {_numbers(best)} {name} takes {than} memory."
@@ -207,7 +208,7 @@ def found(arguments: tuple[str, ...]) -> Found:
     options = parsed([*arguments])
     model, cluster = cli.model_of(options), cli.cluster_of(options)
     batch = cluster.gpus if options.global_batch is None else options.global_batch
-    plans = search(model, cluster, global_batch=batch, top=TOP)
+    plans = search(model, cluster, global_batch=batch, top=options.top)
     ring = next((plan for plan in plans if plan.strategy.rtp > 1), None)
     if not plans:
         message = (
@@ -227,7 +228,7 @@ def found(arguments: tuple[str, ...]) -> Found:
     unlike = differences_line(strategies)
     python = (
         f"{_HEAD}, search\n\n{_model_and_cluster(options)}"
-        f"for plan in search(model, cluster, global_batch={batch}, top={TOP}):\n"
+        f"for plan in search(model, cluster, global_batch={batch}, top={options.top}):\n"
         "    print(plan.rank, plan.step_seconds, plan.memory.peak_allocated_bytes, plan.strategy)\n"
     )
     return Found(tuple(plans), tuple(map(name_of, strategies)), message, unlike, command_text(arguments), python)
