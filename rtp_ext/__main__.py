@@ -99,11 +99,12 @@ def _record(options: argparse.Namespace, parser: Parser) -> int:
 
 
 def _plan(options: argparse.Namespace, parser: Parser) -> int:
-    from rtp_ext.planner import app, cli
+    from rtp_ext.planner import cli
+    from rtp_ext.planner.app import command
 
     if not options.app and (options.host is not None or options.port is not None):
         parser.error(f"argument {'--host' if options.host is not None else '--port'}: expected --app beside it")
-    return app.run(options) if options.app else cli.run(options)
+    return command.run(options) if options.app else cli.run(options)
 
 
 def _explain(options: argparse.Namespace, parser: Parser) -> int:
@@ -222,7 +223,8 @@ def _parser() -> Parser:
     show.add_argument("--json", action="store_true", help=_JSON)
     show.set_defaults(run=_schedule, parser=show)
 
-    from rtp_ext.planner import app, cli
+    from rtp_ext.planner import cli
+    from rtp_ext.planner.app import command
 
     plan = commands.add_parser(
         "plan",
@@ -230,7 +232,7 @@ def _parser() -> Parser:
         description="Predict memory of every pipeline stage and time of a step, or search for plans. No GPU needed.",
     )
     cli.add_arguments(plan)
-    app.add_arguments(plan)
+    command.add_arguments(plan)
     plan.set_defaults(run=_plan, parser=plan)
 
     explained = commands.add_parser(

@@ -15,9 +15,9 @@ from argparse import Namespace
 import pytest
 
 from rtp_ext.__main__ import _parser, main
+from rtp_ext.host import loopback
 from rtp_ext.observe.schedule import schedules
 from rtp_ext.observe.timeline import Lockstep, timeline
-from rtp_ext.planner.app import loopback
 from rtp_ext.planner.app.settings import COMPARED, SEARCHED, arguments, refilled, settings_of
 from rtp_ext.planner.app.view import compared, found, passes_of, view_of
 

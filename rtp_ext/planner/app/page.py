@@ -15,7 +15,8 @@ from werkzeug.serving import BaseWSGIServer, make_server
 
 from rtp_ext.command_line import PROGRAM, in_words
 from rtp_ext.gpu_rates import LINKS
-from rtp_ext.planner.app import figures, loopback
+from rtp_ext.host import loopback
+from rtp_ext.planner.app import figures
 from rtp_ext.planner.app.settings import (
     CLUSTER,
     COMPARED,
