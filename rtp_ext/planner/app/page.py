@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import dash
 from dash import Dash, Input, Output, State, dcc, html
@@ -100,7 +101,7 @@ def app(settings: Settings, host: str) -> Dash:
 
         @made.server.before_request
         def refuse_other_names() -> None:  # a name that another site resolves to this machine
-            if not loopback(request.host.rsplit(":", 1)[0].strip("[]")):
+            if not loopback(urlsplit(f"//{request.host}").hostname or ""):
                 abort(403)
 
     made.layout = _layout(settings)
