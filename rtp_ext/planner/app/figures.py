@@ -166,7 +166,7 @@ def plans(found: Found) -> Any:
     if not found.plans:
         return html.P(found.message, className="note")
     titles = ("rank", "plan, and what binds it", "step", "compute", "exposed", "bubble", "memory", "of the line")
-    body = []
+    body: list[html.Tr] = []
     for plan in found.plans:
         seconds = [f"{value:.3g} s" for value in plan.time.groups.values()]
         share = plan.memory.peak_allocated_bytes / plan.memory.limit_bytes

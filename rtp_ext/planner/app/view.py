@@ -118,9 +118,10 @@ def view_of(arguments: Sequence[str]) -> View:
     reports, times = cli.estimates(model, cluster, strategies, options.global_batch)
     names = [name_of(strategy) for strategy in strategies]
     shared = set.intersection(*(set(name.split()) for name in names)) if len(names) > 1 else set[str]()
+    owns = [" ".join(word for word in name.split() if word not in shared) for name in names]
     rows = tuple(
-        Row(title_of(strategy), name, " ".join(word for word in name.split() if word not in shared), strategy, *both)
-        for strategy, name, *both in zip(strategies, names, reports, times, strict=True)
+        Row(title_of(strategy), name, own, strategy, memory, time)
+        for strategy, name, own, memory, time in zip(strategies, names, owns, reports, times, strict=True)
     )
     verdict, detail = _verdict(rows)
     batch = "" if options.global_batch is None else str(options.global_batch)

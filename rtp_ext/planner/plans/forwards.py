@@ -124,7 +124,7 @@ def forwards_cells(models: Sequence[str] = MODELS, links: Sequence[tuple[str, in
                 for each, least in tokens.items()
             }
             few = {str(size): forward_time(model, cluster, ranks, size).slowdown for size in (64, 1)}
-            of = {"from_tokens": tokens, "slowdown": times}
+            of: dict[str, dict[str | None, Any]] = {"from_tokens": tokens, "slowdown": times}
             named = {what: {each or "none": value for each, value in found.items()} for what, found in of.items()}
             cells.append({"model": name, "link": link, "gpus": ranks, **named, "slowdown_of_tokens": few})
     return cells
