@@ -169,7 +169,7 @@ def run(options: argparse.Namespace) -> int:
 def _check_form(options: argparse.Namespace) -> None:
     """Raises ValueError for an output format that a question does not support."""
     forms = ("json", "csv", "explain", "plot")
-    drawn = () if options.frozen or options.lora_rank else ("json", "plot")
+    drawn = ("json",) if options.frozen or options.lora_rank else ("json", "plot")
     had = {"calibrate": ("json",), "when": drawn, "forwards": ("json",), "min_gpus": ("json",)}
     asked = [question for question in had if getattr(options, question)]
     if len(asked) > 1:
@@ -274,7 +274,8 @@ def _fewest(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
 def _when(options: argparse.Namespace) -> int:
     if options.frozen or options.lora_rank:
         plan = strategies_of(options, cluster_of(options))[0]
-        print(when.hidden_table(model_of(options), plan.gpus, options.gpu or "h100-80gb", plan))
+        asked = (model_of(options), plan.gpus, options.gpu or when.BASE, plan)
+        print(json.dumps(when.hidden_tokens(*asked), indent=2) if options.json else when.hidden_table(*asked))
         return 0
     cells, base = when_cells(options)
     print(json.dumps([cell.to_dict() for cell in cells], indent=2) if options.json else when.when_table(cells, base))
