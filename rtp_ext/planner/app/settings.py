@@ -93,7 +93,7 @@ def _fitting(plan: str, options: argparse.Namespace, model: ModelSpec, cluster: 
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """Returns the fields for arguments of the command. Raises ValueError for options that the page does not have."""
-    _check(options, "--app shows plans: expected no {} beside it")
+    _check(options, "--app")
     given, more = Settings(), list[str]()
     for action in _parser()._actions:
         value = getattr(options, action.dest)
@@ -167,7 +167,7 @@ def _split(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ValueError(f"further options: expected words of a command line, got {error}".lower()) from None
+        raise ValueError(f"further options: expected words of a command line, got {error}") from None
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
@@ -177,11 +177,11 @@ def parsed(words: list[str]) -> argparse.Namespace:
         ValueError: what the command refuses, in its words; options that ask for another output than the page.
     """
     options = _parser().parse_args(words)
-    _check(options, "the page shows plans: expected no {}")
+    _check(options, "the page")
     return options
 
 
-def _check(options: argparse.Namespace, refusal: str) -> None:
+def _check(options: argparse.Namespace, asked: str) -> None:
     """Raises ValueError for options that ask for another output than plans."""
     if wrong := [name for name in _OTHER if getattr(options, name) not in (None, False, _SHOWN.get(name))]:
-        raise ValueError(refusal.format(f"--{wrong[0].replace('_', '-')}"))
+        raise ValueError(f"{asked} shows plans: expected no --{wrong[0].replace('_', '-')} beside it")

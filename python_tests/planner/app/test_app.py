@@ -142,7 +142,7 @@ def test_default_plans_fit_and_follow_the_cluster_until_they_are_edited():
         ({"plans": "rtp=3"}, "divisible by tp . pp . cp . rtp = 3, got 8"),
         ({"more": "--sequence 5"}, "unknown argument --sequence"),
         ({"more": "--when"}, "expected no --when"),
-        ({"more": "'"}, "no closing quotation"),
+        ({"more": "'"}, "got No closing quotation"),
         ({"hf_config": "none.json", "model": ""}, "none.json: no such file"),
         ({"seq": "-1"}, "expected seq to be a whole number of at least 1"),
     ],
