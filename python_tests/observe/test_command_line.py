@@ -162,7 +162,7 @@ def test_values_for_other_programs(capsys, monkeypatch):
     told = json.loads(capsys.readouterr().out)
     assert told["versions"]["rtp_ext"] and told["transports"]["emulated"]["works"] is True
     cells = [when.compare("gpt-3-small", 8, link, 2048) for link in when.LINKS[:1]]
-    monkeypatch.setattr(when, "grid", lambda: cells)
+    monkeypatch.setattr(when, "grid", lambda *models, **base: cells)
     assert main(["plan", "--when", "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     assert told["winner"] == cells[0].winner and told["plans"]["rtp"]["step_seconds"] > 0
