@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import rtp_ext
 from rtp_ext.command_line import PROGRAM, SHELLS, Parser, completion, in_words, progress
@@ -98,17 +99,19 @@ def _record(options: argparse.Namespace, parser: Parser) -> int:
 
 
 def _plan(options: argparse.Namespace, parser: Parser) -> int:
-    from rtp_ext.planner import app, cli
+    from rtp_ext.planner import cli
+    from rtp_ext.planner.app import command
 
     if not options.app and (options.host is not None or options.port is not None):
         parser.error(f"argument {'--host' if options.host is not None else '--port'}: expected --app beside it")
-    return app.run(options) if options.app else cli.run(options)
+    return command.run(options) if options.app else cli.run(options)
 
 
 def _explain(options: argparse.Namespace, parser: Parser) -> int:
     if options.rank >= options.ranks:
         parser.error(f"argument --rank: expected 0 to {options.ranks - 1}, got {options.rank}")
     try:
+        Path(options.hf_config).stat()  # torch would take seconds to find no file
         with progress("planning the model"):
             from rtp_ext.convert import command
 
@@ -220,7 +223,8 @@ def _parser() -> Parser:
     show.add_argument("--json", action="store_true", help=_JSON)
     show.set_defaults(run=_schedule, parser=show)
 
-    from rtp_ext.planner import app, cli
+    from rtp_ext.planner import cli
+    from rtp_ext.planner.app import command
 
     plan = commands.add_parser(
         "plan",
@@ -228,7 +232,7 @@ def _parser() -> Parser:
         description="Predict memory of every pipeline stage and time of a step, or search for plans. No GPU needed.",
     )
     cli.add_arguments(plan)
-    app.add_arguments(plan)
+    command.add_arguments(plan)
     plan.set_defaults(run=_plan, parser=plan)
 
     explained = commands.add_parser(

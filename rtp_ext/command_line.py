@@ -122,7 +122,10 @@ _rtp_ext() {{
 }}
 complete -o default -F _rtp_ext {program}
 """
-_ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+_ZSH = """\
+(( $+functions[compdef] )) || { autoload -U compinit && compinit -i }
+autoload -U +X bashcompinit && bashcompinit
+"""
 
 
 def completion(parser: Parser, shell: str) -> str:

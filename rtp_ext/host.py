@@ -1,14 +1,15 @@
-"""The processors of this host, and the setting of its GPUs."""
+"""The processors of this host, the setting of its GPUs, and which addresses are its own."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import platform
 import re
 import sys
 from pathlib import Path
 
-__all__ = ["CONNECTIONS", "allow_connections", "cores", "cpu_name", "gpu_driver"]
+__all__ = ["CONNECTIONS", "allow_connections", "cores", "cpu_name", "gpu_driver", "loopback"]
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # CUDA reads it when it starts
 
@@ -40,3 +41,11 @@ def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def loopback(host: str) -> bool:
+    """Returns whether only programs of this machine reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -78,7 +78,9 @@ def test_every_package_and_its_data_are_installed(monkeypatch):
     distribution = Distribution()
     distribution.parse_config_files(["pyproject.toml"])
     files = [
-        file.relative_to(ROOT) for file in (ROOT / "rtp_ext").rglob("*") if file.suffix in (".py", ".json", ".typed")
+        file.relative_to(ROOT)
+        for file in (ROOT / "rtp_ext").rglob("*")
+        if file.suffix in (".py", ".json", ".typed", ".css")
     ]
     assert set(distribution.packages) == {str(file.parent).replace("/", ".") for file in files}
     data = {Path(*package.split("."), name) for package, names in distribution.package_data.items() for name in names}

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -93,7 +94,13 @@ def test_progress_on_a_terminal_only(monkeypatch):
 
 def test_completion(capsys, tmp_path):
     script = tmp_path / "script"
-    assert main(["completion", "zsh"]) == 0 and capsys.readouterr().out.startswith("autoload -U +X bashcompinit")
+    assert main(["completion", "zsh"]) == 0
+    script.write_text(capsys.readouterr().out)
+    assert "\nautoload -U +X bashcompinit && bashcompinit\n" in script.read_text()
+    if zsh := shutil.which("zsh"):  # in a shell that has not loaded completion
+        command = [zsh, "-f", "-c", f'source {script} && print -r -- "$_comps[rtp-ext]"']
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, env={"ZDOTDIR": str(tmp_path)})
+        assert (done.stderr, done.stdout) == ("", "_bash_complete -o default -F _rtp_ext\n")
     assert main(["completion", "bash"]) == 0
     asked = {
         "rtp-ext pl": "plan",
@@ -155,7 +162,7 @@ def test_values_for_other_programs(capsys, monkeypatch):
     told = json.loads(capsys.readouterr().out)
     assert told["versions"]["rtp_ext"] and told["transports"]["emulated"]["works"] is True
     cells = [when.compare("gpt-3-small", 8, link, 2048) for link in when.LINKS[:1]]
-    monkeypatch.setattr(when, "grid", lambda: cells)
+    monkeypatch.setattr(when, "grid", lambda *models, **base: cells)
     assert main(["plan", "--when", "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     assert told["winner"] == cells[0].winner and told["plans"]["rtp"]["step_seconds"] > 0

@@ -1,6 +1,7 @@
 """Predicted forwards whose weights are pulled: closed forms, several nodes, the command, and refusals."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -53,8 +54,16 @@ def test_decoding_does_not_pay():
 def test_command_and_refusals(capsys):
     assert main(["plan", "--forwards"]) == 0
     assert capsys.readouterr().out.strip() == forwards_table()
+    assert main(["plan", "--forwards", "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)
+    rows = [line.split("|")[1:-1] for line in forwards_table().splitlines()[2:] if line.startswith("|")]
+    assert len(cells) == len(rows) > 4
+    for cell, (model, link, gpus, whole, *_, one) in zip(cells, rows, strict=True):
+        assert (cell["model"], cell["link"], str(cell["gpus"])) == (model.strip(), link.strip(), gpus.strip())
+        shown = f"{cell['from_tokens']['none']} ({cell['slowdown']['none']:.2f})"
+        assert (shown, f"{cell['slowdown_of_tokens']['1']:.1f}") == (whole.strip(), one.strip())
     for arguments, words in (
-        (["--forwards", "--json"], "--forwards has no --json"),
+        (["--forwards", "--csv"], "--forwards has no --csv"),
         (["--forwards", "--when"], "expected one of --when, --forwards, got several"),
     ):
         assert main(["plan", *arguments]) == 2

@@ -1,6 +1,7 @@
 """Frozen weights in the planner: bytes at home, on the wire and in slots against a conversion; time by bytes."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import peft
@@ -221,6 +222,8 @@ def test_the_command(capsys):
     assert main([*plan, "--when"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| PCIe")]
     wide, travel, nf4, mxfp4, int8 = map(int, rows[0].split("|")[2:7])
+    assert main([*plan, "--when", "--json"]) == 0
+    assert [*json.loads(capsys.readouterr().out)["PCIe"].values()] == [wide, travel, nf4, mxfp4, int8]
     assert mxfp4 <= nf4 < int8 and travel < wide and nf4 < 0.35 * wide
     page = (Path(__file__).resolve().parents[2] / "docs" / "frozen.md").read_text()
     plan[2] = "llama-3-70b"

@@ -153,7 +153,8 @@ def run(options: argparse.Namespace) -> int:
         if options.when:
             return _when(options)
         if options.forwards:
-            print(forwards.forwards_table())
+            cells = forwards.forwards_cells() if options.json else None
+            print(json.dumps(cells, indent=2) if cells else forwards.forwards_table())
             return 0
         model, cluster = model_of(options), cluster_of(options)
         if options.min_gpus:
@@ -169,8 +170,8 @@ def run(options: argparse.Namespace) -> int:
 def _check_form(options: argparse.Namespace) -> None:
     """Raises ValueError for an output format that a question does not support."""
     forms = ("json", "csv", "explain", "plot")
-    drawn = () if options.frozen or options.lora_rank else ("json", "plot")
-    had = {"calibrate": ("json",), "when": drawn, "forwards": (), "min_gpus": ("json",)}
+    drawn = ("json",) if options.frozen or options.lora_rank else ("json", "plot")
+    had = {"calibrate": ("json",), "when": drawn, "forwards": ("json",), "min_gpus": ("json",)}
     asked = [question for question in had if getattr(options, question)]
     if len(asked) > 1:
         raise ValueError(f"expected one of {', '.join('--' + name.replace('_', '-') for name in asked)}, got several")
@@ -274,7 +275,8 @@ def _fewest(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
 def _when(options: argparse.Namespace) -> int:
     if options.frozen or options.lora_rank:
         plan = strategies_of(options, cluster_of(options))[0]
-        print(when.hidden_table(model_of(options), plan.gpus, options.gpu or "h100-80gb", plan))
+        asked = (model_of(options), plan.gpus, options.gpu or when.BASE, plan)
+        print(json.dumps(when.hidden_tokens(*asked), indent=2) if options.json else when.hidden_table(*asked))
         return 0
     cells, base = when_cells(options)
     print(json.dumps([cell.to_dict() for cell in cells], indent=2) if options.json else when.when_table(cells, base))

@@ -1,65 +1,8 @@
 """`rtp-ext plan --app`: the planner as a page in a browser of this machine.
 
 `settings` turns fields into the command's arguments, `view` arguments into what figures show, `figures` that into HTML,
-and `page` lays it out. Only `figures` and `page` need Dash. It was chosen since it serves all scripts from its own
-package, so that the page needs no network, keeps no state on the server, and brings 27 other packages: NiceGUI 48,
-Panel 30 and Streamlit 33 with two to three times the size, Gradio 51 (November 2026).
+`page` lays it out and answers changes, `command` starts it. Only `figures` and `page` need Dash. It was chosen since it
+serves all scripts from installed packages, so that the page needs no network, keeps no state on the server, and brings
+the fewest packages: 27; NiceGUI 48, Panel 30, Streamlit 33, Gradio 51 (November 2026), of which the last three take two
+to three times the space.
 """
-
-from __future__ import annotations
-
-import argparse
-import ipaddress
-import sys
-
-from rtp_ext.command_line import in_words
-from rtp_ext.planner import cli
-
-HOST, PORT = "127.0.0.1", 8050
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds --app, --host and --port to the arguments of the command."""
-    group = parser.add_argument_group("page")
-    group.add_argument("--app", action="store_true", help="show the planner as a page for a browser; other options fill it")
-    group.add_argument("--host", metavar="NAME", help=f"where the page listens; default: {HOST}, for this machine alone")
-    group.add_argument("--port", type=int, metavar="N", help=f"of the page; 0: a free one; default: {PORT}")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Serves the page until it is interrupted. Returns 2 for invalid arguments, 1 where it cannot listen."""
-    from rtp_ext.planner.app.settings import settings_of
-
-    host = options.host or HOST
-    port = PORT if options.port is None else options.port
-    try:
-        if not 0 <= port < 65536:
-            raise ValueError(f"expected --port of 0 to 65535, got {port}")
-        settings = settings_of(options)
-        try:
-            from rtp_ext.planner.app import page
-        except ImportError as error:
-            if (error.name or "").partition(".")[0] not in ("dash", "flask", "plotly", "werkzeug"):
-                raise
-            raise ImportError("--app needs Dash: pip install 'rtp-ext[app]'") from None
-        server = page.server(settings, host, port)
-    except OSError as error:
-        print(f"{cli.PROGRAM}: cannot listen on {host}, port {port}: {in_words(error)}; see --port", file=sys.stderr)
-        return 1
-    except (ImportError, ValueError, TypeError) as error:
-        print(f"{cli.PROGRAM}: error: {in_words(error)}", file=sys.stderr)
-        return 2
-    if not loopback(host):
-        print(f"{cli.PROGRAM}: warning: others who reach {host} can use this page", file=sys.stderr)
-    shown = f"[{host}]" if ":" in host else host
-    print(f"planner: http://{shown}:{server.port} (Ctrl-C ends it)", flush=True)
-    server.serve_forever()
-    return 0
-
-
-def loopback(host: str) -> bool:
-    """Returns whether only programs of this machine reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

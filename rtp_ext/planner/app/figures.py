@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from dash import html
 
+from rtp_ext.observe.timeline import Event
 from rtp_ext.planner.app.view import Found, Pass, Row, View
 from rtp_ext.planner.display.text import GB
 from rtp_ext.planner.memory.report import COMPONENTS, OUTSIDE_THE_ALLOCATOR
@@ -15,7 +17,10 @@ from rtp_ext.planner.time.report import TIME_COMPONENTS
 
 _GROUPS = ("compute", "exposed communication", "bubble")
 _SHORTEST = 1e-4  # share of a step below which the CLI leaves a component out, too
+_NARROW, _NARROWEST = 0.05, 0.025  # share of a step that holds its label on a telephone, and at all
+_LAST = 0.85  # share after which a label does not fit to the right of its line
 _BADGES = {"fits": "good", "tight": "close", "out of memory": "bad"}
+_FINER = ("compute", "exposed", "bubble", "of the line")  # columns that a telephone leaves out
 _LANES = {
     "compute": "computes",
     "side": "computes, second stream",
@@ -46,9 +51,9 @@ def _card(row: Row) -> html.Div:
     held, limit = row.memory.peak_allocated_bytes, row.memory.limit_bytes
     badge = html.Span(row.memory.verdict, className=f"badge {_BADGES[row.memory.verdict]}")
     numbers = [
-        _number(f"{held / GB:.1f}", f"GB of {limit / GB:.1f}", "memory", held, "bytes"),
-        _number(f"{row.time.step_seconds:.4g}", "s", "a step", row.time.step_seconds, "seconds"),
-        _number(f"{row.time.tokens_per_second_per_gpu:,.0f}", "tokens/s", "each GPU"),
+        _number("Memory", f"{held / GB:.1f}", f"/ {limit / GB:.1f} GB", held, "bytes"),
+        _number("Step", f"{row.time.step_seconds:.4g}", "s", row.time.step_seconds, "seconds"),
+        _number("Each GPU", f"{row.time.tokens_per_second_per_gpu:,.0f}", "tokens/s"),
     ]
     return html.Div(
         [
@@ -60,9 +65,9 @@ def _card(row: Row) -> html.Div:
     )
 
 
-def _number(value: str, unit: str, what: str, exact: float | None = None, kind: str = "") -> html.Div:
+def _number(what: str, value: str, unit: str, exact: float | None = None, kind: str = "") -> html.Div:
     more: dict[str, Any] = {} if exact is None else {f"data-{kind}": repr(exact), "title": f"{exact!r} {kind}"}
-    return html.Div([html.Strong(value, **more), html.Span(f" {unit}"), html.Small(what)], className="number")
+    return html.Div([html.Small(what), html.Span([html.Strong(value, **more), f" {unit}"])], className="number")
 
 
 # -- bars --------------------------------------------------------------------------------------------------------------
@@ -74,7 +79,7 @@ def memory(view: View) -> html.Div:
     top = 1.02 * max(*(sum(row.memory.components.values()) for row in rows), rows[0].memory.memory_bytes)
     first = rows[0].memory
     marks = [
-        (first.limit_bytes / top, f"{first.safe_fraction:.0%}: {first.limit_bytes / GB:.4g} GB", "safe"),
+        (first.limit_bytes / top, f"{100 * first.safe_fraction:.0f} %: {first.limit_bytes / GB:.4g} GB", "safe"),
         (first.memory_bytes / top, f"{first.memory_bytes / GB:.4g} GB", "full"),
     ]
     parts = [{name: row.memory.components[name] / top for name in COMPONENTS} for row in rows]
@@ -106,17 +111,20 @@ def _bars(rows: Sequence[Row], parts: Sequence[dict[str, float]], marks: Sequenc
     drawn = []
     for row, shares in zip(rows, parts, strict=True):
         boxes = [
-            html.Div(className=f"part {_class(name)}", style={"width": f"{100 * share:.4f}%"}, title=_tip(row, name, text))
+            html.Div(
+                className=f"part {_class(name)}", style={"width": f"{100 * share:.4f}%"}, title=_tip(row, name, text)
+            )
             for name, share in shares.items()
             if share > 0
         ]
         lines = [html.Div(className=f"mark {kind}", style={"left": f"{100 * at:.4f}%"}) for at, _, kind in marks]
         drawn += [html.Div(row.title, className="what"), html.Div([*boxes, *lines], className="bar")]
     if marks:
-        labels = [
-            html.Span(label, className=f"label {kind}", style={"right": f"{100 - 100 * at:.4f}%"})
-            for at, label, kind in marks
-        ]
+        (safe, *_), (full, *_) = marks
+        sides = {"safe": {"right": f"{100 - 100 * safe:.4f}%"}, "full": {"left": f"{100 * full:.4f}%"}}
+        if full > _LAST:
+            sides["full"] = {"right": f"{100 - 100 * full:.4f}%"}
+        labels = [html.Span(label, className="label", style=sides[kind]) for _, label, kind in marks]
         drawn = [html.Div(className="what"), html.Div(labels, className="axis"), *drawn]
     return html.Div(drawn, className="bars")
 
@@ -157,8 +165,8 @@ def plans(found: Found) -> Any:
     """The plans of a search, fastest first."""
     if not found.plans:
         return html.P(found.message, className="note")
-    titles = ("rank", "plan", "step", "compute", "exposed", "bubble", "memory", "of the line", "bound by")
-    body = []
+    titles = ("rank", "plan, and what binds it", "step", "compute", "exposed", "bubble", "memory", "of the line")
+    body: list[html.Tr] = []
     for plan in found.plans:
         seconds = [f"{value:.3g} s" for value in plan.time.groups.values()]
         share = plan.memory.peak_allocated_bytes / plan.memory.limit_bytes
@@ -167,21 +175,29 @@ def plans(found: Found) -> Any:
             html.Tr(
                 [
                     html.Td(f"{plan.rank}{' =' if plan.tied else ''}"),
-                    html.Td([html.Code(field) for field in fields], className="fields"),
+                    html.Td([*map(html.Code, fields), html.Small(plan.binding)], className="fields"),
                     html.Td(f"{plan.step_seconds:.4g} s", **{"data-seconds": repr(plan.step_seconds)}),
-                    *map(html.Td, seconds),
+                    *(html.Td(text, className="more") for text in seconds),
                     html.Td(f"{plan.memory.peak_allocated_bytes / GB:.1f} GB"),
-                    html.Td(f"{share:.0%}"),
-                    html.Td(plan.binding, className="words"),
+                    html.Td(f"{100 * share:.0f} %", className="more"),
                 ],
                 className="ours" if plan.strategy.rtp > 1 else "",
             )
         )
-    table = html.Table([html.Thead(html.Tr([html.Th(title) for title in titles])), html.Tbody(body)])
+    head = [html.Th(title, className="more" if title in _FINER else "") for title in titles]
+    table = html.Table([html.Thead(html.Tr(head)), html.Tbody(body)])
     notes = "All fuse the vocabulary head and the loss, and have the recomputation and micro-batch that are fastest."
     if any(plan.tied for plan in found.plans):
         notes += " = : within the error of the model from others of that rank."
-    return html.Div([html.Div(table, className="wide plans"), html.P(notes, className="note")])
+    unlike = f"{sentence(found.unlike)} " if found.unlike else ""
+    return html.Div(
+        [html.P(found.message), html.Div(table, className="wide plans"), html.P(unlike + notes, className="note")]
+    )
+
+
+def sentence(text: str) -> str:
+    """Returns a message with a capital letter and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}" if text else ""
 
 
 # -- rotation ----------------------------------------------------------------------------------------------------------
@@ -203,12 +219,7 @@ def _pass(shown: Pass, longest: float) -> html.Div:
     drawn = []
     for name, text in _LANES.items():
         boxes = [
-            html.Div(
-                _short(event.label),
-                className=f"step step-{_class(kind)}",
-                style={"left": _share(event.start, longest), "width": _share(event.end - event.start, longest)},
-                title=f"{event.label}: {1e6 * event.start:.1f} to {1e6 * event.end:.1f} µs",
-            )
+            _step(event, kind, longest)
             for event, kind in zip(shown.events, shown.kinds, strict=True)
             if event.lane == name
         ]
@@ -227,12 +238,19 @@ def _pass(shown: Pass, longest: float) -> html.Div:
     return html.Div([title, html.Div(drawn, className="bars lanes")])
 
 
-def _share(seconds: float, longest: float) -> str:
-    return f"{100 * seconds / longest:.4f}%"
+def _step(event: Event, kind: str, longest: float) -> html.Div:
+    width = (event.end - event.start) / longest
+    return html.Div(
+        _short(event.label) if width >= _NARROWEST else "",
+        className=f"step step-{_class(kind)}{' narrow' if width < _NARROW else ''}",
+        style={"left": f"{100 * event.start / longest:.4f}%", "width": f"{100 * width:.4f}%"},
+        title=f"{event.label}: {1e6 * event.start:.1f} to {1e6 * event.end:.1f} µs",
+    )
 
 
 def _short(label: str) -> str:
-    return label.split()[-1]
+    """Returns the shard of a product, or the one that arrives."""
+    return re.findall(r"[WG]\w*|$", label)[-2 if re.search(r"[WG]\w*", label) else -1]
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import dash
 from dash import Dash, Input, Output, State, dcc, html
@@ -15,8 +16,19 @@ from werkzeug.serving import BaseWSGIServer, make_server
 
 from rtp_ext.command_line import PROGRAM, in_words
 from rtp_ext.gpu_rates import LINKS
-from rtp_ext.planner.app import figures, loopback
-from rtp_ext.planner.app.settings import COMPARED, FIELDS, SEARCHED, SWITCHES, Settings, arguments, refilled
+from rtp_ext.host import loopback
+from rtp_ext.planner.app import figures
+from rtp_ext.planner.app.settings import (
+    CLUSTER,
+    COMPARED,
+    FIELDS,
+    MODEL,
+    SEARCHED,
+    SWITCHES,
+    Settings,
+    arguments,
+    refilled,
+)
 from rtp_ext.planner.app.view import compared, found, passes_of, view_of
 from rtp_ext.planner.constants import constants
 from rtp_ext.planner.specs.strategy import DTYPE_BYTES, RECOMPUTE, STACKS
@@ -27,36 +39,36 @@ _CHOICES = {
     "model": [("", "from config.json or sizes")],
     "gpu": [("", "from a file of --cluster")],
     "link": [("", "that of the GPU"), *((link, link) for link in LINKS)],
-    "recompute": [("", "none, or as a plan says"), *((mode, mode) for mode in RECOMPUTE)],
+    "recompute": [("", "by plan"), *((mode, mode) for mode in RECOMPUTE)],
     "param_dtype": [("", "bf16"), *((dtype, dtype) for dtype in DTYPE_BYTES if dtype != "bf16")],
     "reduce_dtype": [("", "fp32"), *((dtype, dtype) for dtype in DTYPE_BYTES if dtype != "fp32")],
-    "stack": [("", "that of each plan"), *((stack, stack) for stack in STACKS if stack != "auto")],
+    "stack": [("", "by plan"), *((stack, stack) for stack in STACKS if stack != "auto")],
 }
 _LABELS = {
     "model": "Model",
     "hf_config": "Hugging Face config.json",
-    "seq": "Sequence, tokens",
+    "seq": "Tokens of a sample",
     "gpu": "GPU",
     "gpus": "GPUs",
     "gpus_per_node": "GPUs of a node",
     "link": "Link inside a node",
-    "global_batch": "Global batch, samples",
+    "global_batch": "Global batch",
     "recompute": "Checkpointing",
     "param_dtype": "Compute dtype",
-    "reduce_dtype": "Gradients summed in",
+    "reduce_dtype": "Reduce dtype",
     "stack": "Software stack",
     "fused_loss": "fused loss",
     "compiled": "torch.compile",
     "fp8": "FP8 products",
-    "offload": "offload to host",
+    "fused_norm": "fused norms",
     "plans": "Plans, one a line",
     "more": "Further options",
 }
 _HINTS = {
     "hf_config": "path on this machine",
-    "seq": "the model's own",
+    "seq": "model's own",
     "gpus_per_node": "8",
-    "global_batch": "one micro-batch a stage",
+    "global_batch": "samples",
     "more": "such as --reduce-dtype bf16",
 }
 
@@ -89,7 +101,7 @@ def app(settings: Settings, host: str) -> Dash:
 
         @made.server.before_request
         def refuse_other_names() -> None:  # a name that another site resolves to this machine
-            if not loopback(request.host.rsplit(":", 1)[0].strip("[]")):
+            if not loopback(urlsplit(f"//{request.host}").hostname or ""):
                 abort(403)
 
     made.layout = _layout(settings)
@@ -113,9 +125,11 @@ def _layout(settings: Settings) -> html.Div:
     intro = "Memory, step time and the fastest plans of a training run, by arithmetic: nothing here is measured."
     form = html.Div(
         [
-            _group("Model", settings, "model", "hf_config", "seq"),
-            _group("Cluster", settings, "gpu", "gpus", "gpus_per_node", "link"),
-            _group("Training", settings, "global_batch", "recompute", "param_dtype", "reduce_dtype", "stack", "switches"),
+            _group("Model", settings, *MODEL),
+            _group("Cluster", settings, *CLUSTER),
+            _group(
+                "Training", settings, "global_batch", "recompute", "param_dtype", "reduce_dtype", "stack", "switches"
+            ),
             _group("Plans to compare", settings, "plans", "more"),
         ],
         className="form",
@@ -163,7 +177,9 @@ def _group(title: str, settings: Settings, *names: str) -> html.Fieldset:
             choices = [{"value": each, "label": _LABELS[each]} for each in SWITCHES]
             fields.append(html.Div(dcc.Checklist(choices, chosen, id=name), className="field whole"))
         elif name in ("plans", "more"):
-            text = dcc.Textarea(id=name, value=settings[name], placeholder=_HINTS.get(name, ""), rows=2 + 3 * (name == "plans"))
+            text = dcc.Textarea(
+                id=name, value=settings[name], placeholder=_HINTS.get(name, ""), rows=2 + 3 * (name == "plans")
+            )
             fields.append(html.Div([html.Label(_LABELS[name], htmlFor=name), text], className="field whole"))
         elif name in _CHOICES:
             known = {"model": "models", "gpu": "gpus"}
@@ -172,7 +188,9 @@ def _group(title: str, settings: Settings, *names: str) -> html.Fieldset:
         else:
             box = dcc.Input(id=name, value=settings[name], type="text", debounce=True, placeholder=_HINTS.get(name, ""))
             wide = " whole" if name == "hf_config" else ""
-            fields.append(html.Div([html.Label(_LABELS[name], htmlFor=name), box], className=f"field{wide}", id=f"of-{name}"))
+            fields.append(
+                html.Div([html.Label(_LABELS[name], htmlFor=name), box], className=f"field{wide}", id=f"of-{name}")
+            )
     if "plans" in names:
         fields.insert(1, html.Button("The usual plans", id="usual"))
     return html.Fieldset([html.Legend(title), *fields])
@@ -181,8 +199,10 @@ def _group(title: str, settings: Settings, *names: str) -> html.Fieldset:
 def _field(name: str, choices: list[tuple[str, str]], value: str, label: str = "") -> html.Div:
     options = [{"value": each, "label": text} for each, text in choices]
     menu = dcc.Dropdown(options, value, id=name, clearable=False, searchable=len(options) > 8)
-    wide = " whole" if name in ("model", "gpu", "link", "recompute", "stack") else ""
-    return html.Div([*([html.Label(label, htmlFor=name)] if label else []), menu], className=f"field{wide}", id=f"of-{name}")
+    wide = " whole" if name in ("model", "gpu", "link", "stack") else ""
+    return html.Div(
+        [*([html.Label(label, htmlFor=name)] if label else []), menu], className=f"field{wide}", id=f"of-{name}"
+    )
 
 
 def _section(title: str, *parts: Any) -> html.Section:
@@ -241,10 +261,11 @@ def _connect(made: Dash) -> None:
         try:
             words = arguments(settings)
             view = view_of(words)
-            passes = next((found for row in view.rows if (found := passes_of(view.model, view.cluster, row.strategy))), [])
+            passes = next(
+                (found for row in view.rows if (found := passes_of(view.model, view.cluster, row.strategy))), []
+            )
         except _REFUSALS as error:
-            sentence = in_words(error)
-            return {**told, "error": f"{sentence[:1].upper()}{sentence[1:]}{'' if sentence.endswith('.') else '.'}"}
+            return {**told, "error": figures.sentence(in_words(error))}
         operations = list(dict.fromkeys(each.operation for each in passes))
         largest = max(passes, key=lambda each: each.step_seconds if "layer" in each.operation else 0, default=None)
         told |= {
@@ -253,7 +274,7 @@ def _connect(made: Dash) -> None:
                 html.H2(view.verdict),
                 html.P(view.detail),
                 figures.cards(view),
-                html.P(f"{view.unlike[:1].upper()}{view.unlike[1:]}." if view.unlike else "", className="note"),
+                html.P(figures.sentence(view.unlike), className="note"),
             ],
             "memory": figures.memory(view),
             "time": figures.time(view),
@@ -291,7 +312,9 @@ def _connect(made: Dash) -> None:
         for row in rings:
             every = passes_of(view.model, view.cluster, row.strategy)
             if shown := [each for each in every if each.operation == operation]:
-                about = f"{row.title}: what rank 0 computes, sends and receives; all ranks do the same at the same time."
+                about = (
+                    f"{row.title}: what rank 0 computes, sends and receives; all ranks do the same at the same time."
+                )
                 return [html.P(about, className="note"), figures.timeline(shown)]
         why = "A ring this large is not drawn." if rings else "No plan rotates."
         return html.P(why, className="note")

@@ -27,7 +27,6 @@ from rtp_ext.planner.specs.strategy import Strategy
 from rtp_ext.planner.time.report import TimeReport
 from rtp_ext.planner.time.stage import StageClock
 
-TOP = 10
 _LARGEST_DRAWN = 32  # ranks of a ring whose timeline is readable
 _HEAD = "from rtp_ext.planner import Cluster, ModelSpec"
 
@@ -68,11 +67,18 @@ class View:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search, and what reproduces it. names: the fields of each plan that differ from the defaults."""
+    """The result of a search, and what reproduces it.
+
+    Attributes:
+        names: the fields of each plan that differ from the defaults.
+        message: where the first ring stands, or why there are no plans.
+        unlike: the settings in which the plans differ other than the layout.
+    """
 
     plans: tuple[Plan, ...]
     names: tuple[str, ...]
     message: str
+    unlike: str
     command: str
     python: str
 
@@ -112,12 +118,13 @@ def view_of(arguments: Sequence[str]) -> View:
     reports, times = cli.estimates(model, cluster, strategies, options.global_batch)
     names = [name_of(strategy) for strategy in strategies]
     shared = set.intersection(*(set(name.split()) for name in names)) if len(names) > 1 else set[str]()
+    owns = [" ".join(word for word in name.split() if word not in shared) for name in names]
     rows = tuple(
-        Row(title_of(strategy), name, " ".join(word for word in name.split() if word not in shared), strategy, *both)
-        for strategy, name, *both in zip(strategies, names, reports, times, strict=True)
+        Row(title_of(strategy), name, own, strategy, memory, time)
+        for strategy, name, own, memory, time in zip(strategies, names, owns, reports, times, strict=True)
     )
     verdict, detail = _verdict(rows)
-    batch = ", ".join(str(each) for each in (options.global_batch,) if each is not None)
+    batch = "" if options.global_batch is None else str(options.global_batch)
     return View(
         model,
         cluster,
@@ -143,7 +150,7 @@ def _verdict(rows: Sequence[Row]) -> tuple[str, str]:
     name = "RTP" if len(rings) == 1 else ours.title
     if not fitting:
         head = f"{name} does not fit below the line" if ours.memory.verdict == "tight" else f"{name} does not fit"
-        rest = f"; {len(safe)} of the other {len(others)} plans do" if safe else ", and no other plan does"
+        rest = f"; what fits: {' and '.join(row.title for row in safe)}" if safe else ", and no other plan does"
         return head + (rest if others else ""), _numbers(ours)
     if not others:
         return f"{name} fits", _numbers(ours)
@@ -153,19 +160,22 @@ def _verdict(rows: Sequence[Row]) -> tuple[str, str]:
     ratio = ours.time.step_seconds / best.time.step_seconds
     margin = 1 + constants()["search"]["tie_fraction"]["value"]
     if ratio * margin < 1:
-        head = f"{name} is the fastest plan that fits, {100 / ratio - 100:.0f} % ahead of {best.title}"
+        ahead = f"{100 / ratio - 100:.0f} % ahead of" if ratio > 0.5 else f"{1 / ratio:.3g} times as fast as"
+        head = f"{name} is the fastest plan that fits, {ahead} {best.title}"
     elif ratio <= margin:
         head = f"{name} is as fast as {best.title}, within the error of the model"
     else:
-        head = f"{name} fits, and takes {100 * ratio - 100:.0f} % longer than {best.title}"
+        longer = f"{100 * ratio - 100:.0f} % longer than" if ratio < 2 else f"{ratio:.3g} times as long as"
+        head = f"{name} fits, and takes {longer} {best.title}"
     share = ours.memory.peak_allocated_bytes / best.memory.peak_allocated_bytes
     than = f"{100 - 100 * share:.0f} % less" if share < 1 else f"{100 * share - 100:.0f} % more"
-    return head, f"{_numbers(ours)} {best.title}: {_numbers(best)} RTP takes {than} memory."
+    return head, f"{_numbers(ours)} {_numbers(best)} {name} takes {than} memory."
 
 
 def _numbers(row: Row) -> str:
     held, limit = row.memory.peak_allocated_bytes / 1e9, row.memory.limit_bytes / 1e9
-    return f"{held:.1f} GB of {limit:.0f} GB below the line, {row.time.step_seconds:.4g} s a step."
+    side = "below" if held <= limit else "above"
+    return f"{row.title}: {row.time.step_seconds:.4g} s a step, {held:.1f} GB, {side} the line of {limit:.1f} GB."
 
 
 def title_of(strategy: Strategy) -> str:
@@ -186,7 +196,6 @@ def title_of(strategy: Strategy) -> str:
     return ", ".join(parts) or "one GPU"
 
 
-
 # -- search, timeline, comparison --------------------------------------------------------------------------------------
 
 
@@ -200,17 +209,30 @@ def found(arguments: tuple[str, ...]) -> Found:
     options = parsed([*arguments])
     model, cluster = cli.model_of(options), cli.cluster_of(options)
     batch = cluster.gpus if options.global_batch is None else options.global_batch
-    plans = search(model, cluster, global_batch=batch, top=TOP)
-    message = "" if plans else (
-        f"No plan for {model.name} with a global batch of {batch} fits below the memory limit of {cluster.gpus} x "
-        f"{cluster.name}."
-    )
+    plans = search(model, cluster, global_batch=batch, top=options.top)
+    ring = next((plan for plan in plans if plan.strategy.rtp > 1), None)
+    if not plans:
+        message = (
+            f"No plan for {model.name} with a global batch of {batch} fits below the memory limit of {cluster.gpus} x "
+            f"{cluster.name}."
+        )
+    elif ring is None:
+        message = f"No plan with a ring is among these {len(plans)}."
+    elif ring is plans[0]:
+        message = "The fastest plan has a ring."
+    else:
+        message = (
+            f"The fastest plan with a ring has rank {ring.rank}: {ring.step_seconds:.4g} s, against "
+            f"{plans[0].step_seconds:.4g} s of the first."
+        )
+    strategies = [plan.strategy for plan in plans]
+    unlike = differences_line(strategies)
     python = (
         f"{_HEAD}, search\n\n{_model_and_cluster(options)}"
-        f"for plan in search(model, cluster, global_batch={batch}, top={TOP}):\n"
+        f"for plan in search(model, cluster, global_batch={batch}, top={options.top}):\n"
         "    print(plan.rank, plan.step_seconds, plan.memory.peak_allocated_bytes, plan.strategy)\n"
     )
-    return Found(tuple(plans), tuple(name_of(plan.strategy) for plan in plans), message, command_text(arguments), python)
+    return Found(tuple(plans), tuple(map(name_of, strategies)), message, unlike, command_text(arguments), python)
 
 
 def passes_of(model: ModelSpec, cluster: Cluster, strategy: Strategy) -> list[Pass]:
@@ -311,11 +333,11 @@ def _model_and_cluster(options: argparse.Namespace) -> str:
 
 def _python(options: argparse.Namespace, strategies: Sequence[Strategy], batch: str) -> str:
     plans = "".join(f"    {_code(strategy)},\n" for strategy in strategies)
-    given = ", ".join(filter(None, ("model, cluster, plan", batch)))
+    given = f"(model, cluster, plan{batch and f', global_batch={batch}'})"
     return (
         f"{_HEAD}, Strategy, estimate_memory, estimate_time\n\n{_model_and_cluster(options)}plans = [\n{plans}]\n"
-        f"for plan in plans:\n    memory, time = estimate_memory({given}), estimate_time({given})\n"
-        "    print(plan, memory.peak_allocated_bytes, memory.verdict, time.step_seconds)\n"
+        f"for plan in plans:\n    memory = estimate_memory{given}\n    time = estimate_time{given}\n"
+        "    print(memory.peak_allocated_bytes, memory.verdict, time.step_seconds)\n"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rtp_ext.planner.constants import TimeConstants, check_at_least, check_known
 from rtp_ext.planner.native import engine
@@ -109,18 +110,38 @@ def _values(operation: RotatedOperation) -> int:
     return sum(weight.shard_elements(1) for weight in operation.weights)
 
 
+def forwards_cells(models: Sequence[str] = MODELS, links: Sequence[tuple[str, int]] = LINKS) -> list[dict[str, Any]]:
+    """Returns the rows of `forwards_table` as values for JSON: `from_tokens` (None: more than 2^20) and the `slowdown`
+    there by the format of the weights (`none`: 2 bytes), and the slowdown of passes of 64 tokens and of one."""
+    cells = []
+    for name in models:
+        model = ModelSpec.preset(name)
+        for link, ranks in links:
+            cluster = cluster_of(link, ranks)
+            tokens = {each: break_even_tokens(model, cluster, ranks, weights=each) for each in FORMATS}
+            times = {
+                each: forward_time(model, cluster, ranks, least, weights=each).slowdown if least else None
+                for each, least in tokens.items()
+            }
+            few = {str(size): forward_time(model, cluster, ranks, size).slowdown for size in (64, 1)}
+            of: dict[str, dict[str | None, Any]] = {"from_tokens": tokens, "slowdown": times}
+            named = {what: {each or "none": value for each, value in found.items()} for what, found in of.items()}
+            cells.append({"model": name, "link": link, "gpus": ranks, **named, "slowdown_of_tokens": few})
+    return cells
+
+
 def forwards_table(models: Sequence[str] = MODELS, links: Sequence[tuple[str, int]] = LINKS) -> str:
     """Formats a Markdown table of H100: the tokens from which forwards pay, and the cost of decoding."""
     heads = [f"from, {name or '16 bits'}" for name in FORMATS]
     heads += ["64 tokens", "1 token"]
     lines = ["| model | link | GPUs | " + " | ".join(heads) + " |", "|" + "---|" * (3 + len(heads))]
-    for name in models:
-        model = ModelSpec.preset(name)
-        for link, ranks in links:
-            cluster = cluster_of(link, ranks)
-            cells = [_threshold(model, cluster, ranks, weights) for weights in FORMATS]
-            cells += [f"{forward_time(model, cluster, ranks, tokens).slowdown:.1f}" for tokens in (64, 1)]
-            lines.append(f"| {name} | {link} | {ranks} | " + " | ".join(cells) + " |")
+    for cell in forwards_cells(models, links):
+        shown = [
+            f"more than {MOST}" if tokens is None else f"{tokens} ({cell['slowdown'][weights]:.2f})"
+            for weights, tokens in cell["from_tokens"].items()
+        ]
+        shown += [f"{slowdown:.1f}" for slowdown in cell["slowdown_of_tokens"].values()]
+        lines.append(f"| {cell['model']} | {cell['link']} | {cell['gpus']} | " + " | ".join(shown) + " |")
     lines += [
         "",
         "Predictions of rtp_ext.planner for H100 of 80 GB; no GPU has run such a forward. `from`: the fewest tokens of "
@@ -129,10 +150,3 @@ def forwards_table(models: Sequence[str] = MODELS, links: Sequence[tuple[str, in
         "token, in 16 bits. Nodes of 8; 400 Gb/s means one GPU a node.",
     ]
     return "\n".join(lines)
-
-
-def _threshold(model: ModelSpec, cluster: Cluster, ranks: int, weights: str | None) -> str:
-    tokens = break_even_tokens(model, cluster, ranks, weights=weights)
-    if tokens is None:
-        return f"more than {MOST}"
-    return f"{tokens} ({forward_time(model, cluster, ranks, tokens, weights=weights).slowdown:.2f})"

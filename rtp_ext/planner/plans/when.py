@@ -186,19 +186,29 @@ def grid(
     return [compare(model, gpus, link, size, base) for model, gpus in models for link in links for size in tokens]
 
 
-def hidden_table(model: ModelSpec, gpus: int, base: str, strategy: Strategy) -> str:
-    """Formats a Markdown table of `hidden_from` by link and by the format of the frozen weights.
+def hidden_tokens(model: ModelSpec, gpus: int, base: str, strategy: Strategy) -> dict[str, dict[str, int | None]]:
+    """Returns `hidden_from` by link and by the format of the frozen weights.
 
     strategy: with adapters or frozen weights. base: the name of a preset of a GPU.
     """
     ways: dict[str, dict[str, Any]] = {f"{strategy.param_dtype}": {}, "travel int8": {"travel": "int8"}}
     ways |= {f"frozen {blocks}": {"frozen": blocks} for blocks in FROZEN if blocks}
+    plans = {
+        name: dataclasses.replace(strategy, **{"frozen": None, "travel": None, **way}) for name, way in ways.items()
+    }
+    return {
+        link: {name: hidden_from(model, cluster_of(link, gpus, base), plan) for name, plan in plans.items()}
+        for link in LINKS
+    }
+
+
+def hidden_table(model: ModelSpec, gpus: int, base: str, strategy: Strategy) -> str:
+    """Formats `hidden_tokens` as a Markdown table."""
+    found = hidden_tokens(model, gpus, base, strategy)
+    ways = next(iter(found.values()))
     lines = [f"| link | {' | '.join(ways)} |", "|" + "---|" * (len(ways) + 1)]
-    for link in LINKS:
-        cluster = cluster_of(link, gpus, base)
-        plans = [dataclasses.replace(strategy, **{"frozen": None, "travel": None, **way}) for way in ways.values()]
-        found = [hidden_from(model, cluster, plan) for plan in plans]
-        lines.append(f"| {link} | {' | '.join('-' if each is None else str(each) for each in found)} |")
+    for link, tokens in found.items():
+        lines.append(f"| {link} | {' | '.join('-' if each is None else str(each) for each in tokens.values())} |")
     about = f"Fewest tokens of a GPU from which hops of {model.name} hide under products, predicted: ring of "
     about += (
         f"{strategy.rtp} {base}, adapters of rank {strategy.lora_rank}, all other weights frozen; -: more than 262144."
