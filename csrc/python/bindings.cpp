@@ -387,5 +387,6 @@ PYBIND11_MODULE(_C, m) {
   bind_operations(m);
   bind_bundles(m);
   bind_kernels(m);
+  bind_delivered(m);
   m.def("share_version", &share_version, py::arg("tensor"), py::arg("with"));
 }

@@ -21,6 +21,9 @@ void bind_bundles(py::module_& m);
 // Creates the submodule `kernels`: CUDA kernels and the corresponding ATen paths, for tests and benchmarks.
 void bind_kernels(py::module_& m);
 
+// The autograd node between a parameter and its local shard.
+void bind_delivered(py::module_& m);
+
 // Passes as CUDA graphs.
 void bind_graphs(py::module_& m, ExecutorClass& executor);
 

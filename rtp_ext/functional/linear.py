@@ -165,7 +165,7 @@ def rotated_linear(
     x = call.operand(x)
     params, (outputs, inputs, native) = prepare_partial(call, prepared, [x], weight, bias, transposed)
     _expect_features(call, x, inputs)
-    y = PartialLinear.apply(call, native, call.rows(x), params[0].local, None if bias is None else params[1].local)
+    y = PartialLinear.apply(call, native, call.rows(x), *call.local_shards(), *([None] if bias is None else []))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
 
 
@@ -221,7 +221,7 @@ def rotated_linears(
         for expected in features:
             _expect_features(call, x, expected)
     rows = [call.rows(x) for x in inputs]
-    ys = Linears.apply(call, bundle, *rows, *[param.local for param in params])
+    ys = Linears.apply(call, bundle, *rows, *call.local_shards())
     return tuple(
         [
             y if inputs[which].dim() == 2 else y.view(*inputs[which].shape[:-1], features)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
-from rtp_ext.ring.autograd import refuse_transforms, unseen
+from rtp_ext.ring.autograd import refuse_transforms
 from rtp_ext.ring.graphs import CAPTURED, PassGraphs
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.prepared import Agreement
@@ -31,10 +31,9 @@ class OpRunner:
         refuse_transforms(operation)
         ring = self._communicator
         ring.executor.check_alive(operation)
-        if ring.world is not None and ring.world is not dist.group.WORLD:
+        if ring.world is not None and ring.world is not c10d._world._default_pg:  # dist.group.WORLD
             ring.check_alive(operation)
 
-    @unseen
     def run(
         self,
         operation: str,

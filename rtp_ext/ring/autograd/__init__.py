@@ -4,6 +4,7 @@ from rtp_ext.ring.autograd.gradient_delivery import (
     FROZEN,
     GRADIENT_HANDLER,
     OFFLOADED,
+    Delivery,
     GradientHandler,
     accumulates,
     as_gradient,
@@ -15,7 +16,6 @@ from rtp_ext.ring.autograd.gradient_delivery import (
     read_within,
     rounded,
     run_collective,
-    save_delivery,
     unrounded,
 )
 from rtp_ext.ring.autograd.once_differentiable import first_order_only, wanted
@@ -26,6 +26,7 @@ __all__ = [
     "FROZEN",
     "GRADIENT_HANDLER",
     "OFFLOADED",
+    "Delivery",
     "GradientHandler",
     "accumulates",
     "as_gradient",
@@ -44,7 +45,6 @@ __all__ = [
     "returns",
     "rounded",
     "run_collective",
-    "save_delivery",
     "seen_by",
     "storing_modes",
     "unrounded",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -73,47 +73,69 @@ def run_collective(
         ring.communicator.collectively(operation, post, *tensors, group=group)
 
 
-def save_delivery(ctx: Any, parameter: DTensor) -> None:
-    """Saves on `ctx`, in a forward, the fields that `deliver_gradient` uses in the backward."""
-    ctx.spec, ctx.handler, ctx.kept = parameter._spec, gradient_handler_of(parameter), offloaded_shard_of(parameter)
+class Delivery(NamedTuple):
+    """What `deliver_gradient` needs to know of a parameter, from the forward."""
+
+    spec: DTensorSpec
+    handler: GradientHandler | None
+    kept: Any  # OffloadedShard
+
+    @classmethod
+    def to(cls, parameter: DTensor) -> Delivery:
+        return cls(parameter._spec, gradient_handler_of(parameter), offloaded_shard_of(parameter))
 
 
-def deliver_gradient(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the gradient of a parameter as a DTensor, given this rank's part of it, in the backward of a function
-    that called `save_delivery`. None where a policy or the host delivers it at the end of the backward.
+def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the gradient of a parameter as a DTensor, given this rank's part of it. None where a policy or the host
+    delivers it at the end of the backward.
+
+    ctx: the node of autograd whose only edge leads to the parameter, or an object with its `next_functions`, and
+    `create_graph` where it is set.
 
     Raises RotationError where replicas hold the parameter and no policy combines its gradients; ValueError where ranks
     of tensor parallelism, which each have a copy of the parameter, have different gradients.
     """
-    mesh = ctx.spec.mesh
-    role = role_of(mesh)
-    if ctx.handler is None and role.replicas > 1:
-        raise RotationError(
-            f"a parameter of shape {tuple(ctx.spec.shape)} lies on {role.replicas} replicas, but belongs to no outer "
-            "policy, so that its gradient would stay that of one: expected a parameter of a model that fully_rotate "
-            "has converted, and a forward of that model before"
-        )
-    parameter = getattr(ctx.next_functions[0][0], "variable", None)
-    if role.tensor and parameter is not None and isinstance(ctx.spec.placements[-2], Replicate):
-        check_replicated_gradient(parameter, gradient, mesh, functools.partial(run_collective, mesh, ctx.handler))
-    if ctx.handler is not None:
-        gradient = ctx.handler.reduce(ctx, gradient)
+    spec, handler, kept = delivery
+    if len(spec.placements) > 1:  # replicas and tensor parallelism have dimensions of the mesh of their own
+        _expect_combined(delivery, ctx, gradient)
+    if handler is not None:
+        gradient = handler.reduce(ctx, gradient)
     if gradient is None or isinstance(gradient, DTensor):
         return gradient
     gradient = gradient.detach().contiguous()
-    if ctx.kept is not None:
+    if kept is not None:
         # A gradient that is read within the backward has to be on the host now; any other is delivered at its end.
-        if parameter is not None and (ctx.handler is None or ctx.handler.alone) and not read_within(ctx, parameter):
-            ctx.kept.deliver(parameter, gradient, functools.partial(as_gradient, spec=ctx.spec))
+        parameter = _parameter_of(ctx)
+        if parameter is not None and (handler is None or handler.alone) and not read_within(ctx, parameter):
+            kept.deliver(parameter, gradient, functools.partial(as_gradient, spec=spec))
             return None
-        (gradient,) = ctx.kept.memory.store([gradient])
-    return as_gradient(gradient, ctx.spec)
+        (gradient,) = kept.memory.store([gradient])
+    return as_gradient(gradient, spec)
+
+
+def _parameter_of(ctx: Any) -> Any:
+    """Returns the leaf that the edge of a node leads to; None for another tensor."""
+    return getattr(ctx.next_functions[0][0], "variable", None)
+
+
+def _expect_combined(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None) -> None:
+    """Raises the errors of `deliver_gradient`."""
+    mesh, role = delivery.spec.mesh, role_of(delivery.spec.mesh)
+    if delivery.handler is None and role.replicas > 1:
+        raise RotationError(
+            f"a parameter of shape {tuple(delivery.spec.shape)} lies on {role.replicas} replicas, but belongs to no "
+            "outer policy, so that its gradient would stay that of one: expected a parameter of a model that "
+            "fully_rotate has converted, and a forward of that model before"
+        )
+    parameter = _parameter_of(ctx) if role.tensor else None
+    if parameter is not None and isinstance(delivery.spec.placements[-2], Replicate):
+        check_replicated_gradient(parameter, gradient, mesh, functools.partial(run_collective, mesh, delivery.handler))
 
 
 def read_within(ctx: Any, parameter: torch.Tensor) -> bool:
     """Returns whether the gradient of a parameter has a reader within the running backward: torch.autograd.grad, a
     graph of this backward, or a hook."""
-    return ctx.create_graph or hooked(parameter) or not accumulates(ctx.next_functions[0][0])
+    return getattr(ctx, "create_graph", False) or hooked(parameter) or not accumulates(ctx.next_functions[0][0])
 
 
 def hooked(parameter: Any) -> bool:
@@ -135,7 +157,7 @@ def as_gradient(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     meta = spec.tensor_meta
     if meta is not None and meta.dtype != local.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)  # without __init__, which does nothing slowly
 
 
 def as_parameter(data: torch.Tensor, requires_grad: bool) -> nn.Parameter:

@@ -1,0 +1,77 @@
+// The autograd node between a parameter and its local shard.
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <type_traits>
+
+#include "python/internal.h"
+
+namespace rtp {
+namespace {
+
+// Passes the gradient of a local shard to `deliver(node, gradient)`, which returns that of the parameter; None: none.
+class DeliveredGradient : public torch::autograd::Node {
+ public:
+  DeliveredGradient(py::object deliver, std::optional<int64_t> sequence, torch::autograd::edge_list edges)
+      : Node(sequence ? static_cast<uint64_t>(*sequence) : at::sequence_number::get_and_increment(), std::move(edges)),
+        deliver_(std::move(deliver)) {}
+  DeliveredGradient(const DeliveredGradient&) = delete;
+  DeliveredGradient& operator=(const DeliveredGradient&) = delete;
+  ~DeliveredGradient() override { release(); }
+
+  std::string name() const override { return "DeliveredGradient"; }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    const py::gil_scoped_acquire gil;
+    const auto self = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(getptr()));
+    if (!self) throw python_error();
+    const py::object gradient = gradients[0].defined() ? py::cast(gradients[0]) : py::none();
+    const py::object result = deliver_(self, gradient);
+    return {result.is_none() ? at::Tensor() : result.cast<at::Tensor>()};
+  }
+
+ private:
+  void release() {
+    if (!Py_IsInitialized()) {
+      deliver_.release();
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    deliver_ = py::object();
+  }
+
+  py::object deliver_;
+};
+
+// Nodes are held by std::shared_ptr before torch 2.14.
+using NodePointer = decltype(std::declval<torch::autograd::Node&>().getptr());
+
+template <typename Pointer, typename... Arguments>
+Pointer make_node(Arguments&&... arguments) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return std::make_shared<DeliveredGradient>(std::forward<Arguments>(arguments)...);
+  } else {
+    return c10::make_intrusive<DeliveredGradient>(std::forward<Arguments>(arguments)...);
+  }
+}
+
+}  // namespace
+
+void bind_delivered(py::module_& m) {
+  m.def(
+      "delivered",
+      [](const at::Tensor& parameter, const at::Tensor& local, py::object deliver, std::optional<int64_t> sequence) {
+        at::Tensor shard = local.detach();  // not a view: autograd refuses to unpack one after a write
+        const auto node =
+            make_node<NodePointer>(std::move(deliver), sequence, torch::autograd::collect_next_edges(parameter));
+        torch::autograd::set_history(shard, node);
+        return shard;
+      },
+      py::arg("parameter"), py::arg("local"), py::arg("deliver"), py::arg("sequence") = std::nullopt,
+      "Returns the local shard of a parameter, with a node that passes its gradient to deliver(node, gradient).");
+}
+
+}  // namespace rtp
