@@ -26,6 +26,7 @@ results/ and TABLE one of:
                     emulated hosts, for each rate
     forwards equal, forwards unequal   forwards alone, of the last command of forwards.py
     calls           calls of the driver as gpu/driver_calls.py counted them last
+    overheads       the fixed cost of a call, of the last command of overheads/calls.py
 
 A block contains the commands that made the results, the machine of the measurement, and the table. Columns without
 values are left out. A block of `hosts`, `outer`, `travel`, `muon` or `forwards` is empty as long as there is no such
@@ -67,6 +68,7 @@ FILES = {
     "muon": "muon.jsonl",
     "forwards": "forwards.jsonl",
     "calls": "driver_calls.jsonl",
+    "overheads": "calls.jsonl",
 }
 
 IMPOSSIBLE = 105  # % of the ceiling
@@ -357,7 +359,7 @@ def block(wish: str, results: Path) -> str:
     if kind not in FILES or wrong:
         kinds = ", ".join(FILES)
         raise ValueError(f"expected <!-- report: MACHINE KIND WORDS -->, a kind of {kinds} and its words, got {wish!r}")
-    made_later = kind.startswith(("hosts", "outer", "travel", "muon", "forwards"))
+    made_later = kind.startswith(("hosts", "outer", "overheads", "travel", "muon", "forwards"))
     if made_later and not (results / machine / FILES[kind]).exists():
         return "\n"
     lines = read_lines(results / machine / FILES[kind])

@@ -75,9 +75,11 @@ def step_of(strategy: str, place: Place, args: argparse.Namespace) -> Step:
         fully_shard(model, mesh=place.mesh)
     elif strategy == "ddp":
         model = DistributedDataParallel(model, process_group=place.mesh.get_group(), gradient_as_bucket_view=True)
-    x = torch.randn(args.tokens, args.width)
+    x, parameters = torch.randn(args.tokens, args.width), list(model.parameters())
 
     def step() -> None:
+        for parameter in parameters:
+            parameter.grad = None
         model(x).sum().backward()
 
     return step

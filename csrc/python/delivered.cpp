@@ -1,9 +1,11 @@
-// The autograd node between a parameter and its local shard.
+// The autograd node between a parameter and its local shard, and the check of tensors that native code reads.
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <memory>
 #include <type_traits>
 
@@ -58,9 +60,22 @@ Pointer make_node(Arguments&&... arguments) {
   }
 }
 
+// Whether all tensors among objects, and in lists and tuples among them, are memory that native code can read: none has
+// a class with rules of its own.
+bool are_memory(PyObject* objects) {
+  const auto check = [](PyObject* object) {
+    if (THPVariable_Check(object)) return !THPVariable_Unpack(object).key_set().has(c10::DispatchKey::Python);
+    return (!PyTuple_Check(object) && !PyList_Check(object)) || are_memory(object);
+  };
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(objects);
+  PyObject** each = PySequence_Fast_ITEMS(objects);
+  return std::all_of(each, each + count, check);
+}
+
 }  // namespace
 
 void bind_delivered(py::module_& m) {
+  m.def("are_memory", [](const py::tuple& objects) { return are_memory(objects.ptr()); }, py::arg("objects"));
   m.def(
       "delivered",
       [](const at::Tensor& parameter, const at::Tensor& local, py::object deliver, std::optional<int64_t> sequence) {

@@ -1,6 +1,7 @@
 // Declarations shared by the files of the extension module _C.
 #pragma once
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -12,6 +13,12 @@
 #include "python/rules.h"
 
 namespace rtp {
+
+// The scope of a native operation: other threads may run Python, and autograd sees the operation only as a whole.
+struct OperationScope {
+  py::gil_scoped_release release;
+  at::AutoDispatchBelowADInplaceOrView below;
+};
 
 using ExecutorClass = py::class_<Executor, std::shared_ptr<Executor>>;
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext.functional._selective import as_operator
-from rtp_ext.parameters.sharding import frozen_of, held, local_shards, reserve
+from rtp_ext.parameters.sharding import frozen_of, held, local_shard, reserve
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import expect_memory, holds_memory, rounded, unseen
 from rtp_ext.ring.cpu_offload import on_device
@@ -23,6 +24,7 @@ from rtp_ext.ring.routes.route_planner import LayerSize
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 _ALWAYS_THERE = nullcontext()
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 @dataclass(slots=True)
@@ -103,7 +105,9 @@ class Call:
         return cls(ring, name, in_place, compute, reduce)
 
     def run(self, function: Any, *arguments: Any) -> Any:
-        ring, arguments = self.ring, tuple(expect_memory(self.name, arguments))
+        ring = self.ring
+        if not _native.are_memory(arguments):
+            arguments = tuple(expect_memory(self.name, arguments))
         identity: dict[str, Any] = {"serial": self.serial, "watched": self.watched, "checked": True}
         if ring.host_memory is None:
             return ring.run(self.name, function, *arguments, **identity)
@@ -144,7 +148,11 @@ class Call:
 
     def local_shards(self) -> list[torch.Tensor]:
         """Returns this rank's shards of the parameters that `prepare` was given, differentiable: see `local_shard`."""
-        return local_shards(self.watched, self.deferred)
+        shards = [*self.watched]
+        for place, parameter in enumerate(self.watched):
+            if isinstance(parameter, DTensor):
+                shards[place] = local_shard(parameter, self.deferred)
+        return shards
 
     @staticmethod
     def rows(x: torch.Tensor) -> torch.Tensor:
@@ -188,8 +196,10 @@ class ShardedParameter:
 
 def needs_gradients(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
     """Returns for each tensor whether autograd will compute its gradient for the current computation."""
-    grad = torch.is_grad_enabled()
-    return tuple([grad and tensor is not None and tensor.requires_grad for tensor in tensors])
+    grad, found = torch.is_grad_enabled(), []
+    for tensor in tensors:
+        found.append(grad and tensor is not None and tensor.requires_grad)
+    return tuple(found)
 
 
 def in_dtypes_of(
@@ -268,7 +278,9 @@ def prepare(
         looks.append((param.what, param.dim, tensor.shape, tensor.dtype, memory, spec))
         watched.append(tensor)
     call.watched = tuple(watched)
-    call.needs = call.needs or needs_gradients(*inputs, *watched)
+    if not call.needs:
+        needing = (*inputs, *watched)
+        call.needs = tuple(map(_requires_grad, needing)) if torch.is_grad_enabled() else (False,) * len(needing)
     # Plain shards do not determine the whole shapes, so that without a Prepared their plan cannot be found again.
     identified = prepared is not None or not plain or ring.alone
     table = (ring.common if prepared is None else prepared) if identified else Prepared()

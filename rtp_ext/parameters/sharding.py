@@ -6,8 +6,7 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,7 +33,9 @@ from rtp_ext.ring.autograd import (
     as_parameter,
     computes_plainly,
     deliver_gradient,
-    first_order_only,
+    other_modes,
+    seen_by,
+    storing_modes,
     unseen,
 )
 from rtp_ext.ring.mesh import local_placements, own_part, ring_shape
@@ -185,25 +186,16 @@ def local_shard(parameter: torch.Tensor, deferred: tuple[Ring, int] | None = Non
     """Returns this rank's shard of a parameter, differentiable; a plain tensor itself. For an offloaded shard, returns
     its stand-in on the device: see rtp_ext.ring.cpu_offload.
 
+    Replaces `to_local`, whose backward takes 0.1 ms to derive the spec that the parameter has.
+
     deferred: set if the gradient may still be travelling when the backward of the operation returns it: the ring, and
     the sequence number of the autograd node that waits for it.
     """
-    return local_shards([parameter], deferred)[0]
-
-
-@unseen
-def local_shards(
-    parameters: Sequence[torch.Tensor], deferred: tuple[Ring, int] | None = None
-) -> list[torch.Tensor]:
-    """Returns `local_shard` of each parameter."""
-    shards = [*parameters]
-    for place, parameter in enumerate(parameters):
-        if isinstance(parameter, DTensor):
-            shards[place] = _local_shard(parameter, deferred)
-    return shards
-
-
-def _local_shard(parameter: DTensor, deferred: tuple[Ring, int] | None) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch._C._len_torch_dispatch_stack() > 0 and storing_modes():
+        with seen_by(other_modes()):
+            return local_shard(parameter, deferred)
     attributes, spec = parameter.__dict__, parameter._spec
     handler, kept = attributes.get(GRADIENT_HANDLER), attributes.get(OFFLOADED)
     if handler is None and len(spec.placements) > 1 and is_piece(parameter):
@@ -217,29 +209,10 @@ def _local_shard(parameter: DTensor, deferred: tuple[Ring, int] | None) -> torch
         local = kept.stand_in(local)
         share_version(local, parameter)
     if torch.is_grad_enabled() and parameter.requires_grad:
-        ring, after = deferred or (None, None)
-        delivery = Delivery(spec, handler, kept)
-        return delivered(parameter, local, functools.partial(_deliver, delivery, ring), after)
+        late, after = deferred or (None, None)
+        delivery = Delivery(spec, handler, kept, late)
+        return delivered(parameter, local, functools.partial(deliver_gradient, delivery), after)
     return local
-
-
-# Replaces the backward of `to_local`, which takes 0.1 ms per parameter to derive the spec that the parameter has.
-def _deliver(delivery: Delivery, ring: Ring | None, node: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the gradient of a parameter, given that of its local shard; None for an unused parameter, as in the plain
-    model. `ring`: set if the gradient may still be travelling. `node`: the autograd node."""
-    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
-        ctx = SimpleNamespace(delivery=delivery, ring=ring, next_functions=node.next_functions)
-        return _deliver_differentiable(ctx, gradient)
-    if ring is not None and gradient is not None:
-        ring.land(gradient)
-    return deliver_gradient(delivery, node, gradient)
-
-
-@first_order_only
-def _deliver_differentiable(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if ctx.ring is not None and gradient is not None:
-        ctx.ring.land(gradient)
-    return deliver_gradient(ctx.delivery, ctx, gradient)
 
 
 _BLOCK = 1 << 20  # bytes of one broadcast of `gather_full`

@@ -28,7 +28,13 @@ class OpRunner:
     def check_alive(self, operation: str) -> None:
         """Raises RotationError if the ring was closed, has failed, outlived its process group, or belongs to the parent
         of a forked process; RuntimeError where the call is traced or transformed."""
-        refuse_transforms(operation)
+        torch_c = torch._C
+        if (
+            torch_c._len_torch_dispatch_stack() > 0
+            or torch_c._get_tracing_state() is not None
+            or torch_c._functorch.peek_interpreter_stack() is not None
+        ):
+            refuse_transforms(operation)
         ring = self._communicator
         ring.executor.check_alive(operation)
         if ring.world is not None and ring.world is not c10d._world._default_pg:  # dist.group.WORLD

@@ -8,6 +8,7 @@ from shared.reports.calls_report import CALLS, calls_note
 from shared.reports.forwards_report import FORWARDS, forwards_note, last_forwards
 from shared.reports.muon_report import MUON, last_muon_runs, muon_note
 from shared.reports.outer_report import OUTER, last_outer_run, outer_note
+from shared.reports.overheads_report import OVERHEADS, overheads_note
 from shared.reports.travel_report import TRAVEL, last_travel_run, travel_note
 
 Row = dict[str, Any]
@@ -19,4 +20,5 @@ OF_A_RUN: dict[str, tuple[Callable[..., list[Row]], dict[str, Callable[[Row], st
     "muon": (last_muon_runs, MUON, muon_note),
     "forwards": (last_forwards, FORWARDS, forwards_note),
     "calls": (lambda lines, _: last_command(lines), CALLS, calls_note),
+    "overheads": (lambda lines, _: last_command(lines), OVERHEADS, overheads_note),
 }

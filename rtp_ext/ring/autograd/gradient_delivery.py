@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -12,6 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from rtp_ext._native import RotationError
+from rtp_ext.ring.autograd.once_differentiable import first_order_only
+from rtp_ext.ring.autograd.transforms import storing_modes
 from rtp_ext.ring.mesh import live_ring, role_of
 from rtp_ext.ring.replicated_gradients import check_replicated_gradient
 
@@ -79,6 +82,7 @@ class Delivery(NamedTuple):
     spec: DTensorSpec
     handler: GradientHandler | None
     kept: Any  # OffloadedShard
+    late: Any = None  # the Ring, if the gradient may still be travelling
 
     @classmethod
     def to(cls, parameter: DTensor) -> Delivery:
@@ -95,7 +99,11 @@ def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
     Raises RotationError where replicas hold the parameter and no policy combines its gradients; ValueError where ranks
     of tensor parallelism, which each have a copy of the parameter, have different gradients.
     """
-    spec, handler, kept = delivery
+    if torch.is_grad_enabled() or (torch._C._len_torch_dispatch_stack() > 0 and storing_modes()):
+        return _outside_of_graph(SimpleNamespace(delivery=delivery, next_functions=ctx.next_functions), gradient)
+    spec, handler, kept, late = delivery
+    if late is not None and gradient is not None:
+        late.land(gradient)
     if len(spec.placements) > 1:  # replicas and tensor parallelism have dimensions of the mesh of their own
         _expect_combined(delivery, ctx, gradient)
     if handler is not None:
@@ -103,19 +111,26 @@ def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
     if gradient is None or isinstance(gradient, DTensor):
         return gradient
     gradient = gradient.detach().contiguous()
+    node = ctx.next_functions[0][0]
+    parameter = getattr(node, "variable", None)  # None where the edge leads to another tensor
     if kept is not None:
         # A gradient that is read within the backward has to be on the host now; any other is delivered at its end.
-        parameter = _parameter_of(ctx)
         if parameter is not None and (handler is None or handler.alone) and not read_within(ctx, parameter):
             kept.deliver(parameter, gradient, functools.partial(as_gradient, spec=spec))
             return None
         (gradient,) = kept.memory.store([gradient])
+    elif handler is None and parameter is not None and parameter.grad is None and gradient.dtype == parameter.dtype:
+        watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if not watched and not getattr(ctx, "create_graph", False) and accumulates(node):
+            # As autograd would, but for its detach, which takes a DTensor as long as a small layer.
+            parameter.grad = DTensor.__new__(DTensor, gradient, spec, requires_grad=False)
+            return None
     return as_gradient(gradient, spec)
 
 
-def _parameter_of(ctx: Any) -> Any:
-    """Returns the leaf that the edge of a node leads to; None for another tensor."""
-    return getattr(ctx.next_functions[0][0], "variable", None)
+@first_order_only
+def _outside_of_graph(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return deliver_gradient(ctx.delivery, ctx, gradient)
 
 
 def _expect_combined(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None) -> None:
@@ -127,20 +142,16 @@ def _expect_combined(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
             "outer policy, so that its gradient would stay that of one: expected a parameter of a model that "
             "fully_rotate has converted, and a forward of that model before"
         )
-    parameter = _parameter_of(ctx) if role.tensor else None
+    parameter = getattr(ctx.next_functions[0][0], "variable", None) if role.tensor else None
     if parameter is not None and isinstance(delivery.spec.placements[-2], Replicate):
         check_replicated_gradient(parameter, gradient, mesh, functools.partial(run_collective, mesh, delivery.handler))
 
 
-def read_within(ctx: Any, parameter: torch.Tensor) -> bool:
+def read_within(ctx: Any, parameter: Any) -> bool:
     """Returns whether the gradient of a parameter has a reader within the running backward: torch.autograd.grad, a
     graph of this backward, or a hook."""
-    return getattr(ctx, "create_graph", False) or hooked(parameter) or not accumulates(ctx.next_functions[0][0])
-
-
-def hooked(parameter: Any) -> bool:
-    """Returns whether the gradient of a parameter has a hook."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return bool(watched) or getattr(ctx, "create_graph", False) or not accumulates(ctx.next_functions[0][0])
 
 
 def accumulates(node: Any) -> bool:

@@ -29,9 +29,6 @@ def computes_plainly(kind: type[torch.Tensor]) -> bool:
     return holds_memory(kind) and getattr(function, "__func__", function) in _OWN_FUNCTIONS
 
 
-_PLAIN = (torch.Tensor, bool, type(None))  # types of most elements of lists
-
-
 def expect_memory(operation: str, values: Sequence[Any]) -> Sequence[Any]:
     """Returns `values` after waiting for results of functional collectives among them. Raises TypeError where another
     tensor among them, or in lists among them, is not memory."""
@@ -41,11 +38,6 @@ def expect_memory(operation: str, values: Sequence[Any]) -> Sequence[Any]:
         if kind is torch.Tensor:
             continue
         if kind is list or kind is tuple:
-            for inner in value:
-                if type(inner) not in _PLAIN:
-                    break
-            else:
-                continue
             now: Any = expect_memory(operation, value)
         elif kind is AsyncCollectiveTensor:
             now = value.wait()
