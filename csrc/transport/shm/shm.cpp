@@ -23,11 +23,11 @@ class HostTransfer : public Transfer {
     transport_->wait_until(hop_, hop_.from, kCallers, [&] {
       return static_cast<int32_t>(inbox.done.load(std::memory_order_acquire) - *receive_) >= 0;
     });
-    transport_->take(hop_, *receive_);
     // Skipped if the mailbox entry has been reused since.
     if (transport_->received_[transport_->mailbox_index(hop_.channel, hop_.from)] - *receive_ < kDepth) {
       arrived_ = inbox.arrived[*receive_ % kDepth].load(std::memory_order_relaxed);
     }
+    transport_->take(hop_, *receive_);
     receive_.reset();
   }
 
