@@ -18,8 +18,7 @@ namespace {
 class DeliveredGradient : public torch::autograd::Node {
  public:
   DeliveredGradient(py::object deliver, std::optional<int64_t> sequence, torch::autograd::edge_list edges)
-      : Node(sequence ? static_cast<uint64_t>(*sequence) : at::sequence_number::get_and_increment(), std::move(edges)),
-        deliver_(std::move(deliver)) {}
+      : Node(number(sequence), std::move(edges)), deliver_(std::move(deliver)) {}
   DeliveredGradient(const DeliveredGradient&) = delete;
   DeliveredGradient& operator=(const DeliveredGradient&) = delete;
   ~DeliveredGradient() override { release(); }
@@ -36,6 +35,12 @@ class DeliveredGradient : public torch::autograd::Node {
   }
 
  private:
+  // Takes the next number even where another one is given: autograd runs nodes of equal numbers in any order.
+  static uint64_t number(std::optional<int64_t> given) {
+    const uint64_t next = at::sequence_number::get_and_increment();
+    return given ? static_cast<uint64_t>(*given) : next;
+  }
+
   void release() {
     if (!Py_IsInitialized()) {
       deliver_.release();
