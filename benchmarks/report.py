@@ -30,6 +30,7 @@ results/ and TABLE one of:
     growth SWEEP    the last run of a sweep of growth/growth.py
     where MODEL     where the time of a step goes: the last line of each case of compare.py --where
     calls           calls of the driver as gpu/driver_calls.py counted them last
+    overheads       the fixed cost of a call, of the last command of overheads/calls.py
 
 A block contains the commands that made the results, the machine of the measurement, and the table. Columns without
 values are left out. A block of `hosts`, `outer`, `travel`, `muon` or `forwards` is empty as long as there is no such
@@ -89,6 +90,7 @@ FILES = {
     "growth": "growth.jsonl",
     "where": "where.jsonl",
     "calls": "driver_calls.jsonl",
+    "overheads": "calls.jsonl",
 }
 
 IMPOSSIBLE = 105  # % of the ceiling
@@ -289,7 +291,7 @@ def block(wish: str, results: Path) -> str:
     if kind not in FILES or wrong:
         kinds = ", ".join(FILES)
         raise ValueError(f"expected <!-- report: MACHINE KIND WORDS -->, a kind of {kinds} and its words, got {wish!r}")
-    late = ("hosts", "outer", "travel", "muon", "forwards", "growth", "peers", "paper", "where")
+    late = ("hosts", "outer", "overheads", "travel", "muon", "forwards", "growth", "peers", "paper", "where")
     made_later = kind.startswith(late)
     if made_later and not (results / machine / FILES[kind]).exists():
         return "\n"

@@ -322,7 +322,7 @@ void bind_operations(py::module_& m) {
            }),
            py::arg("input"), py::arg("layer"), py::arg("begin"), py::arg("end"));
   m.def("linear_forward", &linear_forward, py::arg("executor"), py::arg("inputs"), py::arg("parameters"),
-        py::arg("bundle"), py::arg("projections"), py::arg("options"), py::call_guard<NoGil>());
+        py::arg("bundle"), py::arg("projections"), py::arg("options"), py::call_guard<OperationScope>());
   m.def(
       "linear_backward",
       [](Executor& executor, const std::vector<std::optional<at::Tensor>>& dys, const std::vector<at::Tensor>& inputs,
@@ -336,9 +336,9 @@ void bind_operations(py::module_& m) {
       },
       py::arg("executor"), py::arg("dys"), py::arg("inputs"), py::arg("parameters"), py::arg("bundle"),
       py::arg("projections"), py::arg("needs_input"), py::arg("needs_parameter"), py::arg("options"),
-      py::call_guard<NoGil>());
+      py::call_guard<OperationScope>());
   m.def("partial_linear_forward", &partial_linear_forward, py::arg("executor"), py::arg("x"), py::arg("weight"),
-        py::arg("bias"), py::arg("shape"), py::arg("options"), py::call_guard<NoGil>());
+        py::arg("bias"), py::arg("shape"), py::arg("options"), py::call_guard<OperationScope>());
   m.def(
       "partial_linear_backward",
       [](Executor& executor, const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight,
@@ -347,7 +347,7 @@ void bind_operations(py::module_& m) {
                                        {std::get<0>(needs), std::get<1>(needs), std::get<2>(needs)}, options);
       },
       py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("weight"), py::arg("shape"), py::arg("needs"),
-      py::arg("options"), py::call_guard<NoGil>());
+      py::arg("options"), py::call_guard<OperationScope>());
   m.def(
       "embedding_forward",
       [](Executor& executor, const at::Tensor& ids, const at::Tensor& weight, std::tuple<int64_t, int64_t> shape,
@@ -356,7 +356,7 @@ void bind_operations(py::module_& m) {
                                  options);
       },
       py::arg("executor"), py::arg("ids"), py::arg("weight"), py::arg("shape"), py::arg("shard_dim"),
-      py::arg("options"), py::call_guard<NoGil>());
+      py::arg("options"), py::call_guard<OperationScope>());
   m.def(
       "embedding_backward",
       [](Executor& executor, const at::Tensor& dy, const at::Tensor& ids, std::tuple<int64_t, int64_t> shape,
@@ -365,7 +365,7 @@ void bind_operations(py::module_& m) {
                                   options);
       },
       py::arg("executor"), py::arg("dy"), py::arg("ids"), py::arg("shape"), py::arg("shard_dim"),
-      py::arg("padding_idx"), py::arg("options"), py::call_guard<NoGil>());
+      py::arg("padding_idx"), py::arg("options"), py::call_guard<OperationScope>());
 }
 
 }  // namespace
@@ -388,5 +388,6 @@ PYBIND11_MODULE(_C, m) {
   bind_operations(m);
   bind_bundles(m);
   bind_kernels(m);
+  bind_delivered(m);
   m.def("share_version", &share_version, py::arg("tensor"), py::arg("with"));
 }

@@ -6,7 +6,6 @@
 
 namespace rtp {
 
-using NoGil = py::gil_scoped_release;
 
 void parse(const std::string& text, Activation& parsed) { parsed = parse_activation(text); }
 
@@ -28,10 +27,10 @@ void bind_bundles(py::module_& m) {
       .def_readonly("y", &MlpResult::y)
       .def_readonly("kept", &MlpResult::kept);
   m.def("mlp_forward", &mlp_forward, py::arg("executor"), py::arg("x"), py::arg("parameters"), py::arg("shape"),
-        py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());
+        py::arg("keep"), py::arg("options"), py::call_guard<OperationScope>());
   m.def("mlp_backward", &mlp_backward, py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("kept"),
         py::arg("parameters"), py::arg("shape"), py::arg("needs_x"), py::arg("needs_parameter"), py::arg("options"),
-        py::call_guard<NoGil>());
+        py::call_guard<OperationScope>());
 
   Fields<CrossEntropyShape>("CrossEntropyShape")
       .required("vocabulary", &CrossEntropyShape::vocabulary)
@@ -48,10 +47,10 @@ void bind_bundles(py::module_& m) {
       .def_readonly("loss", &CrossEntropyResult::loss)
       .def_readonly("lse", &CrossEntropyResult::lse);
   m.def("cross_entropy_forward", &cross_entropy_forward, py::arg("executor"), py::arg("x"), py::arg("targets"),
-        py::arg("parameters"), py::arg("shape"), py::arg("options"), py::call_guard<NoGil>());
+        py::arg("parameters"), py::arg("shape"), py::arg("options"), py::call_guard<OperationScope>());
   m.def("cross_entropy_backward", &cross_entropy_backward, py::arg("executor"), py::arg("dloss"), py::arg("x"),
         py::arg("targets"), py::arg("lse"), py::arg("parameters"), py::arg("shape"), py::arg("needs_x"),
-        py::arg("needs_parameter"), py::arg("options"), py::call_guard<NoGil>());
+        py::arg("needs_parameter"), py::arg("options"), py::call_guard<OperationScope>());
 
   Fields<ClampedGate>("ClampedGate")
       .required("alpha", &ClampedGate::alpha)
@@ -83,10 +82,10 @@ void bind_bundles(py::module_& m) {
       .def_readonly("ends", &ExpertsResult::ends)
       .def_readonly("starts", &ExpertsResult::starts);
   m.def("experts_forward", &experts_forward, py::arg("executor"), py::arg("x"), py::arg("weights"), py::arg("index"),
-        py::arg("parameters"), py::arg("shape"), py::arg("keep"), py::arg("options"), py::call_guard<NoGil>());
+        py::arg("parameters"), py::arg("shape"), py::arg("keep"), py::arg("options"), py::call_guard<OperationScope>());
   m.def("experts_backward", &experts_backward, py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("weights"),
         py::arg("routed"), py::arg("parameters"), py::arg("shape"), py::arg("needs"), py::arg("options"),
-        py::call_guard<NoGil>());
+        py::call_guard<OperationScope>());
 }
 
 }  // namespace rtp

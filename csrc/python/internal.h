@@ -1,6 +1,7 @@
 // Declarations shared by the files of the extension module _C.
 #pragma once
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -13,6 +14,12 @@
 
 namespace rtp {
 
+// The scope of a native operation: other threads may run Python, and autograd sees the operation only as a whole.
+struct OperationScope {
+  py::gil_scoped_release release;
+  at::AutoDispatchBelowADInplaceOrView below;
+};
+
 using ExecutorClass = py::class_<Executor, std::shared_ptr<Executor>>;
 
 // Operations whose weights travel as a bundle: MLPs, vocabulary heads with their loss, experts.
@@ -20,6 +27,9 @@ void bind_bundles(py::module_& m);
 
 // Creates the submodule `kernels`: CUDA kernels and the corresponding ATen paths, for tests and benchmarks.
 void bind_kernels(py::module_& m);
+
+// The autograd node between a parameter and its local shard.
+void bind_delivered(py::module_& m);
 
 // Passes as CUDA graphs.
 void bind_graphs(py::module_& m, ExecutorClass& executor);

@@ -192,6 +192,9 @@ def walk(action) -> list[str]:
     return list(found)
 
 
+DELIVERY = "rtp_ext/ring/autograd/gradient_delivery.py"
+
+
 def _walks(rank, ranks, described):
     """On a ring, whose parameters are DTensors, and on an emulated one, whose are plain."""
     with rtp_ext.Ring(timeout=30.0) as ring:
@@ -201,8 +204,8 @@ def _walks(rank, ranks, described):
             found = walk(lambda layer=layer, x=x: layer(x).sum().backward())
             if each is ring:
                 assert found == described, found
-            else:  # plain parameters have neither a mesh nor, in the forward, a gradient handler
-                assert sorted(found) == sorted(set(described) - {"rtp_ext/ring/mesh.py"}), found
+            else:  # the gradients of plain parameters need no delivery
+                assert sorted(found) == sorted(set(described) - {DELIVERY}), found
 
 
 def test_the_walk_of_a_linear_is_what_the_page_of_the_code_says():

@@ -19,7 +19,8 @@ from rtp_ext import RotationError, _native
 from rtp_ext.ring.links import transports
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=5)
-BYTES = 4056  # of the shard that travels, to be found in the memory that describes it
+BYTES = 70056  # of the shard that travels, to be found in the memory that describes it; no small message
+SMALL = 1 << 16  # bytes of the largest message that waits in the receiver's mailbox
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -85,6 +86,44 @@ def _lie(rank, ranks, lie):
 @pytest.mark.parametrize("lie", LIES)
 def test_a_place_that_is_not_there_is_refused(lie):
     run_ranks(_lie, 2, lie)
+
+
+def _rotated(executor, rank, ranks, sizes, value):
+    """Returns the shards that arrive, of `sizes` bytes, if that of rank r is filled with value + r."""
+    shard = torch.full((sizes[rank],), value + rank, dtype=torch.uint8)
+    execution = _native.Execution.rotate(executor, [shard], [[[size] for size in sizes]], "ring", False)
+    found = {}
+    while (step := execution.next()) is not None:
+        (view,) = execution.weight()
+        found[step.owner] = view.clone()
+    execution.finish()
+    return found
+
+
+def _small(rank, ranks):
+    for case, sizes in enumerate(((SMALL, SMALL + 8), (104, 112))):
+        transport = _native.ShmTransport(rank, ranks, TIMEOUT)
+        told = [None] * ranks
+        dist.all_gather_object(told, transport.address())
+        transport.connect(told)
+        executor = _native.Executor(transport, rank, ranks, CPU)
+        for turn, size in enumerate([1, SMALL, SMALL + 1, 0, 8] * 5 if case == 0 else []):
+            found = _rotated(executor, rank, ranks, [size] * ranks, turn)
+            assert {owner: set(view.tolist()) for owner, view in found.items()} == {
+                owner: {turn + owner} if size else set() for owner in range(ranks)
+            }, (turn, size)
+        dist.barrier()
+        # A rank that expects another size than the other one sends gets an error, and no numbers.
+        with pytest.raises(
+            RotationError, match=r"out of step|of the ring (sent|expects)|its ring failed|process has ended"
+        ):
+            _rotated(executor, rank, ranks, [sizes[rank]] * ranks, 0)
+        assert not executor.alive
+        dist.barrier()
+
+
+def test_small_messages_arrive_as_large_ones_do_and_other_sizes_are_refused():
+    run_ranks(_small, 2)
 
 
 def test_memory_is_private_and_keeps_its_size():

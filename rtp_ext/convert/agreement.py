@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from rtp_ext.convert.modules.bundled import BundledMLP
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import frozen_of, held
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import computes_plainly
+from rtp_ext.ring.autograd import FROZEN, computes_plainly
 
 logger = logging.getLogger("rtp_ext")
 
@@ -41,6 +42,30 @@ class ConversionError(RotationError, ValueError):  # type: ignore[misc, valid-ty
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
+def walk(root: nn.Module) -> tuple[list[nn.Module], list[tuple[str, nn.Parameter]]]:
+    """Returns what `modules()` and `named_parameters()` of a model yield, which take ten times as long."""
+    modules: list[nn.Module] = []
+    named: list[tuple[str, nn.Parameter]] = []
+    known: set[int] = set()
+    left: list[tuple[str, nn.Module]] = [("", root)]
+    while left:
+        prefix, module = left.pop()
+        if id(module) in known:
+            continue
+        known.add(id(module))
+        modules.append(module)
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in known:
+                known.add(id(parameter))
+                named.append((prefix + key, parameter))
+        children = module._modules
+        for key in reversed(children):
+            child = children[key]
+            if child is not None:
+                left.append((f"{prefix}{key}.", child))
+    return modules, named
+
+
 @dataclass(frozen=True)
 class Mode:
     """The state besides the model that decides the hops of a forward."""
@@ -57,13 +82,17 @@ def want_gradients(arguments: Any) -> bool | None:
     """Returns whether an input of a model requires a gradient; None where gradients are disabled."""
     if not torch.is_grad_enabled():
         return None
-    return any([isinstance(value, torch.Tensor) and value.requires_grad for value in tree_leaves(arguments)])
+    args, keywords = arguments
+    leaves = [*args, *keywords.values()]
+    if not all([isinstance(value, (torch.Tensor, NoneType)) for value in leaves]):
+        leaves = tree_leaves(arguments)
+    return any([isinstance(value, torch.Tensor) and value.requires_grad for value in leaves])
 
 
-def facts_of(root: nn.Module, named: Named) -> tuple[list[tuple], list[Any]]:
+def facts_of(modules: Iterable[nn.Module], named: Named) -> tuple[list[tuple], list[Any]]:
     """Returns the properties of a model that may change between two forwards and decide their hops: those of its
     parameters, and how its modules rotate. Cheap: called in every forward."""
-    return _parameters(named), [_rotation(module) for module in root.modules() if isinstance(module, ShardedModule)]
+    return _parameters(named), [_rotation(module) for module in modules if isinstance(module, ShardedModule)]
 
 
 def agree_on_model(root: nn.Module, ring: Ring, mode: Mode, *, allow_meta: bool = False) -> None:
@@ -144,7 +173,12 @@ def _refuse_meta(root: nn.Module, names: list[str], where: str) -> None:
 
 
 def _parameters(named: Named) -> list[tuple]:
-    return [(name, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta, _kind(p)) for name, p in named]
+    found = []
+    for name, p in named:
+        part = type(p._local_tensor) if isinstance(p, DTensor) else type(p)
+        plain = (part is torch.Tensor or part is nn.Parameter) and FROZEN not in p.__dict__
+        found.append((name, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta, None if plain else _kind(p)))
+    return found
 
 
 def _kind(parameter: nn.Parameter) -> str | None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from rtp_ext.compilers import eager
 from rtp_ext.convert.adapters import extend_adapters
-from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew, want_gradients
+from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew, walk, want_gradients
 from rtp_ext.convert.modules.bundled import OWN_HOOKS
 from rtp_ext.convert.modules.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
 from rtp_ext.convert.modules.refused import refuse_additions
@@ -190,8 +190,8 @@ class RotationState(ForwardScope):
     def check_agreement(self, root: nn.Module, mode: Mode | None = None) -> None:
         """Compares the models of all ranks before the first forward, and after a change of properties that decide
         hops."""
-        named = list(root.named_parameters())
-        facts, mode = self._facts(root, named), mode or Mode.now(self.ring)
+        modules, named = walk(root)
+        facts, mode = self._facts(modules, named), mode or Mode.now(self.ring)
         if facts == self.agreed and mode in self.modes:
             return
         agree_on_model(root, self.ring, mode)
@@ -200,14 +200,14 @@ class RotationState(ForwardScope):
             self.handle_gradients(root)
             self._average_newcomers(root, named)
             extend_adapters(root)
-            self.agreed, self.modes = self._facts(root, named), set()
+            self.agreed, self.modes = self._facts(modules, named), set()
         self.modes.add(mode)
 
-    def _facts(self, root: nn.Module, named: list[tuple[str, nn.Parameter]]) -> Any:
+    def _facts(self, modules: list[nn.Module], named: list[tuple[str, nn.Parameter]]) -> Any:
         """Returns the facts of a model, and the names of averaged plain parameters, by which a replacement of one,
         which is not averaged yet, shows."""
         plain = [name for name, p in named if not isinstance(p, DTensor) and is_averaged(p, self.ring)]
-        return facts_of(root, named), plain
+        return facts_of(modules, named), plain
 
     def _average_newcomers(self, root: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
         """Starts to average parameters that were added after conversion, such as adapters'; they stay whole."""

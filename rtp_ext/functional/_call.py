@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from rtp_ext.ring.routes.route_planner import LayerSize
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 _ALWAYS_THERE = nullcontext()
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 @dataclass(slots=True)
@@ -69,10 +71,11 @@ class Call:
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     needs: tuple[bool, ...] = ()  # inputs, then parameters, that need gradients; empty: `prepare` fills it in
-    # `prepare` sets these
+    # `prepare` sets these:
     options: Any = None
     serial: int = 0
     watched: tuple[torch.Tensor, ...] = ()  # the parameters
+    deferred: tuple[Ring, int] | None = None  # late: see `local_shard`
 
     @classmethod
     def of(
@@ -102,11 +105,14 @@ class Call:
         return cls(ring, name, in_place, compute, reduce)
 
     def run(self, function: Any, *arguments: Any) -> Any:
-        arguments = tuple(expect_memory(self.name, arguments))
+        ring = self.ring
+        if not _native.are_memory(arguments):
+            arguments = tuple(expect_memory(self.name, arguments))
+        identity: dict[str, Any] = {"serial": self.serial, "watched": self.watched, "checked": True}
+        if ring.host_memory is None:
+            return ring.run(self.name, function, *arguments, **identity)
         with self.on_device():
-            return self.ring.run(
-                self.name, function, *arguments, serial=self.serial, watched=self.watched, checked=True
-            )
+            return ring.run(self.name, function, *arguments, **identity)
 
     def once(
         self,
@@ -140,6 +146,14 @@ class Call:
             raise TypeError(f"{self.name}: expected {what} of dtype {self.compute_dtype}, got {x.dtype}")
         return x
 
+    def local_shards(self) -> list[torch.Tensor]:
+        """Returns this rank's shards of the parameters that `prepare` was given, differentiable: see `local_shard`."""
+        shards = [*self.watched]
+        for place, parameter in enumerate(self.watched):
+            if isinstance(parameter, DTensor):
+                shards[place] = local_shard(parameter, self.deferred)
+        return shards
+
     @staticmethod
     def rows(x: torch.Tensor) -> torch.Tensor:
         """Returns [..., features] as [rows, features]; either extent may be 0."""
@@ -154,11 +168,6 @@ class ShardedParameter:
     tensor: torch.Tensor
     dim: int
     dims: int
-    deferred: tuple[Ring, int] | None = None  # late: see `local_shard`
-
-    @property
-    def local(self) -> torch.Tensor:
-        return local_shard(self.tensor, self.deferred)
 
     def check(self, call: Call) -> None:
         """Raises TypeError or ValueError if the tensor is not such a shard on the ring of the call."""
@@ -197,22 +206,31 @@ def expect_takes_blocks(name: str, frozen: Sequence[Any], transposed: bool, in_p
 
 def needs_gradients(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
     """Returns for each tensor whether autograd will compute its gradient for the current computation."""
-    grad = torch.is_grad_enabled()
-    return tuple(grad and tensor is not None and tensor.requires_grad for tensor in tensors)
+    grad, found = torch.is_grad_enabled(), []
+    for tensor in tensors:
+        found.append(grad and tensor is not None and tensor.requires_grad)
+    return tuple(found)
 
 
 def in_dtypes_of(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
     """Returns gradients, which travelled in the reduce dtype, in the dtypes of their parameters."""
-    pairs = zip(parameters, gradients, strict=True)
-    return [None if gradient is None else rounded(gradient, parameter.dtype) for parameter, gradient in pairs]
+    found = [*gradients]
+    for place, gradient in enumerate(gradients):
+        if gradient is not None and gradient.dtype != parameters[place].dtype:
+            found[place] = rounded(gradient, parameters[place].dtype)
+    return found
 
 
 def watched_where_read(parameters: Sequence[torch.Tensor], read: Sequence[bool]) -> list[torch.Tensor]:
     """Returns the tensors to save for backward: the shards whose values it reads, so that autograd detects a write in
     between, and detached aliases of the others, whose shapes alone it reads."""
-    return [parameter if is_read else parameter.data for parameter, is_read in zip(parameters, read, strict=True)]
+    found = [*parameters]
+    for place, is_read in enumerate(read):
+        if not is_read:
+            found[place] = found[place].data
+    return found
 
 
 def saved(ctx: Any) -> tuple[torch.Tensor, ...]:
@@ -227,7 +245,6 @@ def saved(ctx: Any) -> tuple[torch.Tensor, ...]:
         raise RuntimeError(f"{ctx.call.name}: {error}") from error
 
 
-@unseen
 def prepare(
     call: Call,
     prepared: Prepared | None,
@@ -258,18 +275,22 @@ def prepare(
     """
     ring, plain = call.ring, False
     looks: list[tuple] = []
+    watched: list[torch.Tensor] = []
     for param in params:
-        tensor = param.tensor
+        tensor, spec = param.tensor, None
         if isinstance(tensor, DTensor):
-            memory = holds_memory(type(tensor._local_tensor))
-            looks.append((param.what, param.dim, tensor.shape, tensor.dtype, memory, tensor.placements))
+            kind, spec = type(tensor._local_tensor), tensor._spec
         elif isinstance(tensor, torch.Tensor):
-            plain = True
-            looks.append((param.what, param.dim, tensor.shape, tensor.dtype, holds_memory(type(tensor))))
+            kind, plain = type(tensor), True
         else:
             param.check(call)  # raises
-    call.watched = tuple([param.tensor for param in params])
-    call.needs = call.needs or needs_gradients(*inputs, *call.watched)
+        memory = kind is torch.Tensor or holds_memory(kind)
+        looks.append((param.what, param.dim, tensor.shape, tensor.dtype, memory, spec))
+        watched.append(tensor)
+    call.watched = tuple(watched)
+    if not call.needs:
+        needing = (*inputs, *watched)
+        call.needs = tuple(map(_requires_grad, needing)) if torch.is_grad_enabled() else (False,) * len(needing)
     # Plain shards do not determine the whole shapes, so that without a Prepared their plan cannot be found again.
     identified = prepared is not None or not plain or ring.alone
     table = (ring.common if prepared is None else prepared) if identified else Prepared()
@@ -277,10 +298,7 @@ def prepare(
     key = (operation, ring.serial, call.name, dtypes, call.in_place, facts, call.needs, *looks)
     ready = table.found.get(key)
     if ready is None:
-        for param in params:
-            param.check(call)
-            if prepared is not None and prepared.sharded and ring.mesh is not None:
-                param.expect_sharded(call)
+        _check(call, prepared, params)
         serial = 0 if prepared is None else ring.new_agreement()
         ready = _agree(call, table, key, params, facts, serial, tokens or 0, size, late)
         ready.derived = derive(ready.shapes)
@@ -290,13 +308,20 @@ def prepare(
     if call.in_place and not ring.transport.startswith("shm"):  # over shm copies travel
         _reserve_largest(call, ready, params)
     if ready.late:
-        deferred = ring, ring.deferred_after()
-        for param in params:
-            param.deferred = deferred
+        call.deferred = ring, ring.deferred_after()
     call.options, call.serial = ready.options, ready.serial
     return ready.derived
 
 
+@unseen
+def _check(call: Call, prepared: Prepared | None, params: Sequence[ShardedParameter]) -> None:
+    for param in params:
+        param.check(call)
+        if prepared is not None and prepared.sharded and call.ring.mesh is not None:
+            param.expect_sharded(call)
+
+
+@unseen
 def _agree(
     call: Call,
     table: Prepared,
@@ -346,6 +371,7 @@ def _agree(
     return ready
 
 
+@unseen
 def _reserve_largest(call: Call, ready: OperationPlan, params: Sequence[ShardedParameter]) -> None:
     """Enlarges the storage of the local shards to the largest shard: in place, other shards arrive in it."""
     if ready.storages != _storages(params):
@@ -399,5 +425,5 @@ def expect_shape(call: Call, param: ShardedParameter, actual: tuple[int, ...], e
         shard[param.dim] = _native.shard_sizes(expected[param.dim], call.ring.size)[call.ring.rank]
     raise ValueError(
         f"{call.name}: expected a whole {param.what} of shape {expected}, got {actual}; on rank {call.ring.rank} a "
-        f"shard of shape {tuple(shard)}, got {tuple(param.local.shape)}"
+        f"shard of shape {tuple(shard)}, got {tuple(held(param.tensor).shape)}"
     )

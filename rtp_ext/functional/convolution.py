@@ -276,7 +276,7 @@ def rotated_convolution(
             f"{paddings}, got shape {tuple(x.shape)}"
         )
     make_contiguous(weight)
-    local = [param.local.contiguous() for param in params]
+    local = [local.contiguous() for local in call.local_shards()]
     y = _RotatedConvolution.apply(call, convolution, x, local[0], None if bias is None else local[1])
     return y.squeeze(0) if unbatched else y
 

@@ -176,14 +176,14 @@ def rotated_linear_cross_entropy(
         raise TypeError(f"{name}: expected integer targets, got {getattr(targets, 'dtype', type(targets).__name__)}")
     if targets.shape != x.shape[:-1]:
         raise ValueError(f"{name}: expected targets of shape {tuple(x.shape[:-1])}, got {tuple(targets.shape)}")
-    params, (vocabulary, features, frozen) = prepare_cross_entropy(call, prepared, x, weight, bias, transposed)
+    _, (vocabulary, features, frozen) = prepare_cross_entropy(call, prepared, x, weight, bias, transposed)
     if x.shape[-1] != features:
         raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
     shape = native_shape(
         vocabulary, features, frozen, bias is not None, transposed, ignore_index, label_smoothing, soft_cap, z_loss
     )
     flat = targets.reshape(-1).to(torch.int64).contiguous()
-    loss = LinearCrossEntropy.apply(call, shape, flat, call.rows(x).contiguous(), *(param.local for param in params))
+    loss = LinearCrossEntropy.apply(call, shape, flat, call.rows(x).contiguous(), *call.local_shards())
     if reduction == "none":
         return loss.view(targets.shape)
     if reduction == "sum":

@@ -93,7 +93,7 @@ def rotated_embedding(
         raise TypeError(f"{name}: expected int32 or int64 ids, got {getattr(ids, 'dtype', kind)} in a {kind}")
     if ids.device != ring.device:
         raise TypeError(f"{name}: expected ids on {ring.device}, the device of the ring, got {ids.device}")
-    param, (shape, padding) = prepare_embedding(call, prepared, weight, shard_dim, padding_idx)
+    _, (shape, padding) = prepare_embedding(call, prepared, weight, shard_dim, padding_idx)
     flat = ids.reshape(-1).to(torch.int64).contiguous()
-    y = Embedding.apply(call, shape, shard_dim, padding, flat, param.local)
+    y = Embedding.apply(call, shape, shard_dim, padding, flat, *call.local_shards())
     return y.view(*ids.shape, shape[1])

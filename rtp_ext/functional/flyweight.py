@@ -275,7 +275,9 @@ def rotated_flyweight(
     whole_parameters = [local_shard(parameters[key]).to(call.compute_dtype) for key in replicated]
     for param in params:
         make_contiguous(param.tensor)
-    return _Flyweight.apply(call, copies, *inputs, *whole_parameters, *(param.local.contiguous() for param in params))
+    return _Flyweight.apply(
+        call, copies, *inputs, *whole_parameters, *(local.contiguous() for local in call.local_shards())
+    )
 
 
 def check_copies(

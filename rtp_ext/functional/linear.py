@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,7 @@ class _Bundle:
     features: list[set[int]]  # for each input: features that its layers expect
     outputs: list[tuple[int, int]]  # for each projection: its input and its output features
     multiplied: list[set[int]]  # for each parameter: the inputs whose gradients depend on it
+    weights: list[bool]  # for each parameter: whether it is a weight, which the gradients of all inputs depend on
 
 
 class Linears(torch.autograd.Function):
@@ -76,9 +77,10 @@ class Linears(torch.autograd.Function):
         ctx.call, ctx.bundle = call, bundle
         ctx.needs_input, ctx.needs_parameter = needs[: bundle.inputs], needs[bundle.inputs :]
         ctx.set_materialize_grads(False)
-        keep = any(ctx.needs_parameter)
-        read = [any(ctx.needs_input[which] for which in inputs) for inputs in bundle.multiplied]
-        kept = [x if keep else x.new_empty(x.shape[0], 0) for x in inputs]
+        kept = inputs if any(ctx.needs_parameter) else [x.new_empty(x.shape[0], 0) for x in inputs]
+        read = bundle.weights
+        if not all(ctx.needs_input):
+            read = [any([ctx.needs_input[which] for which in inputs]) for inputs in bundle.multiplied]
         ctx.save_for_backward(*kept, *watched_where_read(parameters, read))
         arguments = (inputs, parameters, bundle.layers, bundle.projections, call.options)
         run = functools.partial(call.run, _native.linear_forward, *arguments)
@@ -91,9 +93,13 @@ class Linears(torch.autograd.Function):
         kept = saved(ctx)
         inputs, parameters = kept[: bundle.inputs], kept[bundle.inputs :]
         needs = wanted(ctx)[2:]
+        found = [*dys]
+        for place, dy in enumerate(dys):
+            if dy is not None:
+                found[place] = dy.contiguous()
         gradients = ctx.call.run(
             _native.linear_backward,
-            [None if dy is None else dy.contiguous() for dy in dys],
+            found,
             inputs,
             parameters,
             bundle.layers,
@@ -164,9 +170,9 @@ def rotated_linear(
         return rotated_linears([x], [weight], [bias], ring=ring, transposed=transposed, prepared=prepared, **options)[0]
     call = Call.of(weight, ring=ring, **options)
     x = call.operand(x)
-    params, (outputs, inputs, native) = prepare_partial(call, prepared, [x], weight, bias, transposed)
-    _expect_features(call, x, inputs)
-    y = PartialLinear.apply(call, native, call.rows(x), params[0].local, None if bias is None else params[1].local)
+    _, (outputs, inputs, native) = prepare_partial(call, prepared, [x], weight, bias, transposed)
+    _refuse_features(call, x.shape, [inputs])
+    y = PartialLinear.apply(call, native, call.rows(x), *call.local_shards(), *([None] if bias is None else []))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
 
 
@@ -216,19 +222,21 @@ def rotated_linears(
         reduce_dtype=reduce_dtype,
         name=name,
     )
-    inputs = [call.operand(x) for x in inputs]
-    params, bundle = prepare_linears(call, prepared, inputs, weights, biases, projections, transposed)
-    for x, features in zip(inputs, bundle.features, strict=True):
-        for expected in features:
-            _expect_features(call, x, expected)
-    rows = [call.rows(x) for x in inputs]
-    ys = Linears.apply(call, bundle, *rows, *[param.local for param in params])
-    return tuple(
-        [
-            y if inputs[which].dim() == 2 else y.view(*inputs[which].shape[:-1], features)
-            for y, (which, features) in zip(ys, bundle.outputs, strict=True)
-        ]
-    )
+    rows, shapes = [*inputs], []
+    for place, x in enumerate(inputs):
+        x = call.operand(x)
+        shapes.append(x.shape)
+        rows[place] = x if len(x.shape) == 2 else call.rows(x)
+    _, bundle = prepare_linears(call, prepared, rows, weights, biases, projections, transposed)
+    for shape, features in zip(shapes, bundle.features, strict=True):
+        if features != {shape[-1]}:
+            _refuse_features(call, shape, features)
+    ys = Linears.apply(call, bundle, *rows, *call.local_shards())
+    found = [*ys]
+    for place, (which, features) in enumerate(bundle.outputs):
+        if len(shapes[which]) != 2:
+            found[place] = ys[place].view(*shapes[which][:-1], features)
+    return tuple(found)
 
 
 def prepare_partial(
@@ -269,15 +277,17 @@ def prepare_linears(
     params = _local_shards(weights, biases, 1 if transposed else 0)
     if projections is not None:
         projections = tuple(map(tuple, projections))  # type: ignore[arg-type]
-    frozen = tuple([frozen_of(weight) for weight in weights])
-    in_blocks = any([each is not None for each in frozen])
-    expect_takes_blocks(call.name, frozen, transposed, call.in_place)
+    frozen = tuple(map(frozen_of, weights))
+    if in_blocks := any(frozen):
+        expect_takes_blocks(call.name, frozen, transposed, call.in_place)
 
     def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
         return _bundle(call, params, shapes, biases, len(inputs), projections, transposed)
 
     facts = (("projections", projections), ("inputs", len(inputs)), ("transposed", transposed), ("frozen", frozen))
-    tokens = max([x.shape[:-1].numel() for x in inputs])
+    tokens = 0
+    for x in inputs:
+        tokens = max(tokens, x.shape[:-1].numel())
     planned: dict[str, Any] = (
         {} if transposed or in_blocks else {"tokens": tokens, "size": lambda shapes: _size(call, shapes)}
     )
@@ -360,6 +370,7 @@ def _bundle(
         features,
         [(which, end - begin) for which, _, begin, end in projections],
         multiplied,
+        [bool(inputs) for inputs in multiplied],
     )
 
 
@@ -367,9 +378,10 @@ def _native_blocks(frozen: FrozenWeight | None) -> dict[str, Any]:
     return {} if frozen is None else {"frozen": frozen.format, "in_mlp": frozen.rows > 0}
 
 
-def _expect_features(call: Call, x: torch.Tensor, features: int) -> None:
-    if x.shape[-1] != features:
-        raise ValueError(f"{call.name}: expected an input of {features} features, got shape {tuple(x.shape)}")
+def _refuse_features(call: Call, shape: torch.Size, features: Iterable[int]) -> None:
+    for expected in features:
+        if shape[-1] != expected:
+            raise ValueError(f"{call.name}: expected an input of {expected} features, got shape {tuple(shape)}")
 
 
 def _check_projections(

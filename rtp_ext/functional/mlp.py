@@ -212,5 +212,5 @@ def rotated_mlp(
         raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
     keep = not recompute and any(call.needs)
     read = read_by_backward(params, call.needs[0], keep)
-    y = MLP.apply(call, shape, keep, read, call.rows(x), *(param.local for param in params))
+    y = MLP.apply(call, shape, keep, read, call.rows(x), *call.local_shards())
     return y.view(*x.shape[:-1], out_features)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.functional import rotated_linear
+from rtp_ext.functional import rotated_linear, rotated_linears
 from rtp_ext.functional._call import Call, ShardedParameter
 from rtp_ext.functional.linear import prepare_linears, prepare_partial
 from rtp_ext.functional.torch_compile import traced
@@ -67,8 +67,7 @@ class RotatedLinear(RotatedModule, nn.Linear):
                 return output
         if self.together is not None and (output := self.together.forward(self, input)) is not None:
             return output
-        shard_dim = self.shard_dims["weight"]
-        return rotated_linear(self._cast(input), self.weight, self.bias, shard_dim=shard_dim, **self._rotation())
+        return _rotated(self, input, self.shard_dims["weight"], transposed=False)
 
     def _bound(self, operation: str) -> Bound:
         return _bound(self, operation, transposed=False)
@@ -95,13 +94,21 @@ class RotatedTransposedLinear(RotatedModule):
             output = traced.linear(self, self._cast(input), self.shard_dims["weight"] == 0, transposed=True)
             if output is not None:
                 return output
-        shard_dim = 1 - self.shard_dims["weight"]
-        return rotated_linear(
-            self._cast(input), self.weight, self.bias, shard_dim=shard_dim, transposed=True, **self._rotation()
-        )
+        return _rotated(self, input, 1 - self.shard_dims["weight"], transposed=True)
 
     def _bound(self, operation: str) -> Bound:
         return _bound(self, operation, transposed=True)
+
+
+def _rotated(layer: Any, input: torch.Tensor, shard_dim: int, transposed: bool) -> torch.Tensor:
+    """Returns the output of the layer, whose weight [out_features, in_features] is cut along `shard_dim`."""
+    x = input if layer.mp_policy.param_dtype is None else layer._cast(input)
+    registered = layer._parameters  # read without nn.Module's __getattr__, but for a parametrization
+    plain = "weight" in registered and "bias" in registered
+    weight, bias = (registered["weight"], registered["bias"]) if plain else (layer.weight, layer.bias)
+    if shard_dim == 1:
+        return rotated_linear(x, weight, bias, shard_dim=1, transposed=transposed, **layer._rotation())
+    return rotated_linears([x], [weight], [bias], transposed=transposed, **layer._rotation())[0]
 
 
 def _bound(layer: Any, operation: str, transposed: bool) -> Bound:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from rtp_ext._native import RotationError, shard_sizes, share_version
+from rtp_ext._native import RotationError, delivered, shard_sizes, share_version
 from rtp_ext.dtensor_hooks import patch_grad_scaler
 from rtp_ext.parameters.assigned import let_data_be_assigned
 from rtp_ext.parameters.pieces import gather_local, is_piece
@@ -25,14 +26,16 @@ from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import (
     FROZEN,
+    GRADIENT_HANDLER,
+    OFFLOADED,
+    Delivery,
     as_gradient,
     as_parameter,
     computes_plainly,
     deliver_gradient,
-    first_order_only,
-    gradient_handler_of,
-    offloaded_shard_of,
-    save_delivery,
+    other_modes,
+    seen_by,
+    storing_modes,
     unseen,
 )
 from rtp_ext.ring.mesh import local_placements, own_part, ring_shape
@@ -179,54 +182,37 @@ def _in_place_of(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     return converted
 
 
-@unseen
 def local_shard(parameter: torch.Tensor, deferred: tuple[Ring, int] | None = None) -> torch.Tensor:
     """Returns this rank's shard of a parameter, differentiable; a plain tensor itself. For an offloaded shard, returns
     its stand-in on the device: see rtp_ext.ring.cpu_offload.
+
+    Replaces `to_local`, whose backward takes 0.1 ms to derive the spec that the parameter has.
 
     deferred: set if the gradient may still be travelling when the backward of the operation returns it: the ring, and
     the sequence number of the autograd node that waits for it.
     """
     if not isinstance(parameter, DTensor):
         return parameter
-    handler = gradient_handler_of(parameter)
-    if handler is None and parameter._spec.mesh.ndim > 1 and is_piece(parameter):
+    if torch._C._len_torch_dispatch_stack() > 0 and storing_modes():
+        with seen_by(other_modes()):
+            return local_shard(parameter, deferred)
+    attributes, spec = parameter.__dict__, parameter._spec
+    handler, kept = attributes.get(GRADIENT_HANDLER), attributes.get(OFFLOADED)
+    if handler is None and len(spec.placements) > 1 and is_piece(parameter):
         raise RotationError(
             f"a parameter of shape {tuple(parameter.shape)} is cut over the replicas, but belongs to no outer policy: "
             "expected a parameter of a model that fully_rotate has converted, and a forward of that model before"
         )
-    local = held(parameter) if handler is None else handler.local(parameter)
+    local = parameter._local_tensor if handler is None else handler.local(parameter)
     share_version(local, parameter)  # a write to either one counts for both
-    kept = offloaded_shard_of(parameter)
     if kept is not None:
         local = kept.stand_in(local)
         share_version(local, parameter)
     if torch.is_grad_enabled() and parameter.requires_grad:
-        if deferred is None:
-            return _LocalShard.apply(parameter, local, None)
-        ring, after = deferred
-        shard = _LocalShard.apply(parameter, local, ring)
-        shard.grad_fn._set_sequence_nr(after)
-        return shard
+        late, after = deferred or (None, None)
+        delivery = Delivery(spec, handler, kept, late)
+        return delivered(parameter, local, functools.partial(deliver_gradient, delivery), after)
     return local
-
-
-class _LocalShard(torch.autograd.Function):
-    """Replaces `to_local`, whose backward takes 0.1 ms per parameter to derive the spec that the parameter has."""
-
-    @staticmethod
-    def forward(ctx, parameter: DTensor, local: torch.Tensor, ring: Ring | None) -> torch.Tensor:
-        save_delivery(ctx, parameter)
-        ctx.ring = ring
-        ctx.set_materialize_grads(False)  # an unused parameter gets no gradient, as in the plain model
-        return local.detach()  # not a view: autograd refuses to unpack one after a write
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        if ctx.ring is not None and gradient is not None:
-            ctx.ring.land(gradient)
-        return deliver_gradient(ctx, gradient), None, None
 
 
 _BLOCK = 1 << 20  # bytes of one broadcast of `gather_full`

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from rtp_ext._native import share_version
 from rtp_ext.dtensor_hooks import before_steps, count_writes, patch_full_tensor
-from rtp_ext.ring.autograd import deliver_gradient, first_order_only, run_collective, save_delivery
+from rtp_ext.ring.autograd import Delivery, deliver_gradient, first_order_only, run_collective
 from rtp_ext.ring.mesh import MeshRole, local_placements, mesh_roles, own_part
 
 
@@ -88,7 +88,7 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, parameter: DTensor, stock: Callable[..., torch.Tensor]):
-        save_delivery(ctx, parameter)
+        ctx.delivery = Delivery.to(parameter)
         whole = stock(parameter.detach()).clone()
         share_version(whole, parameter)
         return whole
@@ -96,13 +96,15 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, gradient: torch.Tensor):
-        mesh = ctx.spec.mesh
+        spec, handler, kept, _ = ctx.delivery
+        mesh = spec.mesh
         ring, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
         mean = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
-        run_collective(mesh, ctx.handler, "full_tensor backward", dist.all_reduce, mean, group=ring)
+        run_collective(mesh, handler, "full_tensor backward", dist.all_reduce, mean, group=ring)
         mean.div_(ranks)
-        mean = own_part(mean, mesh, local_placements(ctx.spec))
-        mean = mean if ctx.kept is None else ctx.kept.memory.load(mean)
+        mean = own_part(mean, mesh, local_placements(spec))
+        mean = mean if kept is None else kept.memory.load(mean)
         # A copy: the gradient must not keep the whole one alive.
-        return deliver_gradient(ctx, mean.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)), None
+        mean = mean.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)
+        return deliver_gradient(ctx.delivery, ctx, mean), None

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
-from rtp_ext.ring.autograd import refuse_transforms, unseen
+from rtp_ext.ring.autograd import refuse_transforms
 from rtp_ext.ring.graphs import CAPTURED, PassGraphs
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.prepared import Agreement
@@ -28,13 +28,18 @@ class OpRunner:
     def check_alive(self, operation: str) -> None:
         """Raises RotationError if the ring was closed, has failed, outlived its process group, or belongs to the parent
         of a forked process; RuntimeError where the call is traced or transformed."""
-        refuse_transforms(operation)
+        torch_c = torch._C
+        if (
+            torch_c._len_torch_dispatch_stack() > 0
+            or torch_c._get_tracing_state() is not None
+            or torch_c._functorch.peek_interpreter_stack() is not None
+        ):
+            refuse_transforms(operation)
         ring = self._communicator
         ring.executor.check_alive(operation)
-        if ring.world is not None and ring.world is not dist.group.WORLD:
+        if ring.world is not None and ring.world is not c10d._world._default_pg:  # dist.group.WORLD
             ring.check_alive(operation)
 
-    @unseen
     def run(
         self,
         operation: str,

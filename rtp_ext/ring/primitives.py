@@ -116,7 +116,7 @@ class Primitives:
         Collective. Source: RTP, arXiv 2311.01635, the rotation primitive.
         """
         tensors, shapes, single = self._shards("rotate", shard, prepared)
-        execution = self._op_runner.run(
+        execution = unseen(self._op_runner.run)(
             "rotate", _native.Execution.rotate, tensors, shapes, self._hop_route, reverse, checked=True
         )
         return self._visits(execution, single)

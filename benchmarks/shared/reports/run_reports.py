@@ -9,6 +9,7 @@ from shared.reports.forwards_report import FORWARDS, forwards_note, last_forward
 from shared.reports.growth_report import GROWTH, growth_note, growth_rows
 from shared.reports.muon_report import MUON, last_muon_runs, muon_note
 from shared.reports.outer_report import OUTER, last_outer_run, outer_note
+from shared.reports.overheads_report import OVERHEADS, overheads_note
 from shared.reports.travel_report import TRAVEL, last_travel_run, travel_note
 from shared.reports.where_report import WHERE, last_where, where_note
 
@@ -23,4 +24,5 @@ OF_A_RUN: dict[str, tuple[Callable[..., list[Row]], dict[str, Callable[[Row], st
     "growth": (growth_rows, GROWTH, growth_note),
     "where": (last_where, WHERE, where_note),
     "calls": (lambda lines, _: last_command(lines), CALLS, calls_note),
+    "overheads": (lambda lines, _: last_command(lines), OVERHEADS, overheads_note),
 }

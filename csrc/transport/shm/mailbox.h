@@ -1,4 +1,4 @@
-// Shared-memory structures between ranks of a host: the target of each message, and its delivery time.
+// Shared-memory structures between ranks of a host: the target of each message, its delivery time, and small messages.
 #pragma once
 
 #include <array>
@@ -8,13 +8,15 @@
 
 #include "device/streams.h"
 #include "transport/shm/shared_memory.h"
+#include "transport/transport.h"
 
 namespace rtp {
 
 using Clock = HostClock;
 
 inline constexpr size_t kMaxTensors = 8;
-inline constexpr uint32_t kDepth = 8;  // maximum receives posted to one peer and channel at a time
+inline constexpr uint32_t kDepth = 8;                   // maximum receives posted to one peer and channel at a time
+inline constexpr size_t kMostSmall = size_t{64} << 10;  // bytes of the largest small message
 
 enum class RingState : uint32_t { starting, alive, closed, failed };
 
@@ -29,11 +31,25 @@ struct Landing {
   std::array<uint64_t, kMaxTensors> bytes;
 };
 
+// A small message, which waits here until the receiver copies it to its target, so that neither rank waits for the
+// other to post. The sender writes it and sets `filled` to its sequence number; the receiver then sets `emptied`.
+struct SmallMessage {
+  std::atomic<uint32_t> filled;
+  std::atomic<uint32_t> emptied;
+  uint32_t parts;
+  uint64_t identity;
+  std::array<uint64_t, kMaxTensors> bytes;
+  std::array<std::byte, kMostSmall> data;
+
+  bool empty() const { return filled.load(std::memory_order_relaxed) == emptied.load(std::memory_order_acquire); }
+};
+
 // The receives of this rank from one peer on one channel. The owner increments `posted`; the peer increments `done` and
-// sets `arrived`: all processes of a host share steady_clock.
+// sets `arrived`: all processes of a host share steady_clock. Memory of `small` that no message uses is not allocated.
 struct Mailbox {
   std::atomic<uint32_t> posted;
   std::atomic<uint32_t> done;
+  std::array<SmallMessage, kDepth> small;
   std::array<Landing, kDepth> landing;
   std::array<std::atomic<Clock::rep>, kDepth> arrived;
 };

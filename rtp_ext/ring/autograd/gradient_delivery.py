@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol, cast
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from rtp_ext._native import RotationError
+from rtp_ext.ring.autograd.once_differentiable import first_order_only
+from rtp_ext.ring.autograd.transforms import storing_modes
 from rtp_ext.ring.mesh import live_ring, role_of
 from rtp_ext.ring.replicated_gradients import check_replicated_gradient
 
@@ -73,52 +76,82 @@ def run_collective(
         ring.communicator.collectively(operation, post, *tensors, group=group)
 
 
-def save_delivery(ctx: Any, parameter: DTensor) -> None:
-    """Saves on `ctx`, in a forward, the fields that `deliver_gradient` uses in the backward."""
-    ctx.spec, ctx.handler, ctx.kept = parameter._spec, gradient_handler_of(parameter), offloaded_shard_of(parameter)
+class Delivery(NamedTuple):
+    """What `deliver_gradient` needs to know of a parameter, from the forward."""
+
+    spec: DTensorSpec
+    handler: GradientHandler | None
+    kept: Any  # OffloadedShard
+    late: Any = None  # the Ring, if the gradient may still be travelling
+
+    @classmethod
+    def to(cls, parameter: DTensor) -> Delivery:
+        return cls(parameter._spec, gradient_handler_of(parameter), offloaded_shard_of(parameter))
 
 
-def deliver_gradient(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the gradient of a parameter as a DTensor, given this rank's part of it, in the backward of a function
-    that called `save_delivery`. None where a policy or the host delivers it at the end of the backward.
+def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the gradient of a parameter as a DTensor, given this rank's part of it. None where a policy or the host
+    delivers it at the end of the backward.
+
+    ctx: the node of autograd whose only edge leads to the parameter, or an object with its `next_functions`, and
+    `create_graph` where it is set.
 
     Raises RotationError where replicas hold the parameter and no policy combines its gradients; ValueError where ranks
     of tensor parallelism, which each have a copy of the parameter, have different gradients.
     """
-    mesh = ctx.spec.mesh
-    role = role_of(mesh)
-    if ctx.handler is None and role.replicas > 1:
-        raise RotationError(
-            f"a parameter of shape {tuple(ctx.spec.shape)} lies on {role.replicas} replicas, but belongs to no outer "
-            "policy, so that its gradient would stay that of one: expected a parameter of a model that fully_rotate "
-            "has converted, and a forward of that model before"
-        )
-    parameter = getattr(ctx.next_functions[0][0], "variable", None)
-    if role.tensor and parameter is not None and isinstance(ctx.spec.placements[-2], Replicate):
-        check_replicated_gradient(parameter, gradient, mesh, functools.partial(run_collective, mesh, ctx.handler))
-    if ctx.handler is not None:
-        gradient = ctx.handler.reduce(ctx, gradient)
+    if torch.is_grad_enabled() or (torch._C._len_torch_dispatch_stack() > 0 and storing_modes()):
+        return _outside_of_graph(SimpleNamespace(delivery=delivery, next_functions=ctx.next_functions), gradient)
+    spec, handler, kept, late = delivery
+    if late is not None and gradient is not None:
+        late.land(gradient)
+    if len(spec.placements) > 1:  # replicas and tensor parallelism have dimensions of the mesh of their own
+        _expect_combined(delivery, ctx, gradient)
+    if handler is not None:
+        gradient = handler.reduce(ctx, gradient)
     if gradient is None or isinstance(gradient, DTensor):
         return gradient
     gradient = gradient.detach().contiguous()
-    if ctx.kept is not None:
+    node = ctx.next_functions[0][0]
+    parameter = getattr(node, "variable", None)  # None where the edge leads to another tensor
+    if kept is not None:
         # A gradient that is read within the backward has to be on the host now; any other is delivered at its end.
-        if parameter is not None and (ctx.handler is None or ctx.handler.alone) and not read_within(ctx, parameter):
-            ctx.kept.deliver(parameter, gradient, functools.partial(as_gradient, spec=ctx.spec))
+        if parameter is not None and (handler is None or handler.alone) and not read_within(ctx, parameter):
+            kept.deliver(parameter, gradient, functools.partial(as_gradient, spec=spec))
             return None
-        (gradient,) = ctx.kept.memory.store([gradient])
-    return as_gradient(gradient, ctx.spec)
+        (gradient,) = kept.memory.store([gradient])
+    elif handler is None and parameter is not None and parameter.grad is None and gradient.dtype == parameter.dtype:
+        watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if not watched and not getattr(ctx, "create_graph", False) and accumulates(node):
+            # As autograd would, but for its detach, which takes a DTensor as long as a small layer.
+            parameter.grad = DTensor.__new__(DTensor, gradient, spec, requires_grad=False)
+            return None
+    return as_gradient(gradient, spec)
 
 
-def read_within(ctx: Any, parameter: torch.Tensor) -> bool:
+@first_order_only
+def _outside_of_graph(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return deliver_gradient(ctx.delivery, ctx, gradient)
+
+
+def _expect_combined(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None) -> None:
+    """Raises the errors of `deliver_gradient`."""
+    mesh, role = delivery.spec.mesh, role_of(delivery.spec.mesh)
+    if delivery.handler is None and role.replicas > 1:
+        raise RotationError(
+            f"a parameter of shape {tuple(delivery.spec.shape)} lies on {role.replicas} replicas, but belongs to no "
+            "outer policy, so that its gradient would stay that of one: expected a parameter of a model that "
+            "fully_rotate has converted, and a forward of that model before"
+        )
+    parameter = getattr(ctx.next_functions[0][0], "variable", None) if role.tensor else None
+    if parameter is not None and isinstance(delivery.spec.placements[-2], Replicate):
+        check_replicated_gradient(parameter, gradient, mesh, functools.partial(run_collective, mesh, delivery.handler))
+
+
+def read_within(ctx: Any, parameter: Any) -> bool:
     """Returns whether the gradient of a parameter has a reader within the running backward: torch.autograd.grad, a
     graph of this backward, or a hook."""
-    return ctx.create_graph or hooked(parameter) or not accumulates(ctx.next_functions[0][0])
-
-
-def hooked(parameter: Any) -> bool:
-    """Returns whether the gradient of a parameter has a hook."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return bool(watched) or getattr(ctx, "create_graph", False) or not accumulates(ctx.next_functions[0][0])
 
 
 def accumulates(node: Any) -> bool:
@@ -135,7 +168,7 @@ def as_gradient(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     meta = spec.tensor_meta
     if meta is not None and meta.dtype != local.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)  # without __init__, which does nothing slowly
 
 
 def as_parameter(data: torch.Tensor, requires_grad: bool) -> nn.Parameter:

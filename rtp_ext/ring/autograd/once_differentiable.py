@@ -35,9 +35,17 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     raises RuntimeError and never stops silently.
     """
 
-    @unseen
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
+            return refusing(ctx, *gradients)
+        ctx.create_graph = False
+        results = backward(ctx, *gradients)
+        ctx.__dict__.pop("unpacked", None)
+        return results
+
+    @unseen
+    def refusing(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.create_graph = torch.is_grad_enabled()
         with torch.no_grad():
             results = backward(ctx, *gradients)
@@ -50,8 +58,8 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         several = results if isinstance(results, tuple) else (results,)
         made = [result for result in several if result is not None]
         name = call.name if call else "the gradient of a parameter"
-        refusing = iter(_FirstOrder.apply(name, len(made), *made, *sources))
-        several = tuple(None if result is None else next(refusing) for result in several)
+        refused = iter(_FirstOrder.apply(name, len(made), *made, *sources))
+        several = tuple(None if result is None else next(refused) for result in several)
         return several if isinstance(results, tuple) else several[0]
 
     return once
@@ -64,22 +72,25 @@ def wanted(ctx: Any) -> tuple[bool, ...]:
     Zero-bubble pipelines, and torch.autograd.grad of some tensors, run a backward for inputs alone or parameters alone,
     which `needs_input_grad` does not show. Valid in a backward only, for Functions that take inputs before parameters.
     """
-    nodes = [node for node, _ in ctx.next_functions if node is not None]  # one for each argument with a gradient
+    nodes = []  # one for each argument with a gradient
+    for node, _ in ctx.next_functions:
+        if node is not None:
+            nodes.append(node)
     if not nodes:  # an operator of a compiled graph, which uses all of its results
         return ctx.needs_input_grad
-    executed = [_will_be_executed(node) for node in nodes]
+    executed = []
+    for node in nodes:
+        try:
+            executed.append(torch._C._will_engine_execute_node(node))
+        except RuntimeError as error:
+            # torch raises for the leaves that are inputs of torch.autograd.grad, which the engine does execute.
+            if "A leaf node was passed" not in str(error):
+                raise
+            executed.append(True)
     call = getattr(ctx, "call", None)
     if call is not None and executed and not executed[0]:
         call.ring.pass_by()
+    if all(executed):
+        return ctx.needs_input_grad
     found = iter(executed)
-    return tuple(needed and next(found) for needed in ctx.needs_input_grad)
-
-
-def _will_be_executed(node: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:
-        # torch raises for the leaves that are inputs of torch.autograd.grad, which the engine does execute.
-        if "A leaf node was passed" not in str(error):
-            raise
-        return True
+    return tuple([needed and next(found) for needed in ctx.needs_input_grad])

@@ -89,7 +89,7 @@ def unseen(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(function)
     def call(*arguments: _P.args, **keywords: _P.kwargs) -> _T:
-        if not storing_modes():
+        if torch._C._len_torch_dispatch_stack() == 0 or not storing_modes():
             return function(*arguments, **keywords)
         with seen_by(other_modes()):
             return function(*arguments, **keywords)
