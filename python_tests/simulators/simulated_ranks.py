@@ -49,7 +49,7 @@ def inference_ranks(sim: Any, ranks: int, work: Callable[..., Any], *args: Any, 
     """Returns the results of `work(rank, *args)` on all ranks, which are threads; raises AssertionError where one has
     raised."""
     ring_type = type("SimulatedRing", (SimulatedRing,), {"sim": sim, "mutant": mutant})
-    store, barrier, unique = dist.HashStore(), threading.Barrier(ranks), sim.unique_id()
+    store, barrier = dist.HashStore(), threading.Barrier(ranks)
 
     def candidates(ring: Any, offload: bool) -> list[Candidate]:
         name = "shm" if offload else "ce"
@@ -72,7 +72,7 @@ def inference_ranks(sim: Any, ranks: int, work: Callable[..., Any], *args: Any, 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rotate, "InferenceRing", ring_type)
             patch.setattr(inference, "_candidates", candidates)
-            patch.setattr(inference, "unique_ids", lambda ring, count: [unique])
+            patch.setattr(inference, "unique_ids", lambda ring, count: [ring.exchange(sim.unique_id())[0]])
             patch.setattr(inference, "_check_offload", lambda device, transport: None)
             # all groups are the one of all ranks: torch's threaded ones cannot be destroyed one by one
             patch.setattr(communicator, "make_group", lambda members, backend, timeout: dist.group.WORLD)
