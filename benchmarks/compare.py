@@ -351,7 +351,7 @@ def main() -> None:
         # before and, where launch starts processes, apart: watching memory changes how memory is allocated
         if args.network is not None:
             args.network = dataclasses.replace(args.network, rate=None, delay=None)
-        memory = launch(measure_memory, args, ranks)
+        memory = launch(measure_memory, args, ranks) if args.memory else {}
         for network in args.networks or [None]:
             args.network = network
             part = launch(measure_time, args, ranks)

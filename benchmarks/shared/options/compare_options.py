@@ -47,6 +47,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--machine", help="folder under results/ (default: from the CPU or GPU, such as cpu-2core)")
     add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead of results/<machine>/")
     add_trace_option(parser, "one more step of every rtp strategy")
+    add("--no-memory", dest="memory", action="store_false", help="measure times only")
     add("--where", type=int, default=0, metavar="N", help="record where the time of N more steps goes (where.jsonl)")
     add_launch_options(parser)
     add_host_options(parser)
