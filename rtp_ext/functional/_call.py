@@ -284,7 +284,7 @@ def prepare(
             kind, plain = type(tensor), True
         else:
             param.check(call)  # raises
-        memory = kind is torch.Tensor or holds_memory(kind)
+        memory = kind is torch.Tensor or kind is torch.nn.Parameter or holds_memory(kind)
         looks.append((param.what, param.dim, tensor.shape, tensor.dtype, memory, spec))
         watched.append(tensor)
     call.watched = tuple(watched)

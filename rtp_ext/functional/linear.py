@@ -233,9 +233,9 @@ def rotated_linears(
             _refuse_features(call, shape, features)
     ys = Linears.apply(call, bundle, *rows, *call.local_shards())
     found = [*ys]
-    for place, (which, features) in enumerate(bundle.outputs):
+    for place, (which, outputs) in enumerate(bundle.outputs):
         if len(shapes[which]) != 2:
-            found[place] = ys[place].view(*shapes[which][:-1], features)
+            found[place] = ys[place].view(*shapes[which][:-1], outputs)
     return tuple(found)
 
 
