@@ -1,5 +1,5 @@
-// The transport ce and the shards that copy engines copy, their mutants (mutants.py), and the links of the emulated ring.
-// Sources and bindings form one translation unit because their headers dominate the compile time.
+// The transport ce and the shards that copy engines copy, their mutants (mutants.py), and the links of the emulated
+// ring. Sources and bindings form one translation unit because their headers dominate the compile time.
 #include "../../../csrc/transport/ce/ce.cpp"
 
 #include <pybind11/chrono.h>
@@ -7,8 +7,8 @@
 
 #include "../../../csrc/device/copy_engine.cpp"
 #include "../../../csrc/engine/shards/copied/copied_shards.cpp"
-#include "../../../csrc/engine/shards/host_shards.cpp"
 #include "../../../csrc/engine/shards/copied/offloaded_shards.cpp"
+#include "../../../csrc/engine/shards/host_shards.cpp"
 #include "../../../csrc/engine/shards/shard_source.cpp"
 #include "../../../csrc/transport/ce/peer_flags.cpp"
 #include "../../../csrc/transport/ce/peer_memory.cpp"
