@@ -6,7 +6,6 @@
 
 namespace rtp {
 
-
 void parse(const std::string& text, Activation& parsed) { parsed = parse_activation(text); }
 
 void bind_bundles(py::module_& m) {
