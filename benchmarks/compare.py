@@ -86,10 +86,10 @@ from shared.options.compare_options import describe, parse_arguments
 from shared.race.contestant import Batch, Contestant, balanced_orders
 from shared.race.peers import PEERS, Upstream
 from shared.race.trial import failures
+from shared.recording.tracing import record_steps
 from shared.recording.where import look_inside
 from shared.reports.compare_report import report
 from shared.strategies import STRATEGIES, Trainer
-from shared.tracing import record_steps
 from shared.wire import adapters_form, closed_form, measure_sockets, processors, roof
 
 from rtp_ext.measure.timing import Sample

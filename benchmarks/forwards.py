@@ -56,7 +56,7 @@ from shared.hosts import Links, bits_per_second, refusal
 from shared.hosts import card as made_hosts
 from shared.launch import Place, add_launch_options, gather, is_first, launch
 from shared.models import MLPStack
-from shared.reports.forwards_report import surprises
+from shared.reports.runs.forwards_report import surprises
 from shared.wire import Counter
 from torch import nn
 from torch.distributed.fsdp import fully_shard

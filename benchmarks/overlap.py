@@ -40,8 +40,8 @@ from shared.card import append_line, environment_card, gpu_state, result_line
 from shared.launch import Place, everyones, is_first, launch, together
 from shared.options.overlap_cases import PASSES, Case, identity, measured
 from shared.options.overlap_options import parse_arguments
+from shared.recording.tracing import record
 from shared.strategies import DTYPES
-from shared.tracing import record
 from shared.wire import Counter
 
 import rtp_ext

@@ -32,10 +32,10 @@ from report import Row, last_runs, read_lines
 from shared.hosts import bits_per_second
 from shared.race.paper import runs_of
 from shared.reports.figure import GREYS, HOLLOW, CannotPlot, canvas, style, token_axis
-from shared.reports.forwards_report import last_forwards
 from shared.reports.names import NAMES
-from shared.reports.outer_report import last_outer_run
-from shared.reports.travel_report import last_travel_run, ways_of
+from shared.reports.runs.forwards_report import last_forwards
+from shared.reports.runs.outer_report import last_outer_run
+from shared.reports.runs.travel_report import last_travel_run, ways_of
 
 COMPONENTS = {
     "parameters": ("parameter_bytes", {"facecolor": "#1f4e79"}),

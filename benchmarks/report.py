@@ -66,7 +66,7 @@ from shared.reports.compare_columns import (
 from shared.reports.names import NAMES
 from shared.reports.own_pages import deliver, measured
 from shared.reports.run_reports import OF_A_RUN
-from shared.reports.travel_report import ways_of
+from shared.reports.runs.travel_report import ways_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "gpu_calls.md")

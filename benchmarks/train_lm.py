@@ -31,8 +31,8 @@ from shared.launch import Place, add_launch_options, gather, launch
 from shared.memory import PROBED_STEPS, Memory, MemoryProbe
 from shared.models import GPT
 from shared.options.gpt_options import add_gpt_options, check_gpt_options
+from shared.recording.tracing import add_trace_option, record_steps
 from shared.strategies import DTYPES, STRATEGIES, Trainer
-from shared.tracing import add_trace_option, record_steps
 
 from rtp_ext.observe.steps import StepLog
 

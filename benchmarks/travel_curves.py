@@ -43,7 +43,7 @@ from shared.data import fingerprint, read_text, sample_windows
 from shared.launch import Place, add_launch_options, gather, is_first, launch
 from shared.models import GPT
 from shared.options.gpt_options import add_gpt_options, check_gpt_options
-from shared.reports.travel_report import apart, over_seeds
+from shared.reports.runs.travel_report import apart, over_seeds
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

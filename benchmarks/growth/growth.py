@@ -40,7 +40,7 @@ from shared.card import RESULTS, append_line, command_line, environment_card, ma
 from shared.launch import Place, gather, launch
 from shared.memory import status_bytes
 from shared.models import MLPStack, random_vectors
-from shared.reports.growth_report import COSTS, growths, last_sweeps
+from shared.reports.runs.growth_report import COSTS, growths, last_sweeps
 from shared.strategies import STRATEGIES, Trainer
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

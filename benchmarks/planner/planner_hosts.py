@@ -29,7 +29,7 @@ from shared.hosts import bits_per_second
 from shared.models import WORKLOADS
 from shared.reports.names import NAMES
 from shared.reports.own_pages import last_lines
-from shared.reports.travel_report import ways_of
+from shared.reports.runs.travel_report import ways_of
 
 from planner.planner_more import markdown
 

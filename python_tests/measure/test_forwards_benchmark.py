@@ -7,7 +7,7 @@ import forwards
 import plot
 import pytest
 import report
-from shared.reports.forwards_report import surprises
+from shared.reports.runs.forwards_report import surprises
 
 
 def test_the_whole_command(tmp_path, monkeypatch, capsys):

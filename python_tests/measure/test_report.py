@@ -10,7 +10,7 @@ import report
 import travel_curves
 from reliability import reliability_report
 from shared.reports.commands import today
-from shared.reports.travel_report import over_seeds
+from shared.reports.runs.travel_report import over_seeds
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -194,16 +194,6 @@ class ShardedParameter:
             )
 
 
-def expect_takes_blocks(name: str, frozen: Sequence[Any], transposed: bool, in_place: bool) -> None:
-    """Raises ValueError for options of an operation that frozen weights in blocks do not take.
-
-    frozen: the FrozenWeight, or None, of each of its parameters. transposed: weights are stored [in, out].
-    """
-    if any(frozen) and (transposed or in_place):
-        expected = "a weight stored [out, in]" if transposed else "in_place=False"
-        raise ValueError(f"{name}: expected {expected} for a frozen weight in blocks")
-
-
 def needs_gradients(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
     """Returns for each tensor whether autograd will compute its gradient for the current computation."""
     grad, found = torch.is_grad_enabled(), []

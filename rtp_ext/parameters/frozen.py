@@ -13,7 +13,7 @@ a block], Shard(1).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -270,3 +270,13 @@ def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
         raise TypeError(f"frozen_weights: expected a torch.nn.Module, got {type(model).__name__}")
     named = model.named_parameters(remove_duplicate=False)
     return {name: gather_plain(parameter) for name, parameter in named if frozen_of(parameter) is not None}
+
+
+def expect_takes_blocks(name: str, frozen: Sequence[Any], transposed: bool, in_place: bool) -> None:
+    """Raises ValueError for options of an operation that frozen weights in blocks do not take.
+
+    frozen: the FrozenWeight, or None, of each of its parameters. transposed: weights are stored [in, out].
+    """
+    if any(frozen) and (transposed or in_place):
+        expected = "a weight stored [out, in]" if transposed else "in_place=False"
+        raise ValueError(f"{name}: expected {expected} for a frozen weight in blocks")

@@ -15,8 +15,8 @@ from shared.launch import add_launch_options, repetition, under_torchrun
 from shared.models import WORKLOADS
 from shared.optimizers import OPTIMIZERS
 from shared.options.host_options import add_host_options, complete_hosts
+from shared.recording.tracing import add_trace_option
 from shared.strategies import DTYPES, STRATEGIES
-from shared.tracing import add_trace_option
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

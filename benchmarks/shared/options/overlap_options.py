@@ -16,8 +16,8 @@ from shared.card import RESULTS, command_line, machine_name, refusal_to_write
 from shared.launch import add_launch_options, repetition, under_torchrun
 from shared.options.host_options import add_host_options, complete_hosts
 from shared.options.overlap_cases import DIRECTIONS, SHAPES, cpu_cases, gpu_cases, grid
+from shared.recording.tracing import add_trace_option
 from shared.strategies import DTYPES
-from shared.tracing import add_trace_option
 
 LINKS = r"ce-local(:[124])?|sm-local|nccl-self(:[1-9]\d*)?|pcie"  # a number: of streams, of CTAs
 

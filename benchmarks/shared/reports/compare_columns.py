@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared.reports.names import NAMES
-from shared.reports.travel_report import ways_of
+from shared.reports.runs.travel_report import ways_of
 
 Row = dict[str, Any]
 

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.card import last_command
-from shared.reports.calls_report import CALLS, calls_note
-from shared.reports.forwards_report import FORWARDS, forwards_note, last_forwards
-from shared.reports.growth_report import GROWTH, growth_note, growth_rows
-from shared.reports.muon_report import MUON, last_muon_runs, muon_note
-from shared.reports.outer_report import OUTER, last_outer_run, outer_note
-from shared.reports.overheads_report import OVERHEADS, overheads_note
-from shared.reports.travel_report import TRAVEL, last_travel_run, travel_note
-from shared.reports.where_report import WHERE, last_where, where_note
+from shared.reports.runs.calls_report import CALLS, calls_note
+from shared.reports.runs.forwards_report import FORWARDS, forwards_note, last_forwards
+from shared.reports.runs.growth_report import GROWTH, growth_note, growth_rows
+from shared.reports.runs.muon_report import MUON, last_muon_runs, muon_note
+from shared.reports.runs.outer_report import OUTER, last_outer_run, outer_note
+from shared.reports.runs.overheads_report import OVERHEADS, overheads_note
+from shared.reports.runs.travel_report import TRAVEL, last_travel_run, travel_note
+from shared.reports.runs.where_report import WHERE, last_where, where_note
 
 Row = dict[str, Any]
 
