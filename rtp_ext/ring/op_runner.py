@@ -37,7 +37,7 @@ class OpRunner:
             refuse_transforms(operation)
         ring = self._communicator
         ring.executor.check_alive(operation)
-        if ring.world is not None and ring.world is not c10d._world._default_pg:  # dist.group.WORLD
+        if ring.world is not None and ring.world is not c10d._world.default_pg:  # dist.group.WORLD
             ring.check_alive(operation)
 
     def run(

@@ -37,7 +37,7 @@ at::Tensor view_of(const at::Tensor& memory, int64_t offset, int64_t bytes, at::
   c10::TensorImpl* impl = view.unsafeGetTensorImpl();
   impl->set_storage_offset(start / element);
   impl->set_sizes_contiguous(shape);
-  if (!memory.is_inference()) impl->set_version_counter(memory.unsafeGetTensorImpl()->version_counter());
+  if (!memory.is_inference() && !view.is_inference()) impl->set_version_counter(memory.unsafeGetTensorImpl()->version_counter());
   return view;
 }
 

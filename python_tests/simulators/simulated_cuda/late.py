@@ -26,6 +26,9 @@ class late(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func._can_decompose():  # below autograd, which decomposes them otherwise
+            with self:
+                return func.decompose(*args, **kwargs)
         schema = func._schema
         made = func(*args, **kwargs) if not schema.is_mutable or schema.name in AT_ONCE else None
         views = any(returned.alias_info is not None for returned in schema.returns)
