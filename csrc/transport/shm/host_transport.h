@@ -207,8 +207,9 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   std::mutex mutex_;  // guards the queues, their progress and the end
   std::array<std::condition_variable, 2> wake_;
   std::array<std::deque<Job>, 2> queue_;
-  std::array<std::atomic<uint64_t>, 2> queued_{};
-  std::array<std::atomic<uint64_t>, 2> delivered_{};
+  std::array<std::atomic<uint64_t>, 2> queued_{};     // messages posted, by channel
+  std::array<std::atomic<uint64_t>, 2> delivered_{};  // those that no longer read their source
+  std::array<std::atomic<uint64_t>, 2> completed_{};  // those that the receiver knows of
   bool stopping_ = false;
   std::string reason_;
   std::exception_ptr failure_;  // error of a sender thread

@@ -86,9 +86,10 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
   if (total(hop.send) > 0) {
     if (control().state != RingState::alive) throw_end(hop);
     const uint32_t sequence = ++sent_[mailbox_index(hop.channel, hop.to)];
-    const bool first = delivered_[channel].load(std::memory_order_acquire) == queued_[channel];
-    if (first && small(hop.send) && outbox(hop.channel, hop.to).small[sequence % kDepth].empty()) {
-      ++queued_[channel], ++delivered_[channel];
+    // The sender thread still announces a message that it has delivered: `done` must not go back.
+    const bool idle = completed_[channel].load(std::memory_order_acquire) == queued_[channel];
+    if (idle && small(hop.send) && outbox(hop.channel, hop.to).small[sequence % kDepth].empty()) {
+      ++queued_[channel], ++completed_[channel];
       deliver_small(hop, sequence);
       return transfer;
     }

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from rtp_ext._native import RotationError
+from rtp_ext._native import RotationError, has_node_hooks
 from rtp_ext.ring.autograd.once_differentiable import first_order_only
 from rtp_ext.ring.autograd.transforms import storing_modes
 from rtp_ext.ring.mesh import live_ring, role_of
@@ -113,6 +113,8 @@ def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
     gradient = gradient.detach().contiguous()
     node = ctx.next_functions[0][0]
     parameter = getattr(node, "variable", None)  # None where the edge leads to another tensor
+    if parameter is not None and not parameter.requires_grad:
+        parameter = None  # frozen since the forward: autograd drops its gradient
     if kept is not None:
         # A gradient that is read within the backward has to be on the host now; any other is delivered at its end.
         if parameter is not None and (handler is None or handler.alone) and not read_within(ctx, parameter):
@@ -120,8 +122,7 @@ def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
             return None
         (gradient,) = kept.memory.store([gradient])
     elif handler is None and parameter is not None and parameter.grad is None and gradient.dtype == parameter.dtype:
-        watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        if not watched and not getattr(ctx, "create_graph", False) and accumulates(node):
+        if not read_within(ctx, parameter):
             # As autograd would, but for its detach, which takes a DTensor as long as a small layer.
             parameter.grad = DTensor.__new__(DTensor, gradient, spec, requires_grad=False)
             return None
@@ -149,8 +150,8 @@ def _expect_combined(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
 
 def read_within(ctx: Any, parameter: Any) -> bool:
     """Returns whether the gradient of a parameter has a reader within the running backward: torch.autograd.grad, a
-    graph of this backward, or a hook."""
-    watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    graph of this backward, or a hook, of the parameter or of its node."""
+    watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks or has_node_hooks(parameter)
     return bool(watched) or getattr(ctx, "create_graph", False) or not accumulates(ctx.next_functions[0][0])
 
 
