@@ -1,5 +1,5 @@
-"""Two ranks over shared memory. The sender thread of rank 0, whose clock is slow (see the test), still announces a large
-message when its next one, a small one, is posted."""
+"""Two ranks over shared memory. The sender thread of rank 0, whose clock is slow (see the test), still announces a
+large message when its next one, a small one, is posted."""
 
 import os
 import sys

@@ -104,6 +104,9 @@ def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
     spec, handler, kept, late = delivery
     if late is not None and gradient is not None:
         late.land(gradient)
+    parameter = getattr(ctx.next_functions[0][0], "variable", None)  # None where the edge leads to another tensor
+    if parameter is not None and not parameter.requires_grad:
+        gradient = None  # frozen since the forward: autograd would drop it
     if len(spec.placements) > 1:  # replicas and tensor parallelism have dimensions of the mesh of their own
         _expect_combined(delivery, ctx, gradient)
     if handler is not None:
@@ -111,10 +114,6 @@ def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
     if gradient is None or isinstance(gradient, DTensor):
         return gradient
     gradient = gradient.detach().contiguous()
-    node = ctx.next_functions[0][0]
-    parameter = getattr(node, "variable", None)  # None where the edge leads to another tensor
-    if parameter is not None and not parameter.requires_grad:
-        parameter = None  # frozen since the forward: autograd drops its gradient
     if kept is not None:
         # A gradient that is read within the backward has to be on the host now; any other is delivered at its end.
         if parameter is not None and (handler is None or handler.alone) and not read_within(ctx, parameter):
@@ -122,10 +121,11 @@ def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
             return None
         (gradient,) = kept.memory.store([gradient])
     elif handler is None and parameter is not None and parameter.grad is None and gradient.dtype == parameter.dtype:
-        if not read_within(ctx, parameter):
-            # As autograd would, but for its detach, which takes a DTensor as long as a small layer.
-            parameter.grad = DTensor.__new__(DTensor, gradient, spec, requires_grad=False)
-            return None
+        if read_within(ctx, parameter):
+            return as_gradient(gradient, spec)
+        # As autograd would, but for its detach, which takes a DTensor as long as a small layer.
+        parameter.grad = DTensor.__new__(DTensor, gradient, spec, requires_grad=False)
+        return None
     return as_gradient(gradient, spec)
 
 
