@@ -43,6 +43,8 @@ struct Segment {
 inline constexpr auto kProcessCheckInterval =
     std::chrono::milliseconds(100);  // interval at which a waiting thread checks that its peers are alive
 
+class HostTransfer;
+
 class HostTransport : public ShmTransport, public std::enable_shared_from_this<HostTransport> {
  public:
   HostTransport(int rank, int ranks, std::chrono::milliseconds timeout, int first)
@@ -52,6 +54,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
         timeout_(timeout),
         own_(Control::bytes(ranks)),
         received_(2 * ranks),
+        receives_(2 * ranks),
         sent_(2 * ranks) {
     std::random_device random;
     control().nonce = (static_cast<uint64_t>(random()) << 32) | random();
@@ -198,7 +201,8 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   const std::chrono::milliseconds timeout_;
   SharedMemory own_;
   std::vector<Peer> peers_;
-  std::vector<uint32_t> received_;  // messages posted, by channel and peer
+  std::vector<uint32_t> received_;                           // messages posted, by channel and peer
+  std::vector<std::array<HostTransfer*, kDepth>> receives_;  // those not taken yet, by mailbox and entry
   std::vector<uint32_t> sent_;
   uint64_t next_segment_ = 1;
   std::mutex segments_mutex_;
