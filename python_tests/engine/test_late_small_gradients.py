@@ -1,4 +1,4 @@
-"""Small gradients over shared memory that are added after many later hops leave their entries of the mailbox in time."""
+"""Small gradients over shared memory that are added after many later hops leave their mailbox entries in time."""
 
 import copy
 
