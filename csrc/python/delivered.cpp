@@ -77,9 +77,16 @@ bool are_memory(PyObject* objects) {
   return std::all_of(each, each + count, check);
 }
 
+// Whether hooks of the node that accumulates the gradients of a leaf read them; hooks of the leaf itself do not count.
+bool has_node_hooks(const at::Tensor& leaf) {
+  const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf);
+  return node && !(node->pre_hooks().empty() && node->post_hooks().empty());
+}
+
 }  // namespace
 
 void bind_delivered(py::module_& m) {
+  m.def("has_node_hooks", &has_node_hooks, py::arg("leaf"));
   m.def("are_memory", [](const py::tuple& objects) { return are_memory(objects.ptr()); }, py::arg("objects"));
   m.def(
       "delivered",

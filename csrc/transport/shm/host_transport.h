@@ -43,6 +43,8 @@ struct Segment {
 inline constexpr auto kProcessCheckInterval =
     std::chrono::milliseconds(100);  // interval at which a waiting thread checks that its peers are alive
 
+class HostTransfer;
+
 class HostTransport : public ShmTransport, public std::enable_shared_from_this<HostTransport> {
  public:
   HostTransport(int rank, int ranks, std::chrono::milliseconds timeout, int first)
@@ -52,6 +54,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
         timeout_(timeout),
         own_(Control::bytes(ranks)),
         received_(2 * ranks),
+        receives_(2 * ranks),
         sent_(2 * ranks) {
     std::random_device random;
     control().nonce = (static_cast<uint64_t>(random()) << 32) | random();
@@ -198,7 +201,8 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   const std::chrono::milliseconds timeout_;
   SharedMemory own_;
   std::vector<Peer> peers_;
-  std::vector<uint32_t> received_;  // messages posted, by channel and peer
+  std::vector<uint32_t> received_;                           // messages posted, by channel and peer
+  std::vector<std::array<HostTransfer*, kDepth>> receives_;  // those not taken yet, by mailbox and entry
   std::vector<uint32_t> sent_;
   uint64_t next_segment_ = 1;
   std::mutex segments_mutex_;
@@ -207,8 +211,9 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   std::mutex mutex_;  // guards the queues, their progress and the end
   std::array<std::condition_variable, 2> wake_;
   std::array<std::deque<Job>, 2> queue_;
-  std::array<std::atomic<uint64_t>, 2> queued_{};
-  std::array<std::atomic<uint64_t>, 2> delivered_{};
+  std::array<std::atomic<uint64_t>, 2> queued_{};     // messages posted, by channel
+  std::array<std::atomic<uint64_t>, 2> delivered_{};  // those that no longer read their source
+  std::array<std::atomic<uint64_t>, 2> completed_{};  // those that the receiver knows of
   bool stopping_ = false;
   std::string reason_;
   std::exception_ptr failure_;  // error of a sender thread

@@ -32,6 +32,7 @@ void HostTransport::serve(Channel channel) {
       for (int peer = 0; peer < ranks_; ++peer) control(peer).ring_all();
       return;
     }
+    ++completed_[static_cast<size_t>(channel)];
     control().of_callers().ring();
   }
 }
@@ -43,7 +44,6 @@ void HostTransport::deliver(const Job& job) {
   if (small(hop.send)) {
     const SmallMessage& message = outbox.small[job.sequence % kDepth];
     wait_until(hop, hop.to, bell, [&] { return message.empty(); });
-    ++delivered_[bell];
     return deliver_small(hop, job.sequence);
   }
   wait_until(hop, hop.to, bell,
@@ -76,12 +76,13 @@ void HostTransport::deliver(const Job& job) {
     if (hop.send[index].bytes == 0) continue;
     std::memcpy(target.data() + landing.offset[index], hop.send[index].data, hop.send[index].bytes);
   }
-  // Updates the local count first: once `done` is set, the peer may finish and close before this thread continues.
-  ++delivered_[bell];
   complete(hop, job.sequence);
 }
 
+// Announces a message that has been copied.
 void HostTransport::complete(const Hop& hop, uint32_t sequence) {
+  // Updates the local count first: once `done` is set, the peer may finish and close before this thread continues.
+  ++delivered_[static_cast<size_t>(hop.channel)];
   Mailbox& outbox = this->outbox(hop.channel, hop.to);
   outbox.arrived[sequence % kDepth].store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
   outbox.done.store(sequence, std::memory_order_release);

@@ -12,22 +12,34 @@ class HostTransfer : public Transfer {
  public:
   HostTransfer(std::shared_ptr<HostTransport> transport, const Hop& hop)
       : transport_(std::move(transport)), hop_(hop) {}
+  HostTransfer(const HostTransfer&) = delete;
+  HostTransfer& operator=(const HostTransfer&) = delete;
+  ~HostTransfer() override {
+    if (receive_) entry() = nullptr;
+  }
 
-  void expect(uint32_t sequence) { receive_ = sequence; }
+  void expect(uint32_t sequence) {
+    receive_ = sequence;
+    entry() = this;
+  }
   void expect_nothing() { arrived_ = Clock::now().time_since_epoch().count(); }
   void sends(uint64_t job) { send_ = job; }
 
   void wait_received() override {
     if (!receive_) return;
-    Mailbox& inbox = transport_->inbox(hop_.channel, hop_.from);
+    const Mailbox& inbox = transport_->inbox(hop_.channel, hop_.from);
     transport_->wait_until(hop_, hop_.from, kCallers, [&] {
       return static_cast<int32_t>(inbox.done.load(std::memory_order_acquire) - *receive_) >= 0;
     });
-    // Skipped if the mailbox entry has been reused since.
-    if (transport_->received_[transport_->mailbox_index(hop_.channel, hop_.from)] - *receive_ < kDepth) {
-      arrived_ = inbox.arrived[*receive_ % kDepth].load(std::memory_order_relaxed);
-    }
+    take();
+  }
+
+  // Takes the message, which has arrived, from its entry of the mailbox.
+  void take() {
+    const Mailbox& inbox = transport_->inbox(hop_.channel, hop_.from);
+    arrived_ = inbox.arrived[*receive_ % kDepth].load(std::memory_order_relaxed);
     transport_->take(hop_, *receive_);
+    entry() = nullptr;
     receive_.reset();
   }
 
@@ -44,6 +56,10 @@ class HostTransfer : public Transfer {
   }
 
  private:
+  HostTransfer*& entry() {
+    return transport_->receives_[transport_->mailbox_index(hop_.channel, hop_.from)][*receive_ % kDepth];
+  }
+
   std::shared_ptr<HostTransport> transport_;
   Hop hop_;
   std::optional<uint32_t> receive_;
@@ -62,6 +78,9 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
     // A small message may have come already.
     const auto missing = static_cast<int32_t>(sequence - inbox.done.load());
     RTP_ASSERT(missing <= static_cast<int32_t>(kDepth), hop.describe(), " outruns its mailbox");
+    // A late gradient is waited for after later hops, whose sender needs its entry.
+    HostTransfer* earlier = receives_[mailbox_index(hop.channel, hop.from)][sequence % kDepth];
+    if (earlier != nullptr) earlier->take();
     Landing& landing = inbox.landing[sequence % kDepth];
     const auto filled =
         std::find_if(hop.receive.begin(), hop.receive.end(), [](const Span& part) { return part.bytes > 0; });
@@ -86,9 +105,10 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
   if (total(hop.send) > 0) {
     if (control().state != RingState::alive) throw_end(hop);
     const uint32_t sequence = ++sent_[mailbox_index(hop.channel, hop.to)];
-    const bool first = delivered_[channel].load(std::memory_order_acquire) == queued_[channel];
-    if (first && small(hop.send) && outbox(hop.channel, hop.to).small[sequence % kDepth].empty()) {
-      ++queued_[channel], ++delivered_[channel];
+    // The sender thread still announces a message that it has delivered: `done` must not go back.
+    const bool idle = completed_[channel].load(std::memory_order_acquire) == queued_[channel];
+    if (idle && small(hop.send) && outbox(hop.channel, hop.to).small[sequence % kDepth].empty()) {
+      ++queued_[channel], ++completed_[channel];
       deliver_small(hop, sequence);
       return transfer;
     }

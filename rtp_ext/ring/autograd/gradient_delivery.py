@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from rtp_ext._native import RotationError
+from rtp_ext._native import RotationError, has_node_hooks
 from rtp_ext.ring.autograd.once_differentiable import first_order_only
 from rtp_ext.ring.autograd.transforms import storing_modes
 from rtp_ext.ring.mesh import live_ring, role_of
@@ -104,6 +104,9 @@ def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
     spec, handler, kept, late = delivery
     if late is not None and gradient is not None:
         late.land(gradient)
+    parameter = getattr(ctx.next_functions[0][0], "variable", None)  # None where the edge leads to another tensor
+    if parameter is not None and not parameter.requires_grad:
+        gradient = None  # frozen since the forward: autograd would drop it
     if len(spec.placements) > 1:  # replicas and tensor parallelism have dimensions of the mesh of their own
         _expect_combined(delivery, ctx, gradient)
     if handler is not None:
@@ -111,8 +114,6 @@ def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
     if gradient is None or isinstance(gradient, DTensor):
         return gradient
     gradient = gradient.detach().contiguous()
-    node = ctx.next_functions[0][0]
-    parameter = getattr(node, "variable", None)  # None where the edge leads to another tensor
     if kept is not None:
         # A gradient that is read within the backward has to be on the host now; any other is delivered at its end.
         if parameter is not None and (handler is None or handler.alone) and not read_within(ctx, parameter):
@@ -120,11 +121,11 @@ def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
             return None
         (gradient,) = kept.memory.store([gradient])
     elif handler is None and parameter is not None and parameter.grad is None and gradient.dtype == parameter.dtype:
-        watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        if not watched and not getattr(ctx, "create_graph", False) and accumulates(node):
-            # As autograd would, but for its detach, which takes a DTensor as long as a small layer.
-            parameter.grad = DTensor.__new__(DTensor, gradient, spec, requires_grad=False)
-            return None
+        if read_within(ctx, parameter):
+            return as_gradient(gradient, spec)
+        # As autograd would, but for its detach, which takes a DTensor as long as a small layer.
+        parameter.grad = DTensor.__new__(DTensor, gradient, spec, requires_grad=False)
+        return None
     return as_gradient(gradient, spec)
 
 
@@ -149,8 +150,8 @@ def _expect_combined(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
 
 def read_within(ctx: Any, parameter: Any) -> bool:
     """Returns whether the gradient of a parameter has a reader within the running backward: torch.autograd.grad, a
-    graph of this backward, or a hook."""
-    watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    graph of this backward, or a hook, of the parameter or of its node."""
+    watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks or has_node_hooks(parameter)
     return bool(watched) or getattr(ctx, "create_graph", False) or not accumulates(ctx.next_functions[0][0])
 
 
