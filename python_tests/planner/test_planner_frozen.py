@@ -229,3 +229,6 @@ def test_the_command(capsys):
     plan[2] = "llama-3-70b"
     assert main([*plan, "--when"]) == 0 and capsys.readouterr().out.partition("\n\n")[0] in page
     assert main([*plan, "--when", "--plot", "x.png"]) == 2 and "--when has no --plot" in capsys.readouterr().err
+    for beside in (["--link", "nvlink"], ["--gpus-per-node", "2"], ["--global-batch", "4"], ["--seq", "64"]):
+        assert main([*plan, "--when", *beside]) == 2
+        assert f"--when has no {beside[0]}" in capsys.readouterr().err, "an argument that changed nothing"

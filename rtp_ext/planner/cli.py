@@ -178,12 +178,29 @@ def _check_form(options: argparse.Namespace) -> None:
     for question in asked:
         if wrong := [form for form in forms if getattr(options, form) and form not in had[question]]:
             raise ValueError(f"--{question.replace('_', '-')} has no --{wrong[0]}")
+    for question, names in _unread(options).items():
+        if getattr(options, question) and (given := [name for name in names if _is_given(options, name)]):
+            raise ValueError(f"--{question.replace('_', '-')} has no --{given[0].replace('_', '-')}")
+
+
+def _unread(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """Returns the arguments that a question answers nothing about, by question."""
+    fields = tuple(field.name for field in dataclasses.fields(Strategy))
+    plans = (*fields, "plan", "trace_module", "global_batch")
+    cluster = ("link", "cluster", "gpus_per_node")
+    forwards = ("model", "hf_config", *SIZES, "seq", "gpu", "gpus", *cluster, *plans)
+    hidden = ("seq", "global_batch", *cluster, "trace_module") if options.frozen or options.lora_rank else ()
+    return {"forwards": forwards, "min_gpus": ("gpus", *plans), "when": hidden}  # `when_cells` refuses others
+
+
+def _is_given(options: argparse.Namespace, name: str) -> bool:
+    return getattr(options, name) is not None
 
 
 def planned(options: argparse.Namespace) -> bool:
     """Returns whether the arguments contain a plan, so that no search is needed."""
     fields = [field.name for field in dataclasses.fields(Strategy)]
-    return bool(options.plan or options.trace_module) or any(getattr(options, name) is not None for name in fields)
+    return bool(options.plan or options.trace_module) or any(_is_given(options, name) for name in fields)
 
 
 def _estimate(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> int:
@@ -274,6 +291,8 @@ def _fewest(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
 
 def _when(options: argparse.Namespace) -> int:
     if options.frozen or options.lora_rank:
+        if len(options.plan or []) > 1:
+            raise ValueError("--when has no second --plan")
         plan = strategies_of(options, cluster_of(options))[0]
         asked = (model_of(options), plan.gpus, options.gpu or when.BASE, plan)
         print(json.dumps(when.hidden_tokens(*asked), indent=2) if options.json else when.hidden_table(*asked))

@@ -138,6 +138,8 @@ class Strategy:
                 )
         check_at_least("strategy", 0, late_gradients=self.late_gradients, lora_rank=self.lora_rank)
         check_at_least("strategy", 1, prefetch=self.prefetch)
+        if self.prefetch > 2:
+            raise ValueError(f"strategy: expected prefetch of at most 2, got {self.prefetch}")
         check_known("schedule", self.schedule, SCHEDULES)
         check_known("recompute", self.recompute, RECOMPUTE)
         check_known("optimizer", self.optimizer, OPTIMIZER_MOMENTS)
