@@ -330,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_has_ended() -> bool:
-    """Whether nobody reads the output any more, as behind `| head`."""
+    """Whether the output has lost its reader, as before `| head`."""
     watch = select.poll()
     watch.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in watch.poll(0))
