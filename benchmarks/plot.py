@@ -229,7 +229,12 @@ def outer(rows: list[Row], args: argparse.Namespace) -> Any:
     }
     for axes, (label, along) in zip(panels, kinds.items(), strict=True):
         for index, row in enumerate(rows):
-            look = {**style(index), "markersize": 4, "linewidth": 1, "linestyle": ("-", "--")[index // len(COLOURS) % 2]}
+            look = {
+                **style(index),
+                "markersize": 4,
+                "linewidth": 1,
+                "linestyle": ("-", "--")[index // len(COLOURS) % 2],
+            }
             losses = [statistics.fmean(row["losses"][max(0, i - 9) : i + 1]) for i in range(len(row["losses"]))]
             points = [(x, y) for x, y in zip(along(row), losses, strict=True) if x > 0]
             often = {"markevery": max(1, len(points) // 8)}
