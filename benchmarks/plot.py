@@ -31,7 +31,7 @@ from planner.planner_figures import capacity, planned
 from report import Row, last_runs, read_lines
 from shared.hosts import bits_per_second
 from shared.race.paper import runs_of
-from shared.reports.figure import GREYS, HOLLOW, CannotPlot, canvas, style, token_axis
+from shared.reports.figure import COLOURS, HOLLOW, CannotPlot, canvas, style, token_axis
 from shared.reports.names import NAMES
 from shared.reports.runs.forwards_report import last_forwards
 from shared.reports.runs.outer_report import last_outer_run
@@ -229,7 +229,12 @@ def outer(rows: list[Row], args: argparse.Namespace) -> Any:
     }
     for axes, (label, along) in zip(panels, kinds.items(), strict=True):
         for index, row in enumerate(rows):
-            look = {**style(index), "markersize": 4, "linewidth": 1, "linestyle": ("-", "--")[index // len(GREYS) % 2]}
+            look = {
+                **style(index),
+                "markersize": 4,
+                "linewidth": 1,
+                "linestyle": ("-", "--")[index // len(COLOURS) % 2],
+            }
             losses = [statistics.fmean(row["losses"][max(0, i - 9) : i + 1]) for i in range(len(row["losses"]))]
             points = [(x, y) for x, y in zip(along(row), losses, strict=True) if x > 0]
             often = {"markevery": max(1, len(points) // 8)}

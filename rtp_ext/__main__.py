@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -315,9 +317,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, or 1 where it failed. Wrong arguments exit with 2."""
     options = _parser().parse_args(arguments)
     try:
-        return options.run(options, options.parser)
+        status = options.run(options, options.parser)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return 130  # as a shell counts it
+    except BrokenPipeError:
+        if not _reader_has_ended():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 141  # as a shell counts it
+
+
+def _reader_has_ended() -> bool:
+    """Whether the output has lost its reader, as before `| head`."""
+    watch = select.poll()
+    watch.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in watch.poll(0))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -52,6 +53,16 @@ def test_the_installed_command_is_this_one():
     project = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
     assert '[project.scripts]\nrtp-ext = "rtp_ext.__main__:main"\n' in project
     assert f'\nversion = "{rtp_ext.__version__}"\n' in project
+
+
+def test_a_reader_that_ends():
+    """As in `rtp-ext schedule | head`: no traceback, and the status of a process that SIGPIPE has ended."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "rtp_ext", "schedule", "--ranks", "2"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_near_words():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 MARKERS = "osD^vP*X"
-GREYS = ("#1f4e79", "#f2b366", "#7a7a7a", "#d6e6f5", "#b03a2e", "#117864", "#5b2c6f", "#000000")
+COLOURS = ("#1f4e79", "#f2b366", "#7a7a7a", "#4a90c4", "#b03a2e", "#117864", "#5b2c6f", "#000000")
 HOLLOW = {"linestyle": "--", "linewidth": 1, "markerfacecolor": "white", "zorder": 1}
 
 
@@ -29,7 +29,7 @@ def canvas(columns: int, height: float = 3.6) -> tuple[Any, Any]:
 
 def style(index: int) -> dict[str, Any]:
     """Returns colour and marker of line number `index`."""
-    return {"color": GREYS[index % len(GREYS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
 
 
 def token_axis(axes: Any, tokens: list[int]) -> None:
