@@ -1,6 +1,7 @@
 // The autograd node between a parameter and its local shard, and the check of tensors that native code reads.
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -83,10 +84,25 @@ bool has_node_hooks(const at::Tensor& leaf) {
   return node && !(node->pre_hooks().empty() && node->post_hooks().empty());
 }
 
+// Whether the running backward executes the node of a leaf, which adds to its .grad; false where torch.autograd.grad
+// captures the gradient instead, and for all other objects.
+bool accumulates(const py::object& object) {
+  const auto* executed = torch::autograd::get_current_graph_task_exec_info();
+  if (executed == nullptr || !torch::autograd::THPCppFunction_Check(object.ptr())) return false;
+  auto* node = reinterpret_cast<torch::autograd::THPCppFunction*>(object.ptr())->cdata.get();
+  if (torch::autograd::get_current_graph_task_nodes_in_graph()->count(node) == 0) return false;
+  if (executed->empty()) return true;  // a backward without `inputs`
+  const auto found = executed->find(node);
+  return found != executed->end() && found->second.needed_ && !found->second.captures_;
+}
+
 }  // namespace
 
 void bind_delivered(py::module_& m) {
   m.def("has_node_hooks", &has_node_hooks, py::arg("leaf"));
+  m.def("accumulates", &accumulates, py::arg("node"),
+        "Returns whether the running backward accumulates into the .grad of the leaf that a node belongs to; False "
+        "where torch.autograd.grad returns the gradient instead.");
   m.def("are_memory", [](const py::tuple& objects) { return are_memory(objects.ptr()); }, py::arg("objects"));
   m.def(
       "delivered",

@@ -181,12 +181,12 @@ def test_an_agreement_without_a_ring():
     assert agreement.forward_phase == 0 and len(agreement.open) == 1
     agreement.settle()
     assert agreement.open == []
-    prepared.found["key"] = "what was made"
+    prepared.found["key"], prepared.last = "what was made", ("key", "what was made")
     others.exchange = lambda value: [value, ["other text"] if isinstance(value, list) else b"another digest"]
-    agreement.compare_later(prepared.found, "key", "text")
+    agreement.compare_later(prepared, "key", "text")
     with pytest.raises(ValueError, match=r"disagree: expected text \(rank 0\), got other text on rank 1"):
         agreement.settle()
-    assert prepared.found == {} and agreement.open == []
+    assert prepared.found == {} and prepared.last == (None, None) and agreement.open == []
 
 
 def test_the_rotation_of_an_operation_follows_from_the_routes():

@@ -92,7 +92,7 @@ def want_gradients(arguments: Any) -> bool | None:
 def facts_of(modules: Iterable[nn.Module], named: Named) -> tuple[list[tuple], list[Any]]:
     """Returns the properties of a model that may change between two forwards and decide their hops: those of its
     parameters, and how its modules rotate. Cheap: called in every forward."""
-    return _parameters(named), [_rotation(module) for module in modules if isinstance(module, ShardedModule)]
+    return _parameters(named), _rotations(modules)
 
 
 def agree_on_model(root: nn.Module, ring: Ring, mode: Mode, *, allow_meta: bool = False) -> None:
@@ -227,7 +227,7 @@ def _modules(root: nn.Module) -> Iterator[tuple[str, str]]:
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield f"buffer {key} of {label}", _shape_of(buffer)
         if isinstance(module, ShardedModule):
-            policy, in_place = _rotation(module)
+            [(policy, in_place)] = _rotations([module])
             yield f"mp_policy of {label}", repr(policy)
             yield f"in_place of {label}", repr(in_place)
             together = module.__dict__.get("together")
@@ -238,10 +238,14 @@ def _modules(root: nn.Module) -> Iterator[tuple[str, str]]:
             yield f"bundle of {label}", f"{intact}, recompute={module.mlp_recompute}" if intact else "False"
 
 
-def _rotation(module: ShardedModule) -> tuple[MixedPrecisionPolicy | None, bool]:
-    """Returns the policy of a module's shards, and whether the local shards themselves travel."""
-    scope = module.__dict__.get("_rtp_scope", module)  # gathered modules have a scope
-    return scope.__dict__.get("mp_policy"), module.__dict__.get("in_place", False)
+def _rotations(modules: Iterable[nn.Module | ShardedModule]) -> list[tuple[MixedPrecisionPolicy | None, bool]]:
+    """Returns for each rotated module the policy of its shards, and whether the local shards themselves travel."""
+    found = []
+    for module in modules:
+        if isinstance(module, ShardedModule):
+            scope = module.__dict__.get("_rtp_scope", module)  # gathered modules have a scope
+            found.append((scope.__dict__.get("mp_policy"), module.__dict__.get("in_place", False)))
+    return found
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:

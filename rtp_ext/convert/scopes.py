@@ -291,7 +291,7 @@ class OpenScope:
         self.scope = scope
 
     def __call__(self, part: nn.Module, _arguments: Any) -> None:
-        if torch.compiler.is_compiling() and traced.tracing(self.scope.ring):
+        if torch.compiler.is_dynamo_compiling() and traced.tracing(self.scope.ring):
             if self.scope.in_graph is None and not self.scope.handed:
                 traced.scope(self.scope, "check")  # a part that is called alone
             if isinstance(part, GatheredModule):
@@ -305,7 +305,7 @@ class _Close:
         self.scope = scope
 
     def __call__(self, part: nn.Module, _arguments: Any, _output: Any) -> None:
-        if torch.compiler.is_compiling() and traced.tracing(self.scope.ring):
+        if torch.compiler.is_dynamo_compiling() and traced.tracing(self.scope.ring):
             if isinstance(part, GatheredModule) and not part.rtp_is_handed():
                 part._rtp_wholes = None
             return
@@ -335,7 +335,7 @@ def _close_eagerly(state: RotationState) -> None:
 
 def open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict] | None:
     state: RotationState = root._rotation_state  # type: ignore[assignment]
-    if torch.compiler.is_compiling() and traced.tracing(state.ring):
+    if torch.compiler.is_dynamo_compiling() and traced.tracing(state.ring):
         split = want_gradients((arguments, keywords))
         traced.scope(state, "open" if split is None else "open with gradients", bool(split))
         state.gather_small_in_graph()
@@ -349,7 +349,7 @@ def open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple,
 
 def close_root(root: nn.Module, _arguments: Any, output: Any) -> Any:
     state: RotationState = root._rotation_state  # type: ignore[assignment]
-    if torch.compiler.is_compiling() and traced.tracing(state.ring):
+    if torch.compiler.is_dynamo_compiling() and traced.tracing(state.ring):
         state.in_graph = None
         traced.scope(state, "close")
     else:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext.functional._selective import as_operator
-from rtp_ext.parameters.sharding import frozen_of, held, local_shard, reserve
+from rtp_ext.parameters.sharding import frozen_of, held, local_shards, reserve
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import expect_memory, holds_memory, rounded, unseen
 from rtp_ext.ring.cpu_offload import on_device
@@ -75,7 +75,7 @@ class Call:
     options: Any = None
     serial: int = 0
     watched: tuple[torch.Tensor, ...] = ()  # the parameters
-    deferred: tuple[Ring, int] | None = None  # late: see `local_shard`
+    deferred: tuple[Ring, int] | None = None  # late: see `local_shards`
 
     @classmethod
     def of(
@@ -93,8 +93,9 @@ class Call:
         ring.check_alive(name)
         if in_place:
             ring.expect_in_place(name)
-        frozen = frozen_of(weight)
-        dtype: Any = getattr(weight, "dtype", type(weight)) if frozen is None else frozen.dtype
+        dtype: Any = getattr(weight, "dtype", type(weight))
+        if dtype is torch.uint8 and (frozen := frozen_of(weight)) is not None:  # blocks are bytes
+            dtype = frozen.dtype
         if not isinstance(weight, torch.Tensor) or not dtype.is_floating_point:
             raise TypeError(f"{name}: expected a floating-point weight, got {dtype}")
         compute = compute_dtype or dtype
@@ -147,12 +148,8 @@ class Call:
         return x
 
     def local_shards(self) -> list[torch.Tensor]:
-        """Returns this rank's shards of the parameters that `prepare` was given, differentiable: see `local_shard`."""
-        shards = [*self.watched]
-        for place, parameter in enumerate(self.watched):
-            if isinstance(parameter, DTensor):
-                shards[place] = local_shard(parameter, self.deferred)
-        return shards
+        """Returns this rank's shards of the parameters that `prepare` was given, differentiable."""
+        return local_shards(self.watched, self.deferred)
 
     @staticmethod
     def rows(x: torch.Tensor) -> torch.Tensor:
@@ -286,13 +283,17 @@ def prepare(
     table = (ring.common if prepared is None else prepared) if identified else Prepared()
     dtypes = (call.compute_dtype, call.reduce_dtype)
     key = (operation, ring.serial, call.name, dtypes, call.in_place, facts, call.needs, *looks)
-    ready = table.found.get(key)
+    last, ready = table.last
+    if last != key:
+        ready = table.found.get(key)
     if ready is None:
         _check(call, prepared, params)
         serial = 0 if prepared is None else ring.new_agreement()
         ready = _agree(call, table, key, params, facts, serial, tokens or 0, size, late)
         ready.derived = derive(ready.shapes)
         table.found[key] = ready
+    if last != key:
+        table.last = key, ready
     if tokens is not None and prepared is not None and tokens > prepared.seen:
         prepared.seen = tokens
     if call.in_place and not ring.transport.startswith("shm"):  # over shm copies travel

@@ -77,9 +77,9 @@ def as_operator(
 
 def _tell(call: _Call, what: str) -> None:
     """Registers one comparison between ranks of what selective activation checkpointing does with a layer."""
-    table, key = call.ring.common.found, ("selective activation checkpointing", call.name, call.serial, what)
-    if key not in table:
-        table[key] = True
+    table, key = call.ring.common, ("selective activation checkpointing", call.name, call.serial, what)
+    if key not in table.found:
+        table.found[key] = True
         text = f"selective activation checkpointing in which the output of {call.name} {what}"
         call.ring.compare_later(table, key, text)
 

@@ -96,7 +96,7 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
         self._adopt(ring, {"weight": 0, "bias": 0}, **options)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        if torch.compiler.is_compiling() and traced.tracing(self.ring):
+        if torch.compiler.is_dynamo_compiling() and traced.tracing(self.ring):
             settings = self.ignore_index, self.reduction
             loss = traced.cross_entropy(self, self._cast(input), target, *settings)
             if loss is not None:

@@ -93,7 +93,7 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
         self._adopt(ring, {"weight": shard_dim}, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() and traced.tracing(self.ring):
+        if torch.compiler.is_dynamo_compiling() and traced.tracing(self.ring):
             output = traced.embedding(self, input)
             if output is not None:
                 return output

@@ -59,7 +59,7 @@ class RotatedLinear(RotatedModule, nn.Linear):
         self._adopt(ring, {"weight": shard_dim, "bias": 0}, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() and traced.tracing(self.ring):
+        if torch.compiler.is_dynamo_compiling() and traced.tracing(self.ring):
             output = None if self.together is None else self.together.traced(self, input)
             if output is None:
                 output = traced.linear(self, self._cast(input), self.shard_dims["weight"] == 1, transposed=False)
@@ -90,7 +90,7 @@ class RotatedTransposedLinear(RotatedModule):
         self._adopt(ring, {"weight": 1 - shard_dim, "bias": 0}, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() and traced.tracing(self.ring):
+        if torch.compiler.is_dynamo_compiling() and traced.tracing(self.ring):
             output = traced.linear(self, self._cast(input), self.shard_dims["weight"] == 0, transposed=True)
             if output is not None:
                 return output

@@ -25,7 +25,7 @@ def bundled_mlp(
     """Computes the output of an MLP block of rotated layers; `down` is cut along its input features."""
     up, down = block.get_submodule(spec.up), block.get_submodule(spec.down)
     gate = None if spec.gate is None else block.get_submodule(spec.gate)
-    if torch.compiler.is_compiling() and traced.tracing(up.ring):  # type: ignore[union-attr]
+    if torch.compiler.is_dynamo_compiling() and traced.tracing(up.ring):  # type: ignore[union-attr]
         transposed = isinstance(up, RotatedTransposedLinear)
         output = traced.mlp(block, up, down, gate, up._cast(x), recompute, transposed)  # type: ignore[operator]
         if output is not None:

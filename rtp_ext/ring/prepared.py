@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -41,17 +41,29 @@ class Prepared:
             whole parameter in the place of a shard.
     """
 
-    __slots__ = ("covered", "found", "most", "seen", "sharded")
+    __slots__ = ("covered", "found", "last", "most", "seen", "sharded")
 
     def __init__(self, *, sharded: bool = False) -> None:
         self.sharded = sharded
         self.found: dict[Any, Any] = {}  # by key
+        self.last: tuple[Any, Any] = None, None  # the last key used and its entry: equality costs less than a hash
         self.covered = False  # whether the ranks have compared the model, so that operations are compared later
         self.seen = 0  # the largest number of tokens of any call on this rank
         self.most: int | None = None  # the largest number on any rank, as of the last exchange
 
     def __reduce__(self) -> tuple:
         return functools.partial(type(self), sharded=self.sharded), ()
+
+    def pop(self, key: Any, default: Any, /) -> Any:
+        """Deletes an entry, and returns it, as dict.pop does."""
+        self.last = None, None
+        return self.found.pop(key, default)
+
+
+class _Table(Protocol):
+    """Entries that hold only where ranks agree: a Prepared or a dict."""
+
+    def pop(self, key: Any, default: Any, /) -> Any: ...
 
 
 _phases = itertools.count(1)
@@ -73,7 +85,7 @@ class Agreement:
         self._communicator = communicator
         self._numbers = itertools.count(1)
         self._forwards = 0  # running forwards of models, one within another
-        self.open: list[tuple[dict[Any, Any], Any, str]] = []
+        self.open: list[tuple[_Table, Any, str]] = []
         self.forward_phase = 0
         self.passing_by = -1
 
@@ -96,11 +108,11 @@ class Agreement:
         whether it did."""
         later = prepared.covered and self._forwards > 0 and torch._C._current_graph_task_id() == -1
         if later:
-            self.compare_later(prepared.found, key, text)
+            self.compare_later(prepared, key, text)
         return later
 
-    def compare_later(self, table: dict[Any, Any], key: Any, text: str) -> None:
-        """Has `settle` compare `text`. Where it is not the same on every rank, `settle` deletes `table[key]`."""
+    def compare_later(self, table: _Table, key: Any, text: str) -> None:
+        """Has `settle` compare `text`. Where it is not the same on every rank, `settle` deletes this entry."""
         self.open.append((table, key, text))
 
     def settle(self) -> None:

@@ -84,7 +84,7 @@ class ForwardScope:
 
     def parameter(self, owner: GatheredModule, name: str) -> Any:
         """Returns the parameter `name` of `owner`: the gathered one inside a forward, else the registered one."""
-        if torch.compiler.is_compiling() and traced.tracing(self.ring):
+        if torch.compiler.is_dynamo_compiling() and traced.tracing(self.ring):
             return self.parameters_while_compiling(owner)[owner._rtp_gathered.index(name)]
         registered = owner._parameters[name]
         if registered is None or name not in owner._rtp_gathered:

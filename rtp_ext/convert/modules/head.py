@@ -102,7 +102,7 @@ class FusedLossModel(ShardedModule):
         head: Any = self.lm_head
         shift_labels, reduction = shift_labels.to(logits.device), "mean" if num_items_in_batch is None else "sum"
         loss = None
-        if torch.compiler.is_compiling() and traced.tracing(head.ring) and ignore_index == _IGNORED:
+        if torch.compiler.is_dynamo_compiling() and traced.tracing(head.ring) and ignore_index == _IGNORED:
             loss = traced.cross_entropy(head, head._cast(logits), shift_labels, ignore_index, reduction)
         if loss is None:
             loss = rotated_linear_cross_entropy(

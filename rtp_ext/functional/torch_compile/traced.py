@@ -27,7 +27,8 @@ _effects._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs wh
 
 
 def tracing(ring: Any) -> bool:
-    """Returns whether operations of the ring become part of the traced graph. Requires torch.compiler.is_compiling."""
+    """Returns whether operations of the ring become part of the traced graph. Requires
+    torch.compiler.is_dynamo_compiling."""
     return ring.traceable and outermost() and _effects()
 
 

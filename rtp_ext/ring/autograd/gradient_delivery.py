@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from rtp_ext._native import RotationError, has_node_hooks
+from rtp_ext._native import RotationError, accumulates, has_node_hooks
 from rtp_ext.ring.autograd.once_differentiable import first_order_only
 from rtp_ext.ring.autograd.transforms import storing_modes
 from rtp_ext.ring.mesh import live_ring, role_of
@@ -153,15 +153,6 @@ def read_within(ctx: Any, parameter: Any) -> bool:
     graph of this backward, or a hook, of the parameter or of its node."""
     watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks or has_node_hooks(parameter)
     return bool(watched) or getattr(ctx, "create_graph", False) or not accumulates(ctx.next_functions[0][0])
-
-
-def accumulates(node: Any) -> bool:
-    """Returns whether the running backward accumulates into the .grad of a leaf; False where torch.autograd.grad
-    returns the gradient instead."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch raises this under torch.autograd.grad
-        return False
 
 
 def as_gradient(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
