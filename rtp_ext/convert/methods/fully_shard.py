@@ -82,6 +82,7 @@ def _in_scope(module: nn.Module, call: Any, arguments: tuple, keywords: dict) ->
 
 # -- methods of torch's FSDPModule -----------------------------------------------------------------------------------
 
+_READY = "leave it out: every backward ends with gradients that are ready for use"
 _NOTHING_WHOLE = "leave it out: a weight is never whole, so that there is nothing to free and nothing to keep"
 _LEARNED = "leave it out: what to send ahead is learned from the pass before; `Ring(prefetch=0)` turns it off"
 _TRANSPORT = "choose what shards travel by: `fully_rotate(model, transport=...)`"
@@ -93,11 +94,14 @@ INSTEAD = {
     "reshard": _NOTHING_WHOLE,
     "set_reshard_after_forward": _NOTHING_WHOLE,
     "set_reshard_after_backward": _NOTHING_WHOLE,
+    "set_keep_unsharded_storage": _NOTHING_WHOLE,
     "set_unshard_in_backward": "leave it out: the weights of an embedding do not travel in backward",
     "set_modules_to_forward_prefetch": _LEARNED,
     "set_modules_to_backward_prefetch": _LEARNED,
     "set_post_optim_event": "leave it out: a forward reads shards on the current stream, after what was written there",
-    "set_is_last_backward": "leave it out: every backward ends with gradients that are ready for use",
+    "set_is_last_backward": _READY,
+    "set_manual_backward_finalization": _READY,
+    "finalize_backward": _READY,
     "set_requires_gradient_sync": "call `rtp_ext.set_requires_gradient_sync(model, ...)` or `rtp_ext.no_sync(model)`",
     "set_requires_all_reduce": "call `rtp_ext.set_requires_all_reduce(model, ...)`",
     "set_gradient_divide_factor": _FACTOR,
