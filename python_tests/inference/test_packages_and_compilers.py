@@ -49,6 +49,13 @@ def adapts(rank, ranks, folder):
         model.base_model.model.model.layers[0].mlp.down_proj.unmerge()
     with cases.case("refused merges change nothing"):
         assert_same(logits(model, rank), logits(adapted, rank), 1e-5, "adapter")
+    with cases.case("an adapter that is added later"):
+        bare = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=60.0)
+        config = peft.LoraConfig(r=3, target_modules=TARGETS, task_type="CAUSAL_LM")
+        later = peft.get_peft_model(bare, config).eval()
+        assert_same(logits(later, rank), logits(plain, rank), 1e-5, "lora_B is zero")
+        with pytest.raises(ValueError, match="merge of Linear: expected a plain model, got one that"):
+            later.merge_adapter()
     with cases.case("merged before"):
         merged = rtp_ext.rotate_for_inference(with_adapter(plain).merge_and_unload(), timeout=60.0)
         assert_same(logits(merged, rank), logits(adapted, rank), 1e-5, "merged")

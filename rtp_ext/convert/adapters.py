@@ -70,16 +70,16 @@ def extend_adapters(root: nn.Module, mixin: type = MergingAdapter) -> None:
 
 
 @functools.cache
-def follow_adapters(is_inside: Callable[[nn.Module], bool]) -> None:
-    """Extends peft's layers, too, that are put around layers of converted models later: they may merge before the first
-    forward. `is_inside`: whether fully_rotate has converted a module."""
+def follow_adapters(is_converted: Callable[[nn.Module], bool], mixin: type = MergingAdapter) -> None:
+    """Extends peft's layers, too, that are put around layers of converted models later: `mixin` says how they merge.
+    `is_converted`: whether a layer is of such a model."""
 
     def extend(part: Any, name: str, layer: Any) -> None:
         tuners = sys.modules.get("peft.tuners.tuners_utils")
         if name != "base_layer" or tuners is None or not isinstance(part, tuners.BaseTunerLayer):
             return
-        if not isinstance(part, MergingAdapter) and is_inside(layer) and _is_sharded(layer):
-            part.__class__ = mixed_class(MergingAdapter, type(part))
+        if not isinstance(part, mixin) and is_converted(layer) and _is_sharded(layer):
+            part.__class__ = mixed_class(mixin, type(part))
 
     on_registration(extend)
 

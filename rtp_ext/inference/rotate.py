@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from rtp_ext._native import RotationError
-from rtp_ext.convert.adapters import UnmergedAdapter, extend_adapters
+from rtp_ext.convert.adapters import UnmergedAdapter, extend_adapters, follow_adapters
 from rtp_ext.convert.agreement import Mode, agree_on_model, checksums, compare_weights
 from rtp_ext.convert.apply_plan import apply_plan
 from rtp_ext.convert.methods.save_pretrained import install_save_pretrained
@@ -189,7 +189,12 @@ def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: Infer
     ring.whole_bytes = sum(p.nbytes for p in model.parameters() if not isinstance(p, DTensor))
     model.__dict__[INFERENCE] = ring
     extend_adapters(model, UnmergedAdapter)
+    follow_adapters(_reads_shards, UnmergedAdapter)
     install_save_pretrained(model, ring)
     mark_forwards(model, ring)
     compare_weights(values, ring)
     logger.info("rotate_for_inference: %s: %r", type(model).__name__, ring)
+
+
+def _reads_shards(layer: nn.Module) -> bool:
+    return isinstance(ring_of_module(layer), InferenceRing)
