@@ -1,38 +1,17 @@
 #include "engine/prefetch.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 
 namespace rtp {
-
-Prefetcher::WeakTensor::WeakTensor(const at::Tensor& tensor)
-    : storage(tensor.storage().getWeakStorageImpl()),
-      sizes(tensor.sizes().vec()),
-      strides(tensor.strides().vec()),
-      offset(tensor.storage_offset()),
-      dtype(tensor.scalar_type()) {}
-
-at::Tensor Prefetcher::WeakTensor::lock() const {
-  const c10::intrusive_ptr<c10::StorageImpl> alive = storage.lock();
-  if (!alive) return {};
-  const at::TensorOptions options = at::TensorOptions().dtype(dtype).device(alive->device());
-  return at::empty({0}, options).set_(c10::Storage(alive), offset, sizes, strides);
-}
-
-bool Prefetcher::WeakTensor::is(const at::Tensor& tensor) const {
-  return storage._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl() && !storage.expired() &&
-         offset == tensor.storage_offset() && dtype == tensor.scalar_type() &&
-         tensor.sizes() == at::IntArrayRef(sizes) && tensor.strides() == at::IntArrayRef(strides);
-}
 
 bool Prefetcher::Record::same(const Record& other) const {
   return serial != 0 && serial == other.serial && index == other.index && name == other.name &&
          options.same_hops(other.options);
 }
 
-Prefetcher::Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Trace& trace, int rank)
-    : transport_(std::move(transport)), pool_(pool), hops_(hops), trace_(trace), rank_(rank) {}
+Prefetcher::Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, KeptShards& kept, Hops& hops, Trace& trace,
+                       int rank)
+    : transport_(std::move(transport)), pool_(pool), kept_(kept), hops_(hops), trace_(trace), rank_(rank) {}
 
 void Prefetcher::enter(Context context) {
   context_ = std::move(context);
@@ -100,12 +79,13 @@ void Prefetcher::prefetch(const PassHandle& pass, int position) {
   for (size_t index = 0; index < record.local.size(); ++index) {
     bundle.local.push_back(record.local[index].lock());
     alive = alive && bundle.local.back().defined();
-    cast = cast || record.layouts[index].casts(record.local[index].dtype);
+    cast = cast || record.layouts[index].casts(record.local[index].dtype());
   }
   // If the memory has been freed, the pass will not run, but every rank must post the hop: its contents do not matter.
   const bool stage = !alive || Travel{cast, transport.sends_anywhere()}.staged(true);
 
-  Pending pending{{}, record, context_.phase, next.position, versions(record), transport.streams().capture()};
+  Pending pending{
+      {}, record, context_.phase, next.position, versions_of(record.watched), transport.streams().capture()};
   PrefetchedHop& prefetched = pending.prefetched;
   prefetched.landing = pool_.lease(Channel::weight, bundle.slot_bytes());
   if (stage) {
@@ -114,7 +94,8 @@ void Prefetcher::prefetch(const PassHandle& pass, int position) {
     prefetched.staged->usage.wait_for_all(transport.streams());
     trace_.end(waiting);
     prefetched.traced.push_back(trace_.announce(record.name, TraceKind::stage, TraceEvent::kNoStep, record.first_hop));
-    bundle.stage(transport.streams(), prefetched.staged->memory, rank_);
+    kept_.stage(transport.streams(), bundle, prefetched.staged->memory, rank_,
+                {record.serial, record.options.pass, pending.versions});
     trace_.end(prefetched.traced.back());
   }
   prefetched.local = bundle.local;
@@ -137,12 +118,6 @@ void Prefetcher::prefetch(const PassHandle& pass, int position) {
   ++sent_;
 }
 
-std::vector<int64_t> Prefetcher::versions(const Record& record) {
-  std::vector<int64_t> versions;
-  for (const c10::VariableVersion& watched : record.watched) versions.push_back(watched.current_version());
-  return versions;
-}
-
 bool Prefetcher::valid(const Pending& pending, const Record& record) const {
   if (pending.capture != transport_->streams().capture()) return false;
   if (pending.position) {
@@ -156,7 +131,7 @@ bool Prefetcher::valid(const Pending& pending, const Record& record) const {
     const at::Tensor local = record.local[index].lock();
     if (!local.defined() || !pending.record.local[index].is(local)) return false;
   }
-  return versions(record) == pending.versions;
+  return versions_of(record.watched) == pending.versions;
 }
 
 void Prefetcher::drain() {

@@ -16,7 +16,9 @@
 #include <vector>
 
 #include "engine/hops/history.h"
+#include "engine/hops/kept_shards.h"
 #include "engine/hops/slots.h"
+#include "engine/hops/weak_tensor.h"
 
 namespace rtp {
 
@@ -41,11 +43,13 @@ struct PrefetchedHop {
 
 class Prefetcher {
  public:
-  Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Trace& trace, int rank);
+  Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, KeptShards& kept, Hops& hops, Trace& trace,
+             int rank);
 
   // Sets the number of passes whose first hop may be in flight before they begin. 0: none are prefetched.
   void allow(size_t passes) { allowed_ = passes; }
   void enter(Context context);
+  const Context& context() const { return context_; }
 
   // Registers the pass that starts now, and returns the prefetched hop for it, if any. Drains a hop that was prefetched
   // for another pass, or from parameters that have been written since.
@@ -66,17 +70,6 @@ class Prefetcher {
   int64_t used() const { return used_; }  // prefetched hops that their pass used
 
  private:
-  // Storage and geometry of a tensor, without keeping it alive.
-  struct WeakTensor {
-    explicit WeakTensor(const at::Tensor& tensor);
-    at::Tensor lock() const;  // undefined if the memory has been freed
-    bool is(const at::Tensor& tensor) const;
-
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    std::vector<int64_t> sizes, strides;
-    int64_t offset;
-    at::ScalarType dtype;
-  };
   struct Record {
     int64_t serial;
     int index;  // index among the passes of one call
@@ -109,11 +102,11 @@ class Prefetcher {
   };
   Upcoming upcoming() const;
   void finish_front();
-  static std::vector<int64_t> versions(const Record& record);
   bool valid(const Pending& pending, const Record& record) const;
 
   std::shared_ptr<Transport> transport_;
   SlotPool& pool_;
+  KeptShards& kept_;
   Hops& hops_;
   Trace& trace_;
   int rank_;

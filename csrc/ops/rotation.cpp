@@ -67,7 +67,9 @@ ShardBundle travelling_weights(const Executor& executor, const RotationOptions& 
                     ": expected weights that travel in the compute dtype on route gather, which computes with all "
                     "shards at once");
     for (TensorLayout& layout : layouts) {
-      if (layout.shapes.front().size() >= dims && !layout.frozen) layout.wire = options.wire;
+      if (layout.shapes.front().size() < dims || layout.frozen) continue;
+      layout.wire = options.wire;
+      layout.kept = options.keep_quantized;
     }
   }
   return {std::move(layouts), std::move(local)};

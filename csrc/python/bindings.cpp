@@ -184,6 +184,8 @@ void bind_executor(py::module_& m) {
       .def("close", &Executor::close, py::call_guard<NoGil>())
       .def("slots", [](Executor& e, Channel channel) { return e.pool().count(channel); })
       .def("scratch", [](Executor& e) { return e.pool().scratch_count(); })
+      .def("kept", [](Executor& e) { return e.pool().kept_count(); })
+      .def("quantized", [](Executor& e) { return e.kept().quantized(); })
       .def(
           "enter",
           [](Executor& e, int64_t phase, bool backward, int64_t serial, const std::vector<at::Tensor>& watched) {
@@ -213,13 +215,7 @@ void bind_executor(py::module_& m) {
           "end_forward", [](Executor& e) { e.pulls().end_forward(); }, py::call_guard<NoGil>())
       .def("schedules", &Executor::schedules, "Number of cached schedules.")
       .def("reset_peak", [](Executor& e) { e.pool().reset_peak(); })
-      .def(
-          "clear_slots",
-          [](Executor& e) {
-            e.drain();
-            e.pool().clear();
-          },
-          py::call_guard<NoGil>())
+      .def("clear_slots", &Executor::clear_slots, py::call_guard<NoGil>())
       .def("hops", [](Executor& e, Channel channel) { return e.hops().count(channel); })
       .def("bytes_sent", [](Executor& e, Channel channel) { return e.hops().bytes_sent(channel); });
   bind_trace(executor), bind_recorder(m, executor), bind_graphs(m, executor);
@@ -302,6 +298,7 @@ void bind_operations(py::module_& m) {
       .optional("travel", &RotationOptions::wire)
       .optional("gradient_route", &RotationOptions::gradient_route)
       .optional("gradients_quantized", &RotationOptions::gradients_quantized)
+      .optional("keep_quantized", &RotationOptions::keep_quantized)
       .bind(m)
       .def_property_readonly("local_dtype", &RotationOptions::local_dtype);
   py::class_<LinearShape>(m, "LinearShape")

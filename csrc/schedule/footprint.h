@@ -187,7 +187,8 @@ struct StepSize {
   GradientRoute gradient_route = GradientRoute::chain;
   int64_t sum_bytes = 4;  // gradient route direct only: bytes of an element of the owner's gradient
   bool gradients_quantized = false;
-  Wire wire = Wire::plain;  // of weights
+  Wire wire = Wire::plain;      // of weights
+  bool keep_quantized = false;  // weights that a forward quantizes are kept for its backward
 
   bool direct_gradients() const { return gradient_route == GradientRoute::direct; }
   bool rounded() const { return direct_gradients() && (gradients_quantized || reduce_bytes < sum_bytes); }
@@ -196,7 +197,7 @@ struct StepSize {
 
 // The size of a ring's pools once steps of these operations repeat. `free`: bytes of every slot at the end of a step.
 struct Footprint {
-  SlotCount weight, gradient, scratch;  // scratch: memory of dequantized weights
+  SlotCount weight, gradient, scratch, kept;  // scratch: of dequantized weights; kept: of quantized ones
   std::vector<int64_t> free_weight, free_gradient;
 };
 // `operations` are in forward order; backward runs them in reverse.

@@ -15,13 +15,16 @@ from rtp_ext import _native
 from rtp_ext.functional._selective import as_operator
 from rtp_ext.parameters.sharding import frozen_of, held, local_shards, reserve
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import expect_memory, holds_memory, rounded, unseen
+from rtp_ext.ring.autograd import expect_memory, holds_memory, unseen
 from rtp_ext.ring.cpu_offload import on_device
 from rtp_ext.ring.mesh import ring_dim, ring_shape
 from rtp_ext.ring.routes.route_planner import LayerSize
 
 # Dtypes of indices and targets.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+# Operations whose backward needs the weights for any gradient; that of others, for gradients of inputs only.
+_BUNDLES = ("mlp", "experts", "linear cross-entropy", "flyweight")
 
 _ALWAYS_THERE = nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
@@ -41,6 +44,7 @@ class OperationPlan:
     options: Any = None  # native RotationOptions
     derived: Any = None  # result of `derive`
     late: bool = False  # gradients may arrive after the pass
+    kept: bool = False  # a backward needs the weights again, and the ring keeps what a forward quantizes
     storages: list[tuple[int, int]] | None = None  # address and bytes of local shards that can hold the largest shard
 
     def plan(self, ring: Ring, tokens: int | None) -> None:
@@ -58,6 +62,7 @@ class OperationPlan:
             compute_dtype=self.compute_dtype,
             reduce_dtype=self.reduce_dtype,
             late=self.late,
+            keep_quantized=self.kept,
         )
 
 
@@ -197,17 +202,6 @@ def needs_gradients(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
     for tensor in tensors:
         found.append(grad and tensor is not None and tensor.requires_grad)
     return tuple(found)
-
-
-def in_dtypes_of(
-    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Returns gradients, which travelled in the reduce dtype, in the dtypes of their parameters."""
-    found = [*gradients]
-    for place, gradient in enumerate(gradients):
-        if gradient is not None and gradient.dtype != parameters[place].dtype:
-            found[place] = rounded(gradient, parameters[place].dtype)
-    return found
 
 
 def watched_where_read(parameters: Sequence[torch.Tensor], read: Sequence[bool]) -> list[torch.Tensor]:
@@ -358,6 +352,7 @@ def _agree(
     arrives = ring.gradients.local_dtype(ring.hop_route, call.reduce_dtype)
     unread = all(isinstance(param.tensor, DTensor) and param.tensor.dtype == arrives for param in params)
     ready.late = late and unread and ring.late_gradients > 0
+    ready.kept = ring.keep_quantized and any(call.needs if key[0] in _BUNDLES else call.needs[: -len(params)])
     ready.plan(ring, most)
     return ready
 

@@ -13,7 +13,6 @@ from rtp_ext.functional._call import (
     Call,
     ShardedParameter,
     expect_shape,
-    in_dtypes_of,
     needs_gradients,
     prepare,
     saved,
@@ -21,7 +20,7 @@ from rtp_ext.functional._call import (
 )
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.parameters.frozen import expect_takes_blocks
-from rtp_ext.parameters.sharding import frozen_of
+from rtp_ext.parameters.sharding import frozen_of, in_dtypes_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
 

@@ -219,6 +219,7 @@ def _options(ring: Ring) -> dict[str, Any]:
         "transport": ring.transport,
         "route": ring.route,
         "travel": ring.travel,
+        "keep_quantized": ring.keep_quantized,
         "timeout": ring.timeout,
         "slot_cap": ring.slot_cap,
         "prefetch": ring.prefetch,

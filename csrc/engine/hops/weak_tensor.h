@@ -1,0 +1,50 @@
+// Tensors that are recognised again without being kept alive, and the versions that show writes to parameters.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace rtp {
+
+// Storage and geometry of a tensor, without keeping it alive.
+class WeakTensor {
+ public:
+  explicit WeakTensor(const at::Tensor& tensor)
+      : storage_(tensor.storage().getWeakStorageImpl()),
+        sizes_(tensor.sizes().vec()),
+        strides_(tensor.strides().vec()),
+        offset_(tensor.storage_offset()),
+        dtype_(tensor.scalar_type()) {}
+
+  // Undefined if the memory has been freed.
+  at::Tensor lock() const {
+    const c10::intrusive_ptr<c10::StorageImpl> alive = storage_.lock();
+    if (!alive) return {};
+    const at::TensorOptions options = at::TensorOptions().dtype(dtype_).device(alive->device());
+    return at::empty({0}, options).set_(c10::Storage(alive), offset_, sizes_, strides_);
+  }
+  bool is(const at::Tensor& tensor) const {
+    return storage_._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl() && !storage_.expired() &&
+           offset_ == tensor.storage_offset() && dtype_ == tensor.scalar_type() &&
+           tensor.sizes() == at::IntArrayRef(sizes_) && tensor.strides() == at::IntArrayRef(strides_);
+  }
+  bool expired() const { return storage_.expired(); }
+  at::ScalarType dtype() const { return dtype_; }
+
+ private:
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
+  std::vector<int64_t> sizes_, strides_;
+  int64_t offset_;
+  at::ScalarType dtype_;
+};
+
+inline std::vector<int64_t> versions_of(const std::vector<c10::VariableVersion>& watched) {
+  std::vector<int64_t> versions;
+  for (const c10::VariableVersion& each : watched) versions.push_back(each.current_version());
+  return versions;
+}
+
+}  // namespace rtp
