@@ -17,7 +17,7 @@ import simulated_cuda
 import torch
 from harness import Cases, run_ranks
 from reference import random
-from shared import tracing
+from shared.recording import tracing
 from shared.launch import Place
 from shared.options import overlap_options
 from simulated_cuda import run_threads, skip_without_headers, values

@@ -186,6 +186,7 @@ def test_the_planner_itself_imports_no_torch():
     folder = Path(FILE).parent
     files = [file.relative_to(folder).with_suffix("") for file in folder.rglob("*.py") if file.stem != "__init__"]
     modules = [".".join(file.parts) for file in files]
+    modules = [name for name in modules if name not in ("app.page", "app.figures")]  # the extra `app`
     assert {"cli", "native", "memory.estimate", "time.kernel_time"} <= set(modules)
     code = (
         "import sys, types\n"
