@@ -18,8 +18,8 @@ import torch
 from harness import Cases, run_ranks
 from shared.agreement import TOLERANCES
 from shared.card import KEYS, refusal_to_write
-from shared.reports.runs import where_report
 from shared.reports.compare_report import add_scaling
+from shared.reports.runs import where_report
 from torch.distributed.device_mesh import init_device_mesh
 
 from rtp_ext import RotationError, bench, functional, trace

@@ -17,9 +17,9 @@ import simulated_cuda
 import torch
 from harness import Cases, run_ranks
 from reference import random
-from shared.recording import tracing
 from shared.launch import Place
 from shared.options import overlap_options
+from shared.recording import tracing
 from simulated_cuda import run_threads, skip_without_headers, values
 from torch import nn
 from trace_checks import check_arrivals, check_trace, from_raw, steps_of

@@ -17,8 +17,9 @@ from rtp_ext.functional._call import (
     saved,
     watched_where_read,
 )
+from rtp_ext.functional._passes import in_dtypes_of
 from rtp_ext.parameters.frozen import expect_takes_blocks
-from rtp_ext.parameters.sharding import frozen_of, in_dtypes_of
+from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
 

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -75,8 +74,8 @@ class ShardedModule:
         for name, (old, spec, _) in before.items():
             given = state_dict.get(prefix + name)
             frozen = frozen_of(old)
-            if frozen is not None and isinstance(given, DTensor) and given.shape != old.shape:
-                given = _gathered(given, prefix + name)  # cut by set_model_state_dict with full_state_dict=True
+            if frozen is not None and isinstance(given, DTensor) and given.shape == frozen.shape:
+                given = given.full_tensor()  # cut by set_model_state_dict with full_state_dict=True
             if frozen is not None and spec is not None and _is_plain(given, frozen.shape):
                 try:
                     given = frozen.encode(given.detach().to(old.device), frozen.packed_shape[frozen.dim])
@@ -130,16 +129,6 @@ def _marks(parameter: Any) -> dict[str, Any]:
     of a frozen weight in blocks."""
     known = parameter.__dict__ if isinstance(parameter, DTensor) else {}
     return {mark: known[mark] for mark in (GRADIENT_HANDLER, OFFLOADED, FROZEN) if mark in known}
-
-
-def _gathered(given: DTensor, name: str) -> torch.Tensor:
-    """Returns the whole tensor. Collective; raises ValueError on every rank where ranks have other shapes."""
-    for group in given.device_mesh.get_all_groups():
-        shapes: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(shapes, tuple(given.shape), group)
-        if len(set(shapes)) > 1:
-            raise ValueError(f"load_state_dict: {name}: expected one shape on every rank, got {shapes}")
-    return given.full_tensor()
 
 
 def _is_whole(given: Any) -> bool:

@@ -34,7 +34,6 @@ from rtp_ext.ring.autograd import (
     computes_plainly,
     deliver_gradient,
     other_modes,
-    rounded,
     seen_by,
     storing_modes,
     unseen,
@@ -410,14 +409,3 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     twin = copy.copy(module)
     twin._parameters = dict(module._parameters)
     return twin
-
-
-def in_dtypes_of(
-    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Returns gradients, which travelled in the reduce dtype, in the dtypes of their parameters."""
-    found = [*gradients]
-    for place, gradient in enumerate(gradients):
-        if gradient is not None and gradient.dtype != parameters[place].dtype:
-            found[place] = rounded(gradient, parameters[place].dtype)
-    return found

@@ -161,7 +161,7 @@ Trace::Result Trace::read() {
     const int pass = event->pass ? event->pass->number : -1;
     const double posted = at(event->start);
     double start = posted;
-    const double end = at(event->end);
+    const double end = std::max(at(event->end), posted);  // small messages may arrive before their hop is posted
     if (!computes(event->lane)) {
       double& before = arrived[static_cast<size_t>(event->lane)];
       start = std::min(std::max(start, before), end);
