@@ -64,8 +64,8 @@ def last_where(lines: list[Row], words: list[str]) -> list[Row]:
 
 def where_note(rows: list[Row]) -> str:
     """Returns the text below a command."""
-    first = rows[0]
+    first, counts = rows[0], sorted({row["recorded"] for row in rows})
     return (
-        f" {first['hosts']} hosts made on this machine, links of {first['rate']}. Means over {first['recorded']} "
-        "recorded steps and over the ranks."
+        f" {first['hosts']} hosts made on this machine, links of {first['rate']}. Means over the ranks, and over "
+        f"{' or '.join(map(str, counts))} recorded steps."
     )
