@@ -14,6 +14,7 @@ from rtp_ext import Ring, RotationError
 from rtp_ext.functional import rotated_linear, rotated_linears, rotated_mlp
 from rtp_ext.ring import graphs as module
 from rtp_ext.ring.graphs import CAPTURED, Pass, PassGraphs, _fill, _places
+from rtp_ext.ring.links.options import RingOptions
 
 CPU, DOUBLE = torch.device("cpu"), torch.float64
 
@@ -63,6 +64,7 @@ def test_host_memory_and_graphs_are_refused():
             device=CPU,
             host_memory=None,
             offload_policy=None,
+            options=RingOptions(),
         )
         Ring.offload(ring, OffloadPolicy())
         assert ring.graphs.on and isinstance(ring.offload_policy, OffloadPolicy), "control: nothing is offloaded"
