@@ -212,7 +212,6 @@ def after_steps(hook: StepHook) -> None:
     register_optimizer_step_post_hook(hook)
 
 
-@functools.cache
 def on_registration(hook: Callable[[torch.nn.Module, str, Any], None]) -> None:
     """Registers `hook(module, name, submodule)` to run before any module gets a submodule; a public hook of torch."""
     register_module_module_registration_hook(hook)

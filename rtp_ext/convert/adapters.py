@@ -65,8 +65,7 @@ class UnmergedAdapter:
 def extend_adapters(root: nn.Module, mixin: type = MergingAdapter) -> None:
     """Changes the classes of a model's peft layers around sharded layers: `mixin` says how they merge."""
     for part in _tuners(root):
-        if not isinstance(part, mixin) and _is_sharded(part.get_base_layer()):
-            part.__class__ = mixed_class(mixin, type(part))
+        _extend(part, part.get_base_layer(), mixin)
 
 
 @functools.cache
@@ -78,14 +77,16 @@ def follow_adapters(is_converted: Callable[[nn.Module], bool], mixin: type = Mer
         tuners = sys.modules.get("peft.tuners.tuners_utils")
         if name != "base_layer" or tuners is None or not isinstance(part, tuners.BaseTunerLayer):
             return
-        if not isinstance(part, mixin) and is_converted(layer) and _is_sharded(layer):
-            part.__class__ = mixed_class(mixin, type(part))
+        if is_converted(layer):
+            _extend(part, layer, mixin)
 
     on_registration(extend)
 
 
-def _is_sharded(layer: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in layer._parameters.values())
+def _extend(part: Any, layer: nn.Module, mixin: type) -> None:
+    sharded = any(isinstance(parameter, DTensor) for parameter in layer._parameters.values())
+    if sharded and not isinstance(part, mixin):
+        part.__class__ = mixed_class(mixin, type(part))
 
 
 def reading_adapter(root: nn.Module) -> nn.Module | None:

@@ -213,7 +213,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   std::array<std::deque<Job>, 2> queue_;
   std::array<std::atomic<uint64_t>, 2> queued_{};     // messages posted, by channel
   std::array<std::atomic<uint64_t>, 2> delivered_{};  // those that no longer read their source
-  std::array<std::atomic<uint64_t>, 2> completed_{};  // those that the receiver knows of
+  std::array<std::atomic<uint64_t>, 2> completed_{};  // messages announced to the receiver
   bool stopping_ = false;
   std::string reason_;
   std::exception_ptr failure_;  // error of a sender thread

@@ -108,7 +108,7 @@ def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
     if parameter is not None and not parameter.requires_grad:
         gradient = None  # frozen since the forward: autograd would drop it
     if len(spec.placements) > 1:  # replicas and tensor parallelism have dimensions of the mesh of their own
-        _expect_combined(delivery, ctx, gradient)
+        _expect_combined(delivery, parameter, gradient)
     if handler is not None:
         gradient = handler.reduce(ctx, gradient)
     if gradient is None or isinstance(gradient, DTensor):
@@ -134,7 +134,7 @@ def _outside_of_graph(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor |
     return deliver_gradient(ctx.delivery, ctx, gradient)
 
 
-def _expect_combined(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None) -> None:
+def _expect_combined(delivery: Delivery, parameter: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
     """Raises the errors of `deliver_gradient`."""
     mesh, role = delivery.spec.mesh, role_of(delivery.spec.mesh)
     if delivery.handler is None and role.replicas > 1:
@@ -143,8 +143,7 @@ def _expect_combined(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
             "outer policy, so that its gradient would stay that of one: expected a parameter of a model that "
             "fully_rotate has converted, and a forward of that model before"
         )
-    parameter = getattr(ctx.next_functions[0][0], "variable", None) if role.tensor else None
-    if parameter is not None and isinstance(delivery.spec.placements[-2], Replicate):
+    if role.tensor and parameter is not None and isinstance(delivery.spec.placements[-2], Replicate):
         check_replicated_gradient(parameter, gradient, mesh, functools.partial(run_collective, mesh, delivery.handler))
 
 
