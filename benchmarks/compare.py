@@ -30,8 +30,8 @@ row `none`.
 
 With `--hosts` the ranks run on emulated hosts on this machine (shared/hosts.py; needs root), whose links are limited to
 `--rate`. The kernel counts the bytes that leave a host in a step, and the output shows them beside the closed form.
-Each step time is compared with its lower bound (`roof`: shared/wire.py), which uses the rate of a bare socket program
-in the same run.
+Each step time is compared with its lower bound (`roof`: shared/wire.py), which includes the time that products lose
+beside a bare socket program, measured in the same run (shared/sockets.py).
 
 `deepspeed` (ZeRO-3), `simplefsdp` and `simplefsdp-compiled` (torchtitan's) and `upstream` (the code of the paper's
 authors in the folder `--upstream`) are other packages (shared/race/peers.py), in float32. Each is tried first beside
@@ -89,12 +89,14 @@ from shared.race.trial import failures
 from shared.recording.tracing import record_steps
 from shared.recording.where import look_inside
 from shared.reports.compare_report import report
+from shared.sockets import Sockets, measure_sockets
 from shared.strategies import STRATEGIES, Trainer
-from shared.wire import adapters_form, closed_form, measure_sockets, processors, roof
+from shared.wire import adapters_form, closed_form, processors, roof
 
 from rtp_ext.measure.timing import Sample
 
 Result = dict[str, Any]
+SOCKET_TIMES = 5
 
 
 def batch_ranks(strategy: str, place: Place) -> Iterable[int]:
@@ -188,11 +190,13 @@ def _probe(strategy: str, ranks: Iterable[int], place: Place, args: argparse.Nam
 def measure_time(place: Place, args: argparse.Namespace) -> list[Result]:
     """One result per strategy and number of tokens, without the memory."""
     card = environment_card(place.device, args.command)
-    per_byte = 0.0 if args.network is None else measure_sockets(place, args.network.rate)
-    return [row for tokens in args.tokens for row in _race(place, args, tokens, card, per_byte)]
+    sockets = Sockets(0, 0)
+    if args.network is not None:
+        sockets = measure_sockets(place, args.network.rate, min(args.steps, SOCKET_TIMES))
+    return [row for tokens in args.tokens for row in _race(place, args, tokens, card, sockets)]
 
 
-def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result, per_byte: float) -> list[Result]:
+def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result, sockets: Sockets) -> list[Result]:
     reference = make_contestant("none", place, args, tokens)
     known = {"none": reference}
     contestants = [known.get(name) or make_contestant(name, place, args, tokens) for name in args.strategies]
@@ -211,7 +215,7 @@ def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result, per
     local_ms = _slowest(reference.phases["forward_backward"], place).median / 1e3
     rows = [_result(contestant, place, args, tokens, card, local_ms) for contestant in contestants]
     for row, contestant in zip(rows, contestants, strict=True):
-        row |= roof(row, contestant.sent, per_byte, place)
+        row |= roof(row, contestant.sent, sockets, place)
     trained = {c.strategy: (c.trainer, c.batch) for c in contestants if c.trainer}
     record_steps(args.trace, {f"{name}-{place.ranks}-{tokens}": pair for name, pair in trained.items()})
     look_inside(args, place, trained, rows)

@@ -15,7 +15,8 @@ results/ and TABLE one of:
                     T4096
     memory          the last line of each strategy of memory_per_rank.py
     hosts MODEL     the last line of each strategy between emulated hosts; WORDS choose rows: a rate (2gbit, none),
-                    T1024, H2, G1 (ranks on a host), int8 (--travel of the run, `exact` if there was none)
+                    T1024, H2, G1 (ranks on a host), int8 (--travel of the run, `exact` if there was none), AMD (of
+                    the processor's name)
     hosts-brief MODEL   a few columns of it; WORDS as for `hosts`
     hosts-lora MODEL    the same of compare.py --lora
     peers MODEL         the same beside other packages, and on one host (one-host instead of a rate)
@@ -231,7 +232,7 @@ def compare_table(rows: list[Row], columns: Columns = COMPARE) -> str:
 
 def words_of(row: Row) -> set[Any]:
     words = {row["shape"], row["direction"], row["link"], row["transport"], f"R{row['ranks']}", f"T{row['tokens']}"}
-    words.add(row.get("asked_travel") or "exact")
+    words |= {row.get("asked_travel") or "exact", *re.findall(r"\w+", row["device"])}
     return words | ({row["rate"], f"H{row['hosts']}", f"G{row['ranks_per_host']}"} if "hosts" in row else {"one-host"})
 
 

@@ -1,15 +1,12 @@
 """The bytes that strategies send between emulated hosts, as counted and in closed form, and the bound of the step time.
 
 `roof_ms` is a lower bound for a step that computes like one without communication and sends as many bytes. It is the
-maximum of two times: computing plus the processor time of a bare socket program that moves the bytes, and the time on
-the wire. The optimizer adds to either, since it needs all gradients, and the next forward needs all parameters.
+maximum of two times: computing plus what products lose beside a bare socket program that moves the bytes (sockets.py),
+and the time on the wire. The optimizer adds to either, since it needs all gradients, and the next forward needs all
+parameters.
 """
 
-import os
-import socket
 import statistics
-import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,13 +16,10 @@ from torch import nn
 from rtp_ext.host import cores
 from rtp_ext.planner import ModelSpec, rotations_of
 from rtp_ext.planner.native import wire_bytes
-from shared.hosts import address, bits_per_second, bytes_sent, card
+from shared.hosts import bits_per_second, bytes_sent, card
 from shared.launch import Place, gather
+from shared.sockets import Sockets
 
-MOVED = 64 * 2**20  # most bytes that the socket program moves at a time
-SECONDS = 0.5  # about as long on a slow link
-PIECE = 4 * 2**20
-TIMES = 5
 _RINGS = ("rtp", "rtp-ahead", "rtp-exact", "rtp-c10d", "rtp-unbundled", "rtp-gram", "rtp-whole")
 
 
@@ -110,54 +104,20 @@ def adapters_form(
     return (ranks - 1) * total
 
 
-def measure_sockets(place: Place, rate: str | None) -> float:
-    """Seconds of a processor per byte that a rank sends to the next one while as many arrive, through bare sockets.
-
-    `rate`: of the link of a host, None: no limit.
-    """
-    fits = (bits_per_second(rate) or 8 * MOVED / SECONDS) * SECONDS / 8
-    pieces = max(1, min(MOVED, int(fits)) // PIECE)
-    listener = socket.create_server(("", 0))
-    mine = address(int(os.environ["HOST"])), listener.getsockname()[1]
-    every: list[Any] = [None] * place.ranks
-    dist.all_gather_object(every, mine)
-    there = socket.create_connection(every[(place.rank + 1) % place.ranks])
-    here, _ = listener.accept()
-    out, into = memoryview(bytearray(PIECE)), memoryview(bytearray(PIECE))
-
-    def send() -> None:
-        for _ in range(pieces):
-            there.sendall(out)
-
-    taken = []
-    for _ in range(1 + TIMES):
-        dist.barrier()
-        start = time.process_time()
-        sender = threading.Thread(target=send)
-        sender.start()
-        left = pieces * PIECE
-        while left:
-            left -= here.recv_into(into, min(left, PIECE), socket.MSG_WAITALL)
-        sender.join()
-        taken.append(time.process_time() - start)
-    for each in (there, here, listener):
-        each.close()
-    return float(gather(statistics.median(taken[1:]), place).max()) / (pieces * PIECE)
-
-
-def roof(row: dict[str, Any], sent: list[int], per_byte: float, place: Place) -> dict[str, Any]:
+def roof(row: dict[str, Any], sent: list[int], sockets: Sockets, place: Place) -> dict[str, Any]:
     """Returns the fields of a row about the bytes of a step. `sent`: of this rank's host at every step. Collective."""
     if not card() or row["exposed_ms"] is None:
         return {}
     count = gather(float(statistics.median(sent)), place).max().item()
     rate = bits_per_second(None if row["rate"] == "none" else row["rate"])
     wire = 0.0 if rate is None else count * 8 / rate * 1e3
-    compute, processor = row["reference_forward_backward_ms"], count * per_byte * 1e3
+    compute, beside = row["reference_forward_backward_ms"], count * sockets.beside * 1e3
     found = {
         "sent_bytes": round(count),
         "wire_ms": wire,
-        "socket_processor_ms": processor,
-        "roof_ms": max(compute + processor, wire) + row["optimizer_ms"],
+        "socket_processor_ms": count * sockets.processor * 1e3,
+        "socket_beside_ms": beside,
+        "roof_ms": max(compute + beside, wire) + row["optimizer_ms"],
         "hidden_share": None,
     }
     if wire > 0 and row["strategy"] != "none":
