@@ -7,7 +7,6 @@ the cores with its products can lose less than this program, unless it sends few
 
 import os
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Sequence
@@ -88,14 +87,15 @@ class _Products:
 
 
 def measure_sockets(place: Place, rate: str | None, times: int) -> Sockets:
-    """Measures `times` times, after once for nothing: medians, the mean over the ranks. Collective.
+    """Measures `times` times, after once for nothing: the least, since nothing but other load adds to it, of each rank,
+    and the mean over the ranks. Collective.
 
     rate: of the link of a host, None: no limit.
     """
     speed = bits_per_second(rate)
     pieces = max(1, int(MOST if speed is None else min(MOST, speed * SECONDS / 8)) // PIECE)
     mover, products = _Mover(place, pieces), _Products(place)
-    own, lost = [], []
+    own, alone, beside = [], [], []
     for _ in range(1 + times):
         dist.barrier()
         start = time.process_time()
@@ -103,13 +103,13 @@ def measure_sockets(place: Place, rate: str | None, times: int) -> Sockets:
             thread.join()
         own.append(time.process_time() - start)
         dist.barrier()
-        alone = products.take()
+        alone.append(products.take())
         dist.barrier()
         threads = mover.start()
-        lost.append(products.take() - alone)
+        beside.append(products.take())
         for thread in threads:
             thread.join()
     mover.close()
-    middle = [statistics.median(values[1:]) / (pieces * PIECE) for values in (own, lost)]
-    processor, beside = gather(middle, place).mean(0).tolist()
-    return Sockets(processor, max(processor, beside))
+    processor, before, after = (min(values[1:]) for values in (own, alone, beside))
+    taken, lost = (gather([processor, after - before], place).mean(0) / (pieces * PIECE)).tolist()
+    return Sockets(taken, max(taken, lost))
