@@ -13,7 +13,8 @@ namespace {
 
 constexpr int64_t kAlignment = 64;
 constexpr int64_t kPage = 4096;
-constexpr int kMostSteps = 16;  // steps until the slots are stable, at most
+constexpr int64_t kMailboxHeaders = 3;  // pages of a mailbox beside its entries
+constexpr int kMostSteps = 16;          // steps until the slots are stable, at most
 
 bool weight_hop(const Step& step) { return step.action == Action::hop && step.channel == Channel::weight; }
 
@@ -177,13 +178,13 @@ class Walk {
     return pass;
   }
 
-  // An entry begins anywhere in a page.
+  // An entry begins anywhere in a page, and each has a header, which large messages use too.
   int64_t mailboxes() const {
-    int64_t total = 0;
+    int64_t pages = 0;
     for (const auto& [sender, bytes] : small_) {
-      if (bytes > 0) total += kMailboxDepth * ((bytes + kPage - 1) / kPage + 1) * kPage;
+      pages += kMailboxDepth * ((bytes + kPage - 1) / kPage + 1) + kMailboxHeaders;
     }
-    return total;
+    return pages * kPage;
   }
 
   void lease(Held& held, int64_t bytes, int slots, bool staged) {
@@ -254,7 +255,7 @@ class Walk {
   std::map<ScheduleOptions, Schedule> schedules_;
   std::vector<PassSize> passes_[2];
   SlotLedger<int64_t> weights_, gradients_, scratch_, kept_;
-  std::map<std::pair<Channel, int>, int64_t> small_;  // bytes of the largest small message from each sender
+  std::map<std::pair<Channel, int>, int64_t> small_;  // bytes of the largest small message from each sender, or 0
   std::deque<Held> ahead_;                            // slots of the prefetched hops of the next passes
   std::deque<std::vector<int64_t>> deferred_;         // slots of passes whose reductions are deferred
 };

@@ -121,17 +121,18 @@ def fully_rotate(
             experts that do not fill whole blocks, and vocabulary heads of transformers' models without
             loss_head="fused" stay in their dtype: explain and the log name them. Not with in_place, route="gather",
             offload_policy, tensor parallelism, emulated rings, and outer policies other than AllReduce.
-        route, gradient_route, gradient_travel, transport, travel, timeout: see Ring. For a model with converted parts:
-            the values of their ring, or the defaults. `travel` does not apply to gathered parameters.
+        route, gradient_route, gradient_travel, transport, travel, timeout: see Ring. Beside a Ring, and for a model
+            with converted parts: the values of their ring, or the defaults. `travel` does not apply to gathered
+            parameters.
 
-    Raises ValueError, and changes nothing, where dims do not fit the mesh; where the model was converted before, itself
-    or as a part of another (a RotationError as well); for a list that is empty, or has a module twice or inside
-    another; where parts are on other ranks or differ in the options of their rings; where parameters are DTensors of
-    other code (another mesh, styles of tensor parallelism other than colwise, rowwise and replicated) or managed by
-    FSDP or DDP; where `frozen` finds no frozen weight, or infinities and NaNs in one; where shards cannot stay on the
-    host (outer.ZeroOuter, in_place, tensor parallelism, Flyweight); and where loss_head="fused" finds no supported
-    model. Logs a warning if ranks of a ring have models with different values; replicas that differ raise ValueError in
-    the first backward. Collective: creates a ring.
+    Raises ValueError, and changes nothing, where another rank refuses its arguments; where dims do not fit the mesh;
+    where the model was converted before, itself or as a part of another (a RotationError as well); for a list that is
+    empty, or has a module twice or inside another; where parts are on other ranks or differ in the options of their
+    rings; where parameters are DTensors of other code (another mesh, styles of tensor parallelism other than colwise,
+    rowwise and replicated) or managed by FSDP or DDP; where `frozen` finds no frozen weight, or infinities and NaNs in
+    one; where shards cannot stay on the host (outer.ZeroOuter, in_place, tensor parallelism, Flyweight); and where
+    loss_head="fused" finds no supported model. Logs a warning if ranks of a ring have models with different values;
+    replicas that differ raise ValueError in the first backward. Collective: creates a ring.
     Source: RTP, arXiv 2311.01635.
     """
     options, known = Options.of(locals()), _known_ring(module, mesh)

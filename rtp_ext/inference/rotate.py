@@ -87,8 +87,8 @@ def rotate_for_inference(
 
     Raises ValueError for a model that was converted before, for arguments that are not made yet, for a model without a
     layer that can be cut, or with `weights` without a weight that can be stored in blocks, for buffers on the meta
-    device, and on every rank where models differ; RotationError where ranks cannot map each other's memory. Backward
-    through a layer raises ValueError: `fully_rotate` is for training.
+    device, and on every rank where models differ or one refuses its arguments; RotationError where ranks cannot map
+    each other's memory. Backward through a layer raises ValueError: `fully_rotate` is for training.
     """
     policy = CPUOffloadPolicy(pin_memory=False) if offload else None
     given = {"mesh": mesh, "frozen": weights, "timeout": timeout, "offload_policy": policy}

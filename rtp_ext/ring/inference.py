@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -284,6 +285,15 @@ class InferenceRing(Ring):
             f"InferenceRing(rank={self.rank}, size={self.size}, transport={self.transport!r}, {self.shard_bytes} bytes "
             f"of shards {place}, {self.whole_bytes} bytes whole on every rank)"
         )
+
+
+def end_left_forwards(module: nn.Module) -> None:
+    """Ends the forward that KeyboardInterrupt may have left in this thread, before new values are loaded into a module:
+    other ranks of the host would copy old shards from the slots of this one. Does nothing to a model that trains."""
+    rings = {part.__dict__.get("ring") for part in module.modules()}
+    for ring in rings:
+        if isinstance(ring, InferenceRing) and ring.alive:
+            ring.end_forward()
 
 
 def _check_device(device: str, transport: str, offload: bool) -> None:

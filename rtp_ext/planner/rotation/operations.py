@@ -184,7 +184,7 @@ class RotationBytes:
     optimizer_steps_bytes: int  # AdamW's step counters, float32 scalars on the host; not in optimizer_bytes
     scratch_bytes: int = 0  # buffer for dequantized weights
     kept_bytes: int = 0  # quantized shards that a forward keeps for its backward
-    mailbox_bytes: int = 0  # over shm: of hops of at most 64 KiB that wait for their receiver, at most
+    mailbox_bytes: int = 0  # over shm: mailboxes, in which hops of at most 64 KiB wait for their receiver, at most
 
 
 def rtp_bytes(
