@@ -97,6 +97,11 @@ def _in_one_replica(rank, ranks):
         rtp_ext.fully_rotate(make_model(), mesh=ring, bundle="yes" if odd else True)
 
     _refused(cases, "expected bundle to be", known, odd, ranks)
+    with (
+        cases.case("other options"),
+        pytest.raises(ValueError, match=r"disagree: .*prefetch 1.* prefetch 0.* on rank 3"),
+    ):
+        rtp_ext.Ring(mesh, dims=dims, prefetch=0 if odd else 1, timeout=TIMEOUT)
     with cases.case("afterwards"):
         batch_loss(rtp_ext.fully_rotate(make_model(), mesh=ring), rank, 0).backward()
     cases.finish()

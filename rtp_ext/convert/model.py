@@ -30,7 +30,7 @@ from rtp_ext.convert.validation import read_call, validate
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.outer.policy import Unit
 from rtp_ext.ring import Ring, RotationDims
-from rtp_ext.ring.bootstrap import expect_no_refusal, refused_together
+from rtp_ext.ring.bootstrap import compare_calls, refused_together
 from rtp_ext.ring.inference import INFERENCE
 from rtp_ext.ring.mesh import resolve_mesh
 
@@ -143,7 +143,7 @@ def fully_rotate(
         validate(plan, request)
     ring = _ring_for(request)
     if known is not None:
-        expect_no_refusal(known.communicator, known.parameter_mesh)
+        compare_calls(known.communicator, known.parameter_mesh)
     _convert(plan, request, ring)
     return module
 
@@ -165,7 +165,7 @@ def _refused_on(ring: Ring) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         if ring.alive:
-            expect_no_refusal(ring.communicator, ring.parameter_mesh, error)
+            compare_calls(ring.communicator, ring.parameter_mesh, refusal=error)
         raise
 
 

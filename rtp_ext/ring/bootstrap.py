@@ -54,7 +54,7 @@ def refused_together(
             meshes = resolve_mesh(mesh_or_group, dims, unnamed_dimension(mesh_or_group, dims))
             ring = join_ranks(meshes, _with_timeout(timeout))
             with ring.released_on_error():
-                expect_no_refusal(ring, meshes.parameters, error)
+                compare_calls(ring, meshes.parameters, refusal=error)
         raise
 
 
@@ -66,8 +66,11 @@ def _with_timeout(timeout: float | datetime.timedelta | None) -> RingOptions:
         return RingOptions()
 
 
-def expect_no_refusal(ring: Communicator, parameters: DeviceMesh | None, refusal: Exception | None = None) -> None:
-    """Raises ValueError where a rank refuses its arguments of a collective call, and on that rank its own `refusal`.
+def compare_calls(
+    ring: Communicator, parameters: DeviceMesh | None, *, options: str = "", refusal: Exception | None = None
+) -> None:
+    """Raises ValueError where a rank refuses its arguments of a collective call, on that rank its own `refusal`, and
+    where ranks have different `options`.
 
     `parameters`: the mesh of parameters, all of whose ranks take part, since replicas wait for each other later; None:
     an emulated ring. Collective.
@@ -78,27 +81,27 @@ def expect_no_refusal(ring: Communicator, parameters: DeviceMesh | None, refusal
         rank = members.index(dist.get_rank())
         everyone = Communicator(rank, len(members), torch.device("cpu"), ring.timeout, members)
     try:
-        answers = everyone.exchange(None if refusal is None else str(refusal))
+        answers = everyone.exchange((None if refusal is None else str(refusal), options))
     finally:
         if everyone is not ring:
             everyone.drop_groups()
     if refusal is not None:
         raise refusal
-    for rank, theirs in enumerate(answers):
+    for rank, (theirs, _) in enumerate(answers):
         if theirs is not None:
             raise ValueError(f"Ring: the call failed on rank {rank} of {len(answers)}: {theirs}")
+    expected = answers[0][1]
+    for rank, (_, others) in enumerate(answers):
+        if others != expected:
+            raise ValueError(f"Ring: ranks disagree: expected {expected} (rank 0), got {others} on rank {rank}")
 
 
 def agree_on(options: RingOptions, ring: Communicator, meshes: RingMesh) -> str:
     """Compares the options of all ranks, and finds the hosts of the ranks and the links between GPUs. Returns the token
     of the ring. Collective; raises ValueError on every rank where one refuses its arguments, or where options differ.
     """
-    expect_no_refusal(ring, meshes.parameters)
-    mine = str(options), secrets.token_hex(4), this_process()
-    every, tokens, processes = zip(*ring.exchange(mine), strict=True)
-    for rank, theirs in enumerate(every):
-        if theirs != every[0]:
-            raise ValueError(f"Ring: ranks disagree: expected {every[0]} (rank 0), got {theirs} on rank {rank}")
+    compare_calls(ring, meshes.parameters, options=str(options))
+    tokens, processes = zip(*ring.exchange((secrets.token_hex(4), this_process())), strict=True)
     ring.placed = find_hosts(ring)
     if ring.device.type == "cuda":
         ring.wiring = find_wiring(ring)
