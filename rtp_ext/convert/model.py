@@ -136,7 +136,7 @@ def fully_rotate(
     Source: RTP, arXiv 2311.01635.
     """
     options, known = Options.of(locals()), _known_ring(module, mesh)
-    new = refused_together(mesh, dims, timeout)
+    new = refused_together(mesh, dims, timeout)  # type: ignore[arg-type]  # mesh is no Ring where it is entered
     with new if known is None else _refused_on(known):
         request = read_call(module, options)
         plan = inspect_model(request)
