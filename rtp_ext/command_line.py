@@ -14,7 +14,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-__all__ = ["PROGRAM", "SHELLS", "WIDTH", "Parser", "completion", "did_you_mean", "in_words", "progress", "wrapped"]
+__all__ = [
+    "PROGRAM",
+    "SHELLS",
+    "WIDTH",
+    "Parser",
+    "completion",
+    "did_you_mean",
+    "in_words",
+    "markdown",
+    "progress",
+    "wrapped",
+]
 
 PROGRAM = "rtp-ext"
 SHELLS = ("bash", "zsh")
@@ -46,6 +57,13 @@ def wrapped(text: str, first: str = "", then: str = "  ") -> list[str]:
     return textwrap.wrap(
         text, WIDTH, initial_indent=first, subsequent_indent=then, break_long_words=False, break_on_hyphens=False
     )
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a Markdown table with aligned columns. The first row has their names."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
 class Parser(argparse.ArgumentParser):

@@ -58,10 +58,8 @@ const std::string& Executor::fail(const std::string& reason) noexcept {
 
 void Executor::close() {
   if (!alive()) return;
-  drain();
+  clear_slots();
   end_ = "it was closed";
-  kept_.drop();
-  pool_.clear();
   transport_->close();
 }
 
@@ -255,17 +253,20 @@ std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half) co
 }
 
 std::vector<at::Tensor> Execution::weight() {
-  std::vector<at::Tensor> arrived = schedule_.options.sourced
-                                        ? sourced_.of(executor_.pulls(), schedule_, *weight_, *current_)
-                                        : views(current_->weight, current_->owner);
   Trace& trace = executor_.trace_;
-  EventHandle converting;
-  if (computing_ && dequantized_.converts(weight_, *current_)) {
-    converting = trace.begin(traced_, TraceKind::stage, position(), computing_->lane, "dequantize");
+  std::vector<at::Tensor> arrived;
+  if (schedule_.options.sourced) {
+    const bool pulled = sourced_.waits(executor_.pulls(), *current_);
+    trace.before_product(
+        pulled ? computing_ : nullptr, TraceKind::wait, [&] { return "wait: " + label(*current_); },
+        [&] { arrived = sourced_.of(executor_.pulls(), schedule_, *weight_, *current_); });
+  } else {
+    arrived = views(current_->weight, current_->owner);
   }
-  arrived = dequantized_.of(executor_.pool(), weight_, std::move(arrived), *current_);
-  trace.end(converting);
-  if (converting) computing_->start = converting->end;  // events of a row do not overlap
+  const bool converts = dequantized_.converts(weight_, *current_);
+  trace.before_product(
+      converts ? computing_ : nullptr, TraceKind::stage, [] { return "dequantize"; },
+      [&] { arrived = dequantized_.of(executor_.pool(), weight_, std::move(arrived), *current_); });
   return arrived;
 }
 std::vector<at::Tensor> Execution::gradient_in() const {

@@ -96,10 +96,21 @@ bool accumulates(const py::object& object) {
   return found != executed->end() && found->second.needed_ && !found->second.captures_;
 }
 
+bool read_within(const py::object& ctx, const py::object& parameter) {
+  for (const char* hooks : {"_backward_hooks", "_post_accumulate_grad_hooks"}) {
+    if (py::bool_(parameter.attr(hooks))) return true;
+  }
+  if (has_node_hooks(parameter.cast<at::Tensor>())) return true;
+  if (py::bool_(py::getattr(ctx, "create_graph", py::bool_(false)))) return true;
+  return !accumulates(py::object(ctx.attr("next_functions"))[py::int_(0)][py::int_(0)]);
+}
+
 }  // namespace
 
 void bind_delivered(py::module_& m) {
-  m.def("has_node_hooks", &has_node_hooks, py::arg("leaf"));
+  m.def("read_within", &read_within, py::arg("ctx"), py::arg("parameter"),
+        "Returns whether the gradient of a parameter has a reader within the running backward: torch.autograd.grad, a "
+        "graph of this backward, or a hook, of the parameter or of its node.");
   m.def("accumulates", &accumulates, py::arg("node"),
         "Returns whether the running backward accumulates into the .grad of the leaf that a node belongs to; False "
         "where torch.autograd.grad returns the gradient instead.");

@@ -27,7 +27,8 @@ void bind_footprint(py::module_& m) {
       .def_readonly("scratch", &Footprint::scratch)
       .def_readonly("kept", &Footprint::kept)
       .def_readonly("free_weight", &Footprint::free_weight)
-      .def_readonly("free_gradient", &Footprint::free_gradient);
+      .def_readonly("free_gradient", &Footprint::free_gradient)
+      .def_readonly("mailboxes", &Footprint::mailboxes);
   py::class_<OperationSize>(m, "OperationSize", "One rotated operation in numbers: its largest shard.")
       .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool>>& tensors, bool bundle, bool in_chunks,
                        const std::vector<size_t>& biases, bool deferred, const std::map<size_t, BlockFormat>& frozen) {

@@ -21,6 +21,7 @@ py::dict keywords(const ScheduleOptions& options) {
   made["hosts"] = options.hosts;
   made["gradient_route"] = name(options.gradient_route);
   made["narrow"] = options.rounded;
+  if (options.sourced) made["sourced"] = true;
   return made;
 }
 

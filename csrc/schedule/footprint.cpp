@@ -12,7 +12,9 @@ namespace rtp {
 namespace {
 
 constexpr int64_t kAlignment = 64;
-constexpr int kMostSteps = 16;  // steps until the slots are stable, at most
+constexpr int64_t kPage = 4096;
+constexpr int64_t kMailboxHeaders = 3;  // pages of a mailbox beside its entries
+constexpr int kMostSteps = 16;          // steps until the slots are stable, at most
 
 bool weight_hop(const Step& step) { return step.action == Action::hop && step.channel == Channel::weight; }
 
@@ -67,7 +69,8 @@ class Walk {
       }
       if (round > 0 && left() == found) break;
     }
-    return {weights_.count(), gradients_.count(), scratch_.count(), kept_.count(), weights_.free(), gradients_.free()};
+    return {weights_.count(), gradients_.count(), scratch_.count(), kept_.count(),
+            weights_.free(),  gradients_.free(),  mailboxes()};
   }
 
  private:
@@ -161,11 +164,27 @@ class Walk {
       pass.sum = slot_bytes(operation, chunks, chunk, trained,
                             [&](size_t, int64_t numbers) { return numbers * step_.sum_bytes; });
     }
+    const auto margin = kAlignment * static_cast<int64_t>(operation.tensors.size());  // slots are aligned, messages not
+    for (const Step& hop : known.steps) {
+      if (hop.action != Action::hop || hop.outer || step_.travel.receives_anywhere) continue;
+      const int64_t bytes = hop.channel == Channel::weight ? *pass.weight : *pass.gradient;
+      int64_t& most = small_[{hop.channel, hop.from}];
+      if (bytes < kMostSmall + margin) most = std::max(most, std::min(bytes, kMostSmall));
+    }
     pass.staged = pass.weight && travel.staged(known.hops(Channel::weight) > 0);
     for (size_t position = 0; position < known.steps.size() && !pass.freed; ++position) {
       if (known.steps[position].action == Action::compute) pass.freed = freed_before(known, position, pass.staged);
     }
     return pass;
+  }
+
+  // An entry begins anywhere in a page, and each has a header, which large messages use too.
+  int64_t mailboxes() const {
+    int64_t pages = 0;
+    for (const auto& [sender, bytes] : small_) {
+      pages += kMailboxDepth * ((bytes + kPage - 1) / kPage + 1) + kMailboxHeaders;
+    }
+    return pages * kPage;
   }
 
   void lease(Held& held, int64_t bytes, int slots, bool staged) {
@@ -236,8 +255,9 @@ class Walk {
   std::map<ScheduleOptions, Schedule> schedules_;
   std::vector<PassSize> passes_[2];
   SlotLedger<int64_t> weights_, gradients_, scratch_, kept_;
-  std::deque<Held> ahead_;                     // slots of the prefetched hops of the next passes
-  std::deque<std::vector<int64_t>> deferred_;  // slots of passes whose reductions are deferred
+  std::map<std::pair<Channel, int>, int64_t> small_;  // bytes of the largest small message from each sender, or 0
+  std::deque<Held> ahead_;                            // slots of the prefetched hops of the next passes
+  std::deque<std::vector<int64_t>> deferred_;         // slots of passes whose reductions are deferred
 };
 
 }  // namespace

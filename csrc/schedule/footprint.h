@@ -15,6 +15,11 @@ namespace rtp {
 
 inline constexpr int64_t kSlotCap = int64_t{64} << 20;  // bytes; default of a ring
 
+// Over shm, hops of at most so many bytes wait in a mailbox of their receiver, which has so many entries for each
+// sender and channel. An entry keeps the memory that a message has used.
+inline constexpr int64_t kMostSmall = int64_t{64} << 10;
+inline constexpr uint32_t kMailboxDepth = 8;
+
 // Return the rows of one owner's shard, and of all owners' shards, when `extent` rows are cut for `ranks` ranks. Same
 // rule as DTensor's Shard: ceil(extent / ranks) rows each, the last shards smaller or empty.
 int64_t shard_size(int64_t extent, int ranks, int owner);
@@ -199,6 +204,7 @@ struct StepSize {
 struct Footprint {
   SlotCount weight, gradient, scratch, kept;  // scratch: of dequantized weights; kept: of quantized ones
   std::vector<int64_t> free_weight, free_gradient;
+  int64_t mailboxes = 0;  // bytes that messages use in mailboxes, at most; over shm only
 };
 // `operations` are in forward order; backward runs them in reverse.
 Footprint footprint(const std::vector<OperationSize>& operations, const StepSize& step);

@@ -153,8 +153,8 @@ def _refused(rank, ranks):
     model = make_model()
     rtp_ext.fully_rotate(model.blocks[0], timeout=30.0)
     unchanged(model, r"ranks \[0, 1, 2\], as module blocks.0 was converted with, got a mesh of ranks \[", mesh=group)
-    unchanged(model, "expected timeout 0:00:30, that of the ring of the parts", timeout=31.0)
-    unchanged(model, "expected transport shm, that of the ring of the parts", transport="c10d")
+    unchanged(model, "expected timeout 0:00:30, that of the ring, or none, got 0:00:31", timeout=31.0)
+    unchanged(model, "expected transport 'shm', that of the ring, or none, got 'c10d'", transport="c10d")
     unchanged(model, r"expected mesh=Ring\(.*the ring of module blocks.0, or None", mesh=rtp_ext.Ring())
     rtp_ext.fully_rotate(model.blocks[1], timeout=29.0)
     unchanged(model, "expected all parts of a model on one ring, got module blocks.0 .* and module blocks.1")
@@ -205,7 +205,7 @@ def _refused_by_one(rank, ranks):
         with cases.case(what):
             model = make()
             before = list(model.parameters())
-            whose = match if odd else f"fully_rotate failed on rank {ranks - 1} of the ring: .*{match}"
+            whose = match if odd else f"the call failed on rank {ranks - 1} of {ranks}: .*{match}"
             with pytest.raises((ValueError, TypeError), match=whose):
                 rtp_ext.fully_rotate(model, **options)
             assert all(a is b for a, b in zip(model.parameters(), before, strict=True)) and ring.alive

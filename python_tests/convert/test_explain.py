@@ -378,7 +378,7 @@ def test_without_other_ranks(capsys, tmp_path):
 def _refused_on_one_rank(rank, ranks):
     model = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=rank == 0), nn.Linear(4, 4))
     began = time.monotonic()
-    with pytest.raises(ValueError if rank == 0 else rtp_ext.RotationError) as caught:
+    with pytest.raises(ValueError) as caught:
         rtp_ext.fully_rotate(model, timeout=30.0)
     assert time.monotonic() - began < 20, "no rank waits for the timeout"
     assert "sparse" in str(caught.value) and (rank > 0 or type(model[1]) is nn.Linear), caught.value

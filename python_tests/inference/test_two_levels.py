@@ -56,22 +56,46 @@ class Together(nn.Module):
         return x
 
 
-def interrupted(model: Together, x: torch.Tensor) -> None:
+def interrupted(model: Together, x: torch.Tensor, again: bool = True) -> None:
     """The first rank of each host runs a forward that KeyboardInterrupt ends, for which torch calls no hook, and
-    another one."""
+    another one if `again`."""
     if dist.get_rank() % 2 == 0:
         before = model.before
         model.before = interrupt
         with pytest.raises(KeyboardInterrupt):
             model(x)
         model.before = lambda number: None
-        model(x)
+        if again:
+            model(x)
         model.before = before
 
 
 def interrupt(number: int) -> None:
     if number == 2:
         raise KeyboardInterrupt
+
+
+def loads_after_an_interrupt(model: Together, plain: Together, x: torch.Tensor) -> None:
+    """The mate of a rank that an interrupt has hit, and that runs no further forward, copies no old shard from it."""
+    for loads in (False, True):
+        dist.barrier()
+        interrupted(model, x, again=False)
+        dist.barrier()
+        values = {name: 1.5 * p for name, p in plain.state_dict().items()}
+        plain.load_state_dict(values)
+        if loads:
+            model.load_state_dict(values)
+        else:  # which nothing notices
+            for parameter in model.parameters():
+                parameter.to_local().mul_(1.5)
+        dist.barrier()
+        if dist.get_rank() % 2:
+            before, model.before = model.before, lambda number: None
+            assert loads or differs(model(x), plain(x), 1e-3), "control: old shards are there to copy"
+            assert not loads or not differs(model(x), plain(x), 1e-12), "load_state_dict ends the forward"
+            model.before = before
+    dist.barrier()
+    assert_same(model(x), plain(x), 1e-12, "all ranks")
 
 
 @torch.no_grad()
@@ -116,6 +140,7 @@ def shares(rank, ranks):
                 model.before = lambda number: dist.barrier()
             dist.barrier()
             assert_same(model(x), plain(x), 1e-12, "no old shard is copied after a write")
+            loads_after_an_interrupt(model, plain, x)
             rtp_ext.update_weights(model, ((n, p * 2) for n, p in plain.named_parameters()))
             for parameter in plain.parameters():
                 parameter.mul_(2)

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from rtp_ext.__main__ import main
+from rtp_ext.command_line import WIDTH
 from rtp_ext.planner import Cluster, ModelSpec, TimeConstants, break_even_tokens, forward_time
 from rtp_ext.planner.plans.forwards import bytes_of_weight, forwards_table
 
@@ -53,7 +54,9 @@ def test_decoding_does_not_pay():
 
 def test_command_and_refusals(capsys):
     assert main(["plan", "--forwards"]) == 0
-    assert capsys.readouterr().out.strip() == forwards_table()
+    printed = capsys.readouterr().out.strip()
+    assert printed == forwards_table() and max(map(len, printed.splitlines())) <= WIDTH
+    assert len(" ".join(line for line in printed.splitlines() if "|" not in line)) > WIDTH, "control: it is wrapped"
     assert main(["plan", "--forwards", "--json"]) == 0
     cells = json.loads(capsys.readouterr().out)
     rows = [line.split("|")[1:-1] for line in forwards_table().splitlines()[2:] if line.startswith("|")]

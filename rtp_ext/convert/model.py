@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from rtp_ext._native import RotationError
 from rtp_ext.convert.adapters import follow_adapters
 from rtp_ext.convert.agreement import checksums, compare_weights
 from rtp_ext.convert.apply_plan import apply_plan
@@ -30,6 +30,7 @@ from rtp_ext.convert.validation import read_call, validate
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.outer.policy import Unit
 from rtp_ext.ring import Ring, RotationDims
+from rtp_ext.ring.bootstrap import compare_calls, refused_together
 from rtp_ext.ring.inference import INFERENCE
 from rtp_ext.ring.mesh import resolve_mesh
 
@@ -120,42 +121,31 @@ def fully_rotate(
             experts that do not fill whole blocks, and vocabulary heads of transformers' models without
             loss_head="fused" stay in their dtype: explain and the log name them. Not with in_place, route="gather",
             offload_policy, tensor parallelism, emulated rings, and outer policies other than AllReduce.
-        route, gradient_route, gradient_travel, transport, travel, timeout: see Ring. For a model with converted parts:
-            the values of their ring, or the defaults. `travel` does not apply to gathered parameters.
+        route, gradient_route, gradient_travel, transport, travel, timeout: see Ring. Beside a Ring, and for a model
+            with converted parts: the values of their ring, or the defaults. `travel` does not apply to gathered
+            parameters.
 
-    Raises ValueError, and changes nothing, where dims do not fit the mesh; where the model was converted before, itself
-    or as a part of another (a RotationError as well); for a list that is empty, or has a module twice or inside
-    another; where parts are on other ranks or differ in the options of their rings; where parameters are DTensors of
-    other code (another mesh, styles of tensor parallelism other than colwise, rowwise and replicated) or managed by
-    FSDP or DDP; where `frozen` finds no frozen weight, or infinities and NaNs in one; where shards cannot stay on the
-    host (outer.ZeroOuter, in_place, tensor parallelism, Flyweight); and where loss_head="fused" finds no supported
-    model. Logs a warning if ranks of a ring have models with different values; replicas that differ raise ValueError in
-    the first backward. Collective: creates a ring.
+    Raises ValueError, and changes nothing, where another rank refuses its arguments; where dims do not fit the mesh;
+    where the model was converted before, itself or as a part of another (a RotationError as well); for a list that is
+    empty, or has a module twice or inside another; where parts are on other ranks or differ in the options of their
+    rings; where parameters are DTensors of other code (another mesh, styles of tensor parallelism other than colwise,
+    rowwise and replicated) or managed by FSDP or DDP; where `frozen` finds no frozen weight, or infinities and NaNs in
+    one; where shards cannot stay on the host (outer.ZeroOuter, in_place, tensor parallelism, Flyweight); and where
+    loss_head="fused" finds no supported model. Logs a warning if ranks of a ring have models with different values;
+    replicas that differ raise ValueError in the first backward. Collective: creates a ring.
     Source: RTP, arXiv 2311.01635.
     """
-    options, known, request = Options.of(locals()), _known_ring(module, mesh), None
-    try:
+    options, known = Options.of(locals()), _known_ring(module, mesh)
+    new = refused_together(mesh, dims, timeout)  # type: ignore[arg-type]  # mesh is no Ring where it is entered
+    with new if known is None else _refused_on(known):
         request = read_call(module, options)
         plan = inspect_model(request)
         validate(plan, request)
-    except (TypeError, ValueError) as error:
-        if known is not None:
-            _refuse_on_known_ring(error, known)
-        elif request is not None:
-            _refuse_on_all_ranks(error, request)
-        raise
     ring = _ring_for(request)
     if known is not None:
-        _expect_no_refusal(ring)
+        compare_calls(known.communicator, known.parameter_mesh)
     _convert(plan, request, ring)
     return module
-
-
-def _refuse_on_all_ranks(error: Exception, request: Request) -> None:
-    """Sends a refusal to the ranks that accept the model and wait for this one in a new ring. Collective."""
-    communicator = _ring_for(request).communicator
-    communicator.executor.close()
-    communicator.abandon(RotationError(str(error)))
 
 
 def _known_ring(module: Any, mesh: Any) -> Ring | None:
@@ -167,18 +157,16 @@ def _known_ring(module: Any, mesh: Any) -> Ring | None:
     return next((state.ring for part in parts if (state := state_of(part)) is not None), None)
 
 
-def _refuse_on_known_ring(error: Exception, ring: Ring) -> None:
-    """Sends a refusal to the ranks that accept the model, in `_expect_no_refusal`; the ring stays alive. Collective,
-    except for a ring that has ended."""
-    if ring.alive:
-        ring.exchange(str(error))
-
-
-def _expect_no_refusal(ring: Ring) -> None:
-    """Raises ValueError where another rank of an existing ring refuses the model. Collective."""
-    for rank, refusal in enumerate(ring.exchange(None)):
-        if refusal is not None:
-            raise ValueError(f"fully_rotate failed on rank {rank} of the ring: {refusal}")
+@contextlib.contextmanager
+def _refused_on(ring: Ring) -> Iterator[None]:
+    """Has every rank of an existing ring raise where one refuses the call, which is a TypeError or ValueError within;
+    the ring stays alive. Collective where it raises, except for a ring that has ended."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if ring.alive:
+            compare_calls(ring.communicator, ring.parameter_mesh, refusal=error)
+        raise
 
 
 def _ring_for(request: Request) -> Ring:

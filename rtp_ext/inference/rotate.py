@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from rtp_ext._native import RotationError
 from rtp_ext.convert.adapters import UnmergedAdapter, extend_adapters, follow_adapters
 from rtp_ext.convert.agreement import Mode, agree_on_model, checksums, compare_weights
 from rtp_ext.convert.apply_plan import apply_plan
@@ -28,6 +27,7 @@ from rtp_ext.inference.forwards import mark_forwards
 from rtp_ext.nn import Flyweight
 from rtp_ext.parameters.frozen import FORMATS
 from rtp_ext.ring.autograd import as_parameter
+from rtp_ext.ring.bootstrap import refused_together
 from rtp_ext.ring.inference import INFERENCE, TRANSPORTS, InferenceRing
 
 logger = logging.getLogger("rtp_ext")
@@ -87,15 +87,15 @@ def rotate_for_inference(
 
     Raises ValueError for a model that was converted before, for arguments that are not made yet, for a model without a
     layer that can be cut, or with `weights` without a weight that can be stored in blocks, for buffers on the meta
-    device, and on every rank where models differ; RotationError where ranks cannot map each other's memory. Backward
-    through a layer raises ValueError: `fully_rotate` is for training.
+    device, and on every rank where models differ or one refuses its arguments; RotationError where ranks cannot map
+    each other's memory. Backward through a layer raises ValueError: `fully_rotate` is for training.
     """
-    _check_arguments(model, transport, weights)
     policy = CPUOffloadPolicy(pin_memory=False) if offload else None
     given = {"mesh": mesh, "frozen": weights, "timeout": timeout, "offload_policy": policy}
     options = Options.of({**_DEFAULTS, **given})
     of_ring: dict[str, Any] = {"transport": transport, "timeout": timeout, "offload": offload}
-    try:
+    with refused_together(mesh, timeout=timeout):
+        _check_arguments(model, transport, weights)
         request = dataclasses.replace(read_call(model, options), trains=False)
         plan = _rotating(inspect_model(request), model)
         kind = type(model).__name__
@@ -107,9 +107,6 @@ def rotate_for_inference(
                 "that could be stored in blocks"
             )
         validate(plan, request)
-    except (TypeError, ValueError) as error:
-        InferenceRing(mesh, **of_ring).end(RotationError(str(error)))  # the other ranks may wait for this one
-        raise
     ring = InferenceRing(mesh, **of_ring)
     with ring.communicator.released_on_error():
         _convert(model, plan, request, ring)

@@ -136,10 +136,10 @@ def causes(trace: Trace) -> dict[str, float]:
     """Returns the seconds that the compute streams of a rank spent on each of `CAUSES`, in passes and between them.
 
     `products`: GEMMs, with what an operation computes beside them. `conversions`: copies, casts, quantization,
-    dequantization, additions of gradients that have arrived. The others are waits: for `weights` and `gradients` to
-    arrive (for gradients also until they have left); for the earlier uses of `slots`; `posting` of hops; the `ends` of
-    passes, until their last hops have left and arrived; `collectives` of torch.distributed, of parameters that do not
-    rotate. The rest of a step is outside: autograd, operations that do not rotate, Python.
+    dequantization, additions of gradients that have arrived. The others are waits: for `weights`, pulled ones too, and
+    `gradients` to arrive (for gradients also until they have left); for the earlier uses of `slots`; `posting` of hops;
+    the `ends` of passes, until their last hops have left and arrived; `collectives` of torch.distributed, of parameters
+    that do not rotate. The rest of a step is outside: autograd, operations that do not rotate, Python.
     """
     found = dict.fromkeys(CAUSES, 0.0)
     for event in trace.events:

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from rtp_ext._native import shard_sizes
 from rtp_ext.parameters.frozen import load_plain
 from rtp_ext.parameters.sharding import frozen_of
+from rtp_ext.ring.inference import end_left_forwards
 
 logger = logging.getLogger("rtp_ext")
 
@@ -79,6 +80,7 @@ def load_safetensors(module: nn.Module, files: Files, *, strict: bool = True) ->
         with _open(path) as file:
             for name in names:
                 _check(file, path, name, targets[name])
+    end_left_forwards(module)
     with torch.no_grad():
         for path, names in wanted.items():
             with _open(path) as file:

@@ -16,6 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from rtp_ext.parameters.sharding import frozen_of, placed_as
 from rtp_ext.ring.autograd import FROZEN, GRADIENT_HANDLER, OFFLOADED
+from rtp_ext.ring.inference import end_left_forwards
 from rtp_ext.ring.registry import register
 
 
@@ -66,6 +67,7 @@ class ShardedModule:
         return result
 
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        end_left_forwards(self)
         parameters: dict[str, Any] = self._parameters
         before = {
             name: (old, getattr(old, "_spec", None), _marks(old)) for name, old in parameters.items() if old is not None

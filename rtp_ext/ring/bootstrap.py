@@ -1,13 +1,17 @@
-"""The start of a ring: its ranks, comparison of the ranks' options, and creation of the executor."""
+"""The start of a ring: its ranks, refusals of its arguments, comparison of the ranks' options, and creation of the
+executor."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from rtp_ext import _native
 from rtp_ext.ring.links.communicator import Communicator
@@ -16,7 +20,7 @@ from rtp_ext.ring.links.hosts import find_hosts
 from rtp_ext.ring.links.options import RingOptions
 from rtp_ext.ring.links.transports import NETWORKED, Connection, order_launches
 from rtp_ext.ring.links.wiring import find_wiring
-from rtp_ext.ring.mesh import RingMesh
+from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh, unnamed_dimension
 
 
 def join_ranks(meshes: RingMesh, options: RingOptions) -> Communicator:
@@ -32,14 +36,72 @@ def join_ranks(meshes: RingMesh, options: RingOptions) -> Communicator:
     return ring
 
 
-def agree_on(options: RingOptions, ring: Communicator) -> str:
+@contextlib.contextmanager
+def refused_together(
+    mesh_or_group: DeviceMesh | dist.ProcessGroup | RingMesh | None,
+    dims: RotationDims | None = None,
+    timeout: float | datetime.timedelta | None = None,
+) -> Iterator[None]:
+    """Has every rank of a ring that does not exist yet raise where one refuses its arguments, which is a TypeError or
+    ValueError within: the others get it in `agree_on`. Collective where it raises.
+
+    Where `mesh_or_group` and `dims` are refused themselves, nothing tells which ranks wait, and this rank alone raises.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            meshes = resolve_mesh(mesh_or_group, dims, unnamed_dimension(mesh_or_group, dims))
+            ring = join_ranks(meshes, _with_timeout(timeout))
+            with ring.released_on_error():
+                compare_calls(ring, meshes.parameters, refusal=error)
+        raise
+
+
+def _with_timeout(timeout: float | datetime.timedelta | None) -> RingOptions:
+    """Returns options with `timeout`; it may be what is refused."""
+    try:
+        return RingOptions.of({"timeout": timeout})
+    except (TypeError, ValueError):
+        return RingOptions()
+
+
+def compare_calls(
+    ring: Communicator, parameters: DeviceMesh | None, *, options: str = "", refusal: Exception | None = None
+) -> None:
+    """Raises ValueError where a rank refuses its arguments of a collective call, on that rank its own `refusal`, and
+    where ranks have different `options`.
+
+    `parameters`: the mesh of parameters, all of whose ranks take part, since replicas wait for each other later; None:
+    an emulated ring. Collective.
+    """
+    everyone = ring
+    if parameters is not None and parameters.size() > ring.size:
+        members = parameters.mesh.flatten().tolist()
+        rank = members.index(dist.get_rank())
+        everyone = Communicator(rank, len(members), torch.device("cpu"), ring.timeout, members)
+    try:
+        answers = everyone.exchange((None if refusal is None else str(refusal), options))
+    finally:
+        if everyone is not ring:
+            everyone.drop_groups()
+    if refusal is not None:
+        raise refusal
+    for rank, (theirs, _) in enumerate(answers):
+        if theirs is not None:
+            raise ValueError(f"Ring: the call failed on rank {rank} of {len(answers)}: {theirs}")
+    expected = answers[0][1]
+    for rank, (_, others) in enumerate(answers):
+        if others != expected:
+            raise ValueError(f"Ring: ranks disagree: expected {expected} (rank 0), got {others} on rank {rank}")
+
+
+def agree_on(options: RingOptions, ring: Communicator, meshes: RingMesh) -> str:
     """Compares the options of all ranks, and finds the hosts of the ranks and the links between GPUs. Returns the token
-    of the ring. Collective; raises ValueError on every rank where options differ."""
-    mine = str(options), secrets.token_hex(4), this_process()
-    every, tokens, processes = zip(*ring.exchange(mine), strict=True)
-    for rank, theirs in enumerate(every):
-        if theirs != every[0]:
-            raise ValueError(f"Ring: ranks disagree: expected {every[0]} (rank 0), got {theirs} on rank {rank}")
+    of the ring. Collective; raises ValueError on every rank where one refuses its arguments, or where options differ.
+    """
+    compare_calls(ring, meshes.parameters, options=str(options))
+    tokens, processes = zip(*ring.exchange((secrets.token_hex(4), this_process())), strict=True)
     ring.placed = find_hosts(ring)
     if ring.device.type == "cuda":
         ring.wiring = find_wiring(ring)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,7 @@ from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.compilers import keep_compilers_out
 from rtp_ext.ring.autograd import as_gradient
-from rtp_ext.ring.bootstrap import agree_on, join_ranks
+from rtp_ext.ring.bootstrap import agree_on, join_ranks, refused_together
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.host_address import own_address
 from rtp_ext.ring.links.options import RingOptions
@@ -136,18 +137,16 @@ class InferenceRing(Ring):
         offload: bool = False,
     ) -> None:
         fixed = {"transport": transport, "route": "direct", "slot_cap": 0, "prefetch": 0, "late_gradients": 0}
-        options = RingOptions.of({**fixed, "timeout": timeout})
         keep_compilers_out()
         meshes = resolve_mesh(mesh_or_group)
+        with refused_together(meshes, timeout=timeout):
+            options = RingOptions.of({**fixed, "timeout": timeout})
+            _check_device(meshes.hops.device_type, transport, offload)
         self.mesh = self.parameter_mesh = meshes.hops
-        if meshes.hops.device_type not in ("cpu", "cuda"):
-            raise ValueError(f"{_CALLER}: expected ranks on CPUs or CUDA GPUs, got a mesh on {meshes.hops.device_type}")
-        if offload:
-            _check_offload(meshes.hops.device_type, transport)
         ring = join_ranks(meshes, options)
         self._source: Any = None
         with ring.released_on_error():
-            token = agree_on(options, ring)
+            token = agree_on(options, ring, meshes)
             connection = choose(ring, transport, _candidates(ring, offload), _CALLER)
             routes = RoutePlan.of(options, "direct", GradientRoutes("chain", None, "there are none"))
             self._compose(ring, options, connection, routes, token)
@@ -288,8 +287,21 @@ class InferenceRing(Ring):
         )
 
 
-def _check_offload(device: str, transport: str) -> None:
-    """Raises ValueError where shards cannot be offloaded."""
+def end_left_forwards(module: nn.Module) -> None:
+    """Ends the forward that KeyboardInterrupt may have left in this thread, before new values are loaded into a module:
+    other ranks of the host would copy old shards from the slots of this one. Does nothing to a model that trains."""
+    rings = {part.__dict__.get("ring") for part in module.modules()}
+    for ring in rings:
+        if isinstance(ring, InferenceRing) and ring.alive:
+            ring.end_forward()
+
+
+def _check_device(device: str, transport: str, offload: bool) -> None:
+    """Raises ValueError for ranks on other devices, and where shards cannot be offloaded."""
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"{_CALLER}: expected ranks on CPUs or CUDA GPUs, got a mesh on {device}")
+    if not offload:
+        return
     if device == "cpu":
         raise ValueError(
             f"{_CALLER}: expected offload=False on CPUs, got True: their shards lie in memory of the host already"

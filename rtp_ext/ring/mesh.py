@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -279,6 +279,21 @@ def lay_out_ranks(
     )
 
 
+def unnamed_dimension(mesh: Any, dims: Any) -> str | None:
+    """Returns the dimension of a mesh that `dims` does not name, which is that of tensor parallelism where the rest of
+    a call is valid; None where there is none, or several."""
+    if not isinstance(mesh, DeviceMesh) or not isinstance(dims, RotationDims):
+        return None
+    left = _left_out(mesh, dims.ring_names + dims.replicate_names)
+    return left[0] if len(left) == 1 else None
+
+
+def _left_out(mesh: DeviceMesh, known: Collection[str | None]) -> list[str]:
+    """Returns the names of the dimensions of a mesh with several ranks that are not among `known`."""
+    names = mesh.mesh_dim_names or ()
+    return [name for index, name in enumerate(names) if name not in known and mesh.size(index) > 1]
+
+
 def _check_named(mesh: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims, tensor: str | None) -> DeviceMesh:
     """Returns the mesh. Raises TypeError or ValueError where `dims` does not fit its dimensions."""
     if not isinstance(dims, RotationDims):
@@ -293,7 +308,7 @@ def _check_named(mesh: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims
             f"Ring: expected names of dimensions of the mesh, which are {names or 'unnamed'}, got {', '.join(unknown)}"
         )
     known = (*asked, tensor)
-    left = [f"{name} of {mesh.size(i)}" for i, name in enumerate(names) if name not in known and mesh.size(i) > 1]
+    left = [f"{name} of {mesh.size(names.index(name))}" for name in _left_out(mesh, known)]
     if left:
         raise ValueError(
             f"Ring: expected every dimension of the mesh to be named, got {', '.join(left)} in neither ring "

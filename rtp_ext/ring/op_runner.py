@@ -37,7 +37,7 @@ class OpRunner:
             refuse_transforms(operation)
         ring = self._communicator
         ring.executor.check_alive(operation)
-        if ring.world is not None and ring.world is not c10d._world.default_pg:  # dist.group.WORLD
+        if ring.world is not None and ring.world not in c10d._pg_map:  # destroyed, or the world of a thread
             ring.check_alive(operation)
 
     def run(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
 from rtp_ext.compilers import keep_compilers_out
-from rtp_ext.ring.bootstrap import agree_on, join_ranks, late_passes, make_executor
+from rtp_ext.ring.bootstrap import agree_on, join_ranks, late_passes, make_executor, refused_together
 from rtp_ext.ring.cpu_offload import HostMemory, host_memory
 from rtp_ext.ring.dtensor_parameters import register_mesh
 from rtp_ext.ring.graphs import choose_graphs
@@ -170,19 +170,20 @@ class Ring:
         checksum: bool = False,
         transport_options: Mapping[str, Any] | None = None,
     ) -> None:
-        options = RingOptions.of(locals())
         keep_compilers_out()
         meshes = resolve_mesh(mesh_or_group, dims)
+        kind = meshes.hops.device_type
+        with refused_together(meshes, timeout=timeout):
+            options = RingOptions.of(locals())
+            if checksum and kind != "cpu":
+                raise ValueError(f"Ring: expected checksum=False or a ring of CPU ranks, got True on {kind}")
         self.mesh, self.parameter_mesh, self.tensor_mesh = meshes.hops, meshes.parameters, meshes.tensor
         self.replicas = meshes.replicas
         self.traceable = meshes.replicas == 1 and meshes.tensor is None
         register_mesh(meshes.parameters, meshes.replicas, meshes.tensor is not None)
-        kind = meshes.hops.device_type
-        if checksum and kind != "cpu":
-            raise ValueError(f"Ring: expected checksum=False or a ring of CPU ranks, got True on {kind}")
         ring = join_ranks(meshes, options)
         with ring.released_on_error():
-            token = agree_on(options, ring)
+            token = agree_on(options, ring, meshes)
             connection = connect(ring, options.transport, options.transport_options)
             routes = plan_routes(ring, connection.name, options)
             if connection.name in ("ce", "ce+nccl"):

@@ -34,7 +34,7 @@ class TraceEvent:
         operation: such as `rotated_linear forward`.
         posted: the time at which a hop was posted; the hop starts once those before it on its channel have arrived. For
             other kinds, the start.
-        kind: `step`; `wait`: the compute stream waits for a hop, for a slot, or for a collective of
+        kind: `step`; `wait`: the compute stream waits for a hop, a pulled shard, a slot, or a collective of
             torch.distributed, and on a CPU also while it posts a hop; `stage`: local shards are copied, cast or
             quantized before they travel, arrived ones are dequantized, contributions to gradients are rounded.
     """

@@ -15,7 +15,7 @@ namespace rtp {
 enum class Lane : uint8_t { compute, side, weight, gradient, outer_weight, outer_gradient };
 
 // Kind of an event: a step of a schedule; a wait of the compute stream for a hop (its arrival, its departure, or on CPU
-// also its posting, which the caller does itself), for a slot, or for a collective; a conversion: local tensors are
+// also its posting, which the caller does itself), for a pull, a slot, or a collective; a conversion: local tensors are
 // copied, cast or quantized before they travel, or arrived ones dequantized.
 enum class TraceKind : uint8_t { step, wait, stage };
 
@@ -85,6 +85,15 @@ class Trace {
   EventHandle begin_slot(const PassHandle& pass, int position, const std::string& what);
   // Begins a wait that belongs to no pass.
   EventHandle begin_outside(const std::string& operation, const std::string& label);
+  // Runs `work`, which the product that has begun needs, as an event before it: those of a row do not overlap. `label`:
+  // returns the label. Does nothing else for a null product.
+  template <typename Label, typename Work>
+  void before_product(const EventHandle& product, TraceKind kind, Label&& label, Work&& work) {
+    const EventHandle event = product ? begin(product->pass, kind, product->step, product->lane, label()) : nullptr;
+    work();
+    end(event);
+    if (event) product->start = event->end;
+  }
   // A collective of torch.distributed that the calling thread waits for; one at a time. Returns its Recorder entry.
   uint64_t begin_collective(const std::string& operation);
   void end_collective(uint64_t recorded);

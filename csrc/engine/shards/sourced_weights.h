@@ -85,6 +85,10 @@ class SourcedWeights {
  public:
   // Sets the owners whose shards the pass will ask for; without a call, all.
   void expect(std::vector<bool> owners) { expected_ = std::move(owners); }
+  // Returns whether `of` waits for the shard of `step` to be pulled.
+  bool waits(const ShardPulls& pulls, const Step& step) const {
+    return owner_ != step.owner && !pulls.source()->maps(step.owner);
+  }
   // Returns the shard that `step` of the schedule computes with, in the compute dtype or in blocks: where it lies, or
   // in a slot, valid until the next owner. Starts the pulls that come next.
   const std::vector<at::Tensor>& of(ShardPulls& pulls, const Schedule& schedule, const ShardBundle& bundle,

@@ -32,7 +32,7 @@ inline size_t total(const std::vector<Span>& spans) {
 }
 
 // Whether a message travels as a SmallMessage; both ends know its size.
-inline bool small(const std::vector<Span>& spans) { return total(spans) <= kMostSmall; }
+inline bool small(const std::vector<Span>& spans) { return total(spans) <= size_t{kMostSmall}; }
 
 // A slot of this rank, with the id that its peers use.
 struct Segment {

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "device/streams.h"
+#include "schedule/footprint.h"
 #include "transport/shm/shared_memory.h"
 #include "transport/transport.h"
 
@@ -15,8 +16,7 @@ namespace rtp {
 using Clock = HostClock;
 
 inline constexpr size_t kMaxTensors = 8;
-inline constexpr uint32_t kDepth = 8;                   // maximum receives posted to one peer and channel at a time
-inline constexpr size_t kMostSmall = size_t{64} << 10;  // bytes of the largest small message
+inline constexpr uint32_t kDepth = kMailboxDepth;  // maximum receives posted to one peer and channel at a time
 
 enum class RingState : uint32_t { starting, alive, closed, failed };
 

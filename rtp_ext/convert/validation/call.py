@@ -14,7 +14,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from rtp_ext.convert.agreement import ConversionError
 from rtp_ext.convert.plan.layers import own_parameters
 from rtp_ext.convert.plan.request import (
-    TIMEOUT,
     ModuleGroup,
     Options,
     Parts,
@@ -78,10 +77,7 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
     if place.ring is None:
         RingOptions.of(options.of_ring)
     else:
-        _check_travels(place.ring, options.travel, options.gradient_route, options.gradient_travel)
-        if not isinstance(options.mesh, Ring):
-            timeout = None if options.timeout == TIMEOUT else options.timeout
-            _check_options(place.ring, options.transport, options.route, timeout)
+        _check_options(place.ring, options)
     if options.in_place:
         if place.ring is None:
             check_in_place("fully_rotate", options.travel, options.route)
@@ -232,29 +228,22 @@ def _options(ring: Ring) -> dict[str, Any]:
     }
 
 
-def _check_options(ring: Ring, transport: str, route: str, timeout: float | datetime.timedelta | None) -> None:
-    """Raises ValueError where the options of a model differ from those of the ring of its parts; None accepts any."""
-    if isinstance(timeout, (int, float)):
-        timeout = datetime.timedelta(seconds=timeout)
-    for what, asked, actual in (
-        ("transport", None if transport == "auto" else transport, ring.transport),
-        ("route", None if route == "auto" else route, ring.route),
-        ("timeout", timeout, ring.timeout),
-    ):
-        if asked is not None and asked != actual:
+def _check_options(ring: Ring, options: Options) -> None:
+    """Raises ValueError where options of a ring in a call differ from those of the ring that exists already. Their
+    defaults accept any, and so does the value that the ring was made with."""
+    check_requested(options.gradient_route, options.gradient_travel, ring.hop_route, ring.gate.gradient_halves)
+    default = Options().of_ring
+    for name, asked in options.of_ring.items():
+        if asked == default[name]:
+            continue
+        actual = getattr(ring, name)
+        given = datetime.timedelta(seconds=asked) if isinstance(asked, (int, float)) else asked
+        if given not in (actual, getattr(ring.options, name)):
+            expected, got = (str(each) if name == "timeout" else repr(each) for each in (actual, given))
             raise ValueError(
-                f"fully_rotate: expected {what} {actual}, that of the ring of the parts converted before, got {asked}"
+                f"fully_rotate: expected {name} {expected}, that of the ring, or none, got {got}: a ring gets its "
+                "options when it is made"
             )
-
-
-def _check_travels(ring: Ring, travel: str | None, gradient_route: str, gradient_travel: str | None) -> None:
-    """Does the same for the dtypes and routes of weights and gradients; None and `auto` accept those of the ring."""
-    check_requested(gradient_route, gradient_travel, ring.hop_route, ring.gate.gradient_halves)
-    requested = {"travel": travel, "gradient_route": gradient_route, "gradient_travel": gradient_travel}
-    for what, asked in requested.items():
-        actual = getattr(ring, what)
-        if asked not in (None, "auto", actual):
-            raise ValueError(f"fully_rotate: expected {what} {actual!r}, that of the ring, or none, got {asked!r}")
 
 
 # -- policies --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rtp_ext.command_line import markdown, wrapped
 from rtp_ext.planner.constants import TimeConstants, check_at_least, check_known
 from rtp_ext.planner.native import engine
 from rtp_ext.planner.plans.when import cluster_of, fewest
@@ -134,19 +135,18 @@ def forwards_table(models: Sequence[str] = MODELS, links: Sequence[tuple[str, in
     """Formats a Markdown table of H100: the tokens from which forwards pay, and the cost of decoding."""
     heads = [f"from, {name or '16 bits'}" for name in FORMATS]
     heads += ["64 tokens", "1 token"]
-    lines = ["| model | link | GPUs | " + " | ".join(heads) + " |", "|" + "---|" * (3 + len(heads))]
+    rows = [["model", "link", "GPUs", *heads]]
     for cell in forwards_cells(models, links):
         shown = [
             f"more than {MOST}" if tokens is None else f"{tokens} ({cell['slowdown'][weights]:.2f})"
             for weights, tokens in cell["from_tokens"].items()
         ]
         shown += [f"{slowdown:.1f}" for slowdown in cell["slowdown_of_tokens"].values()]
-        lines.append(f"| {cell['model']} | {cell['link']} | {cell['gpus']} | " + " | ".join(shown) + " |")
-    lines += [
-        "",
+        rows.append([cell["model"], cell["link"], str(cell["gpus"]), *shown])
+    about = (
         "Predictions of rtp_ext.planner for H100 of 80 GB; no GPU has run such a forward. `from`: the fewest tokens of "
         "a rank in one pass whose products hide the pulls, by the bits of the weights; in parentheses the time "
         "relative to a GPU that has all weights. The last columns: the same for 64 tokens a pass and for decoding one "
-        "token, in 16 bits. Nodes of 8; 400 Gb/s means one GPU a node.",
-    ]
-    return "\n".join(lines)
+        "token, in 16 bits. Nodes of 8; 400 Gb/s means one GPU a node."
+    )
+    return "\n".join([*markdown(rows), "", *wrapped(about, then="")])

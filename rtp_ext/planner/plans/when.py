@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rtp_ext.command_line import markdown, wrapped
 from rtp_ext.planner.constants import TimeConstants, constants
 from rtp_ext.planner.plans.search import allocated_bytes, limit_bytes
 from rtp_ext.planner.specs.cluster import Cluster
@@ -206,38 +207,34 @@ def hidden_table(model: ModelSpec, gpus: int, base: str, strategy: Strategy) -> 
     """Formats `hidden_tokens` as a Markdown table."""
     found = hidden_tokens(model, gpus, base, strategy)
     ways = next(iter(found.values()))
-    lines = [f"| link | {' | '.join(ways)} |", "|" + "---|" * (len(ways) + 1)]
+    rows = [["link", *ways]]
     for link, tokens in found.items():
-        lines.append(f"| {link} | {' | '.join('-' if each is None else str(each) for each in tokens.values())} |")
+        rows.append([link, *("-" if each is None else str(each) for each in tokens.values())])
     about = f"Fewest tokens of a GPU from which hops of {model.name} hide under products, predicted: ring of "
     about += (
         f"{strategy.rtp} {base}, adapters of rank {strategy.lora_rank}, all other weights frozen; -: more than 262144."
     )
-    return "\n".join([*lines, "", about])
+    return "\n".join([*markdown(rows), "", *wrapped(about, then="")])
 
 
 def when_table(cells: Sequence[Cell], base: str = BASE) -> str:
     """Formats a Markdown table: predicted seconds of a step by family, and the winner with its advantage. base: of the
     grid."""
-    lines = [
-        "| model, GPUs | link | tokens per GPU | " + " | ".join(f"{name} s" for name in FAMILIES) + " | RTP GB | "
-        "fsdp GB | fastest | others / RTP |",
-        "|" + "---|" * (len(FAMILIES) + 7),
-    ]
+    times = [f"{name} s" for name in FAMILIES]
+    rows = [["model, GPUs", "link", "tokens per GPU", *times, "RTP GB", "fsdp GB", "fastest", "others / RTP"]]
     for cell in cells:
         seconds = [f"{plan.step_seconds:.4g}" if plan else "-" for plan in cell.plans.values()]
         held = [
             f"{plan.allocated_bytes / 1e9:.0f}" if plan else "-" for plan in (cell.plans["rtp"], cell.plans["fsdp"])
         ]
-        row = [f"{cell.model}, {cell.gpus}", cell.link, str(cell.tokens), *seconds, *held, cell.winner, _ratio(cell)]
-        lines.append("| " + " | ".join(row) + " |")
-    lines.append("")
-    lines.append(
+        place = [f"{cell.model}, {cell.gpus}", cell.link, str(cell.tokens)]
+        rows.append([*place, *seconds, *held, cell.winner, _ratio(cell)])
+    about = (
         f"Predictions of rtp_ext.planner for {gpu_text(base)}; -: no plan of the family fits below the memory limit. "
         "All are on the torch stack with the fused loss, each with the recomputation (none, selective, full) that is "
         "fastest; GB are those of the fastest plan, not of the smallest."
     )
-    return "\n".join(lines)
+    return "\n".join([*markdown(rows), "", *wrapped(about, then="")])
 
 
 def gpu_text(base: str) -> str:

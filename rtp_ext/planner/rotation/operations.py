@@ -184,6 +184,7 @@ class RotationBytes:
     optimizer_steps_bytes: int  # AdamW's step counters, float32 scalars on the host; not in optimizer_bytes
     scratch_bytes: int = 0  # buffer for dequantized weights
     kept_bytes: int = 0  # quantized shards that a forward keeps for its backward
+    mailbox_bytes: int = 0  # over shm: mailboxes, in which hops of at most 64 KiB wait for their receiver, at most
 
 
 def rtp_bytes(
@@ -222,7 +223,7 @@ def rtp_bytes(
         optimizer_moments: tensors of optimizer state per parameter; 2 for AdamW.
         slot_cap: of the ring; 0: none; None: the ring's default.
         sends_anywhere, receives_anywhere: whether hops start from and arrive in any memory (nccl, c10d, emulated) or
-            only in slots (shm receives so).
+            only in slots, after small hops have waited in mailboxes (shm receives so).
         travel: format in which weights travel, as in `rtp_ext.Ring`; excludes in_place. keep_quantized: as there.
         gradient_route, gradient_travel: route of gradients, `chain` or `direct`, and their format; None:
             `reduce_bytes` per number. `direct` sums in float32 (float64 for 8 bytes).
@@ -299,6 +300,7 @@ def rtp_bytes(
         4 * len(trained) if optimizer_moments == 2 else 0,
         held.scratch.peak_bytes,
         held.kept.peak_bytes,
+        held.mailboxes,
     )
 
 

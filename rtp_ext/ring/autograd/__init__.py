@@ -1,18 +1,17 @@
 """The ring's rules for autograd: refused transforms, double backward, delivery of gradients, checks of operands."""
 
+from rtp_ext._native import accumulates, read_within
 from rtp_ext.ring.autograd.gradient_delivery import (
     FROZEN,
     GRADIENT_HANDLER,
     OFFLOADED,
     Delivery,
     GradientHandler,
-    accumulates,
     as_gradient,
     as_parameter,
     deliver_gradient,
     gradient_handler_of,
     offloaded_shard_of,
-    read_within,
     rounded,
     run_collective,
     unrounded,

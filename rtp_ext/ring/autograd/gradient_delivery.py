@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from rtp_ext._native import RotationError, accumulates, has_node_hooks
+from rtp_ext._native import RotationError, read_within
 from rtp_ext.ring.autograd.once_differentiable import first_order_only
 from rtp_ext.ring.autograd.transforms import storing_modes
 from rtp_ext.ring.mesh import live_ring, role_of
@@ -145,13 +145,6 @@ def _expect_combined(delivery: Delivery, parameter: torch.Tensor | None, gradien
         )
     if role.tensor and parameter is not None and isinstance(delivery.spec.placements[-2], Replicate):
         check_replicated_gradient(parameter, gradient, mesh, functools.partial(run_collective, mesh, delivery.handler))
-
-
-def read_within(ctx: Any, parameter: Any) -> bool:
-    """Returns whether the gradient of a parameter has a reader within the running backward: torch.autograd.grad, a
-    graph of this backward, or a hook, of the parameter or of its node."""
-    watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks or has_node_hooks(parameter)
-    return bool(watched) or getattr(ctx, "create_graph", False) or not accumulates(ctx.next_functions[0][0])
 
 
 def as_gradient(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
