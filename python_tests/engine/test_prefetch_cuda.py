@@ -5,9 +5,7 @@ import threading
 from datetime import timedelta
 
 import pytest
-import simulated_cuda
 import torch
-from grids import few
 from reference import TOLERANCE, assert_same, chunk, differs, random
 from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 from test_cuda_transports import TRANSPORTS, connect, unique_ids
