@@ -73,9 +73,10 @@ def make_model():
 class Program:
     """Actions on a model of one ring, and the values that they give. Ranks have other numbers of tokens, at times 0."""
 
-    def __init__(self, rank, ring, **options):
-        self.rank, self.number, self.found = rank, 0, []
-        self.take(rtp_ext.fully_rotate(make_model(), mesh=ring, **options))
+    def __init__(self, rank, ring, dtype, **options):
+        self.rank, self.dtype, self.number, self.found = rank, dtype, 0, []
+        self.ones = torch.ones(2, 3, WIDTH, dtype=dtype)
+        self.take(rtp_ext.fully_rotate(make_model().to(dtype), mesh=ring, **options))
 
     def take(self, model):
         self.model, trained = model, [p for p in model.parameters() if p.requires_grad]
@@ -88,7 +89,7 @@ class Program:
         """Half of the inputs require a gradient, every third is not contiguous."""
         self.number += 1
         generator = torch.Generator().manual_seed(10 * self.number + self.rank)
-        x = torch.randn((self.number + self.rank) % 3, 4, WIDTH, generator=generator)
+        x = torch.randn((self.number + self.rank) % 3, 4, WIDTH, generator=generator).to(self.dtype)
         x = x.transpose(0, 1).contiguous().transpose(0, 1) if self.number % 3 == 0 else x
         x.requires_grad_(self.number % 8 < 4)
         y = self.model(x)
@@ -116,7 +117,7 @@ class Program:
     def evaluated_in_between(self):
         given = self.forward()
         with torch.no_grad():
-            self.note(self.model.eval()(torch.ones(2, 3, WIDTH)))
+            self.note(self.model.eval()(self.ones))
         self.model.train()
         self.backward(*given)
         self.end()
@@ -158,7 +159,7 @@ class Program:
         self.take(copy.deepcopy(before))
         self.step()
         with torch.no_grad():
-            self.note(before(torch.ones(2, 3, WIDTH)), self.model(torch.ones(2, 3, WIDTH)))
+            self.note(before(self.ones), self.model(self.ones))
 
     def loaded(self):
         self.forward()
@@ -187,10 +188,10 @@ def _same(one, other):
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def _compare(cases, what, rank, make, rings, **options):
+def _compare(cases, what, rank, make, rings, dtype=torch.float32, **options):
     """Runs the actions on all rings in turns; `make(**ring)` returns a ring."""
     made = [make(**each) for each in rings]
-    programs = [Program(rank, ring, **options) for ring in made]
+    programs = [Program(rank, ring, dtype, **options) for ring in made]
     for action in ACTIONS:
         for program in programs:
             program.found.clear()
@@ -220,7 +221,7 @@ def _of_four(rank, ranks):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ring"))
     dims = rtp_ext.RotationDims(ring="ring", replicate="replicas")
     ring = functools.partial(rtp_ext.Ring, mesh, dims=dims, timeout=60.0, travel="int8")
-    _compare(cases, "replicas", rank, ring, [PLAIN, KEPT])
+    _compare(cases, "replicas", rank, ring, [PLAIN, KEPT], dtype=torch.bfloat16)
     pretend_hosts(rank, 2)
     ring = functools.partial(rtp_ext.Ring, timeout=60.0, route="two-level", travel="int8")
     _compare(cases, "two levels", rank, ring, [PLAIN, KEPT])
