@@ -25,8 +25,7 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
 
 Executor::~Executor() {
   if (!alive()) return;
-  const bool at_rest = deferred_.empty() && prefetcher_.at_rest();
-  at_rest ? transport_->drop() : transport_->abort("dropped while a hop was in flight");
+  deferred_.empty() ? transport_->drop() : transport_->abort("dropped while a gradient was in flight");
 }
 
 const Schedule& Executor::schedule(ScheduleOptions options) {

@@ -65,7 +65,6 @@ class Prefetcher {
   void drain();
   // Drops them without waiting, for a failed ring.
   void forget();
-  bool at_rest() const { return pending_.empty(); }
 
   int64_t sent() const { return sent_; }  // prefetched hops
   int64_t used() const { return used_; }  // prefetched hops that their pass used
