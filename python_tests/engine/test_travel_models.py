@@ -118,7 +118,8 @@ def _two_levels(rank, ranks):
     pretend_hosts(rank, 2)
     cases = Cases()
     for travel in TRAVELS:
-        with rtp_ext.Ring(transport="c10d", timeout=60.0, travel=travel) as ring:
+        kept = {"keep_quantized": True, "prefetch": 2} if travel == "int8" else {}
+        with rtp_ext.Ring(transport="c10d", timeout=60.0, travel=travel, **kept) as ring:
             assert ring.route == "two-level"
             for name, operation in _operations().items():
                 with cases.case(f"{travel} {name}"):

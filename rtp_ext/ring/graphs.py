@@ -69,7 +69,7 @@ def choose_graphs(
     elif late_gradients:
         refusal = f"late_gradients is {late_gradients}, and gradients land within the pass that is captured"
     elif untried := _untried(options, tensor_parallel):
-        refusal = f"{untried} and graphs were not tried together"
+        refusal = _refusal_of(untried)
     if options.graphs == "on" and refusal is not None:
         raise ValueError(f"Ring: expected graphs 'auto' or 'off', got 'on': {refusal}")
     on = options.graphs != "off" and refusal is None
@@ -77,6 +77,10 @@ def choose_graphs(
     if options.graphs == "auto":
         logger.info("ring of %d: passes are %s graphs: %s", ring.size, "" if on else "no", reason)
     return PassGraphs(executor, reason, on=on, device=ring.device, required=options.graphs == "on")
+
+
+def _refusal_of(option: str) -> str:
+    return f"{option} and graphs were not tried together"
 
 
 def _untried(options: RingOptions, tensor_parallel: bool) -> str | None:
@@ -198,17 +202,20 @@ class PassGraphs:
             return self._step(function, arguments, results)
         return self._capture(known, addresses, operation, function, arguments, results)
 
+    def expect_not_required(self, option: str) -> None:
+        """Raises ValueError on a ring with graphs='on', since `option` and graphs were not tested together."""
+        if self.on and self._required:
+            raise ValueError(f"Ring: expected graphs 'auto' or 'off' with {option}, got 'on': {_refusal_of(option)}")
+
     def refuse(self, option: str) -> None:
         """Turns graphs off, since `option` and graphs were not tested together. Raises ValueError on a ring with
         graphs='on'."""
+        self.expect_not_required(option)
         if not self.on:
             return
-        reason = f"{option} and graphs were not tried together"
-        if self._required:
-            raise ValueError(f"Ring: expected graphs 'auto' or 'off' with {option}, got 'on': {reason}")
         self.forget()
-        self.on, self.reason = False, reason
-        logger.info("passes are no graphs any more: %s", reason)
+        self.on, self.reason = False, _refusal_of(option)
+        logger.info("passes are no graphs any more: %s", self.reason)
 
     def _places_for(self, results: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
         return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in results]

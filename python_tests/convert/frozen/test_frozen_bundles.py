@@ -67,6 +67,7 @@ def _gpt_oss() -> nn.Module:
 MODELS = {  # with the number of weights in blocks
     "experts": (_mixtral, 32, 2),
     "experts with biases, transposed": (_gpt_oss, 32, 2),
+    "fewer experts than ranks": (lambda: _mixtral(experts=2), 32, 2),
     "mlp": (lambda: MLP(24, 384), 24, 3),
     "mlp of one block": (lambda: MLP(40, 128), 40, 3),
     "mlp with other blocks": (lambda: MLP(64, 80), 64, 3),

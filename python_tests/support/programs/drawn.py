@@ -126,6 +126,9 @@ class Program:
                 options["in_place"] = False
             if options["gradient_halves"]:
                 options["gradient_route"] = "chain"
+        for options in self.options:
+            if options["prefetch"]:
+                options["prefetch"] = draw.choice((1, 2))
 
     @property
     def ring(self) -> int:
