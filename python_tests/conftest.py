@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor compiles scalar kernels, on the thread that asks. Otherwise it first compiles a program for each instruction
+# set, and starts a Python that loads torch to run it.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 # A thread of Gloo that wakes up while its rank holds the lock of a socket polls until that rank continues: this takes a

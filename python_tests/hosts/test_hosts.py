@@ -103,12 +103,12 @@ def test_what_hosts_share_and_what_they_do_not(mark):
 
 
 @needs_hosts
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_whoever_made_the_hosts(how, mark):
-    """Two sets of hosts at a time, which do not interfere."""
+def test_nothing_outlives_whoever_made_the_hosts(mark):
+    """Three sets of hosts at a time, which do not interfere: each ends in another way, while the others go on."""
+    ends = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
     command = [sys.executable, RUNNER, "--hosts", "2", "--", "-m", "http.server"]  # which does not end on its own
     ((key, value),) = mark.items()
-    marks = [f"{value}-{number}" for number in range(2)]  # those of the two are distinguished
+    marks = [f"{value}-{how}" for how in map(int, ends)]  # those of the three are distinguished
     started = [
         subprocess.Popen(command, env={**os.environ, key: own}, stderr=subprocess.DEVNULL, start_new_session=True)
         for own in marks
@@ -117,10 +117,10 @@ def test_nothing_outlives_whoever_made_the_hosts(how, mark):
         while len([each for each in marked(f"{key}={own}") if "torch.distributed.run" in each]) < 4:
             assert all(runner.poll() is None for runner in started)
             time.sleep(0.02)
-    for runner in started:
-        runner.send_signal(how)
-    ends = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
-    assert [runner.wait(20) for runner in started] == [ends[how]] * 2
+    for number, (how, status) in enumerate(ends.items()):
+        started[number].send_signal(how)
+        assert started[number].wait(20) == status
+        assert [runner.poll() for runner in started[number + 1 :]] == [None] * (len(ends) - number - 1)
 
 
 @needs_hosts

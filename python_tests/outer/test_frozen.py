@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from freezing_cases import freeze
 from frozen_training import Outer
-from grids import few
+from grids import SWEEP, few
 from harness import Cases, run_ranks
 from local_training_cases import SHAPE, gather_all, other_values
 from reference import assert_same, differs, full, local
@@ -165,12 +165,13 @@ def resume_cases(rank, cases, folder):
                 again.train(4)
                 assert torch.equal(again.weights, still), "bit for bit, frozen"
                 assert differs(still, saved, 1e-3), "control"
-                # its saved state can be loaded in both orders, too
-                dcp.save({"policy": again.policy}, checkpoint_id=f"{where}{frozen_first}")
-                last = Replica(rank, SHAPE, policies[name](), adamw, model=other_values())
-                freeze(last.model, frozen_first)
-                dcp.load({"policy": last.policy}, checkpoint_id=f"{where}{frozen_first}")
-                assert torch.equal(last.weights, still)
+                # its saved state can be loaded, too; in the other order by the cases that freeze early
+                if frozen_first or SWEEP:
+                    dcp.save({"policy": again.policy}, checkpoint_id=f"{where}{frozen_first}")
+                    last = Replica(rank, SHAPE, policies[name](), adamw, model=other_values())
+                    freeze(last.model, frozen_first)
+                    dcp.load({"policy": last.policy}, checkpoint_id=f"{where}{frozen_first}")
+                    assert torch.equal(last.weights, still)
                 freeze(again.model, False)
                 if frozen_first:
                     with pytest.raises(ValueError, match=r"mix.weight was frozen when a checkpoint was loaded"):

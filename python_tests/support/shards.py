@@ -1,4 +1,4 @@
-"""AdamW and clipping on each rank's own shards, with torch's state and kernels but without DTensor's rules; and
+"""AdamW, SGD and clipping on each rank's own shards, with torch's state and kernels but without DTensor's rules; and
 `detach`, which autograd calls for every gradient that it keeps.
 
 DTensor evaluates its rules for every new shape of an operation in a process, which takes 1 to 20 ms on a mesh of two or
@@ -11,15 +11,17 @@ dimensions with replicas and with tensor parallelism, where tests use `stock`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.optim.sgd import sgd
 
 
 def detach_without_rules() -> None:
@@ -72,13 +74,53 @@ class AdamW(torch.optim.AdamW):
         return result
 
 
+class SGD(torch.optim.SGD):
+    """SGD whose step sees this rank's shards. Its momentum is made of DTensors, as torch's is."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            given = [parameter for parameter in group["params"] if parameter.grad is not None]
+            gradients = [_own(_gradient(parameter)) for parameter in given]
+            momenta = [self.state[parameter].get("momentum_buffer") for parameter in given]
+            buffers = [None if momentum is None else _own(momentum) for momentum in momenta]
+            options = {
+                key: group[key] for key in ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+            }
+            sgd([_own(parameter) for parameter in given], gradients, buffers, foreach=False, fused=False, **options)
+            if group["momentum"] != 0:
+                for parameter, momentum, buffer in zip(given, momenta, buffers, strict=True):
+                    if momentum is None:
+                        if isinstance(parameter, DTensor):
+                            buffer = DTensor(buffer, parameter._spec, requires_grad=False)
+                        self.state[parameter]["momentum_buffer"] = buffer
+
+
 def clip_shards(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
     """`clip_grad_norm_`, whose norm torch computes from the DTensors. Returns the norm, whole."""
     given = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([_gradient(parameter) for parameter in given])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm.clone()
+    norm = _norm([_gradient(parameter) for parameter in given])
     scale_shards(given, largest, norm)
     return norm
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Returns the norm of all gradients together. Collective over the dimensions of meshes that cut them."""
+    cut: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}  # by mesh, and dimensions of it
+    for gradient in gradients:
+        key: tuple[Any, tuple[int, ...]] = (None, ())
+        if isinstance(gradient, DTensor):
+            placed = gradient.placements
+            assert not any(each.is_partial() for each in placed), placed
+            key = gradient.device_mesh, tuple(dim for dim, each in enumerate(placed) if not each.is_replicate())
+        cut.setdefault(key, []).append(_own(gradient))
+    squares = []
+    for (mesh, dims), parts in cut.items():
+        square = torch.stack(torch._foreach_norm(parts)).square().sum()
+        for dim in dims:
+            dist.all_reduce(square, group=mesh.get_group(dim))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
 
 
 def scale_shards(parameters: Iterable[nn.Parameter], largest: float, norm: Tensor) -> None:

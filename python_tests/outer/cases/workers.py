@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from reference import assert_same, wholes
 from replica_models import Tiny, adamw, all_losses, batch_loss, replicated
-from shards import clip_shards
+from shards import SGD, clip_shards
 from torch import nn
 
 import rtp_ext
@@ -16,7 +16,7 @@ CLIP = 0.1
 
 
 def momentum(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    return SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
 def halving(optimizer):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +79,23 @@ def conflicts(records: Sequence[Any], without: Collection[str] = (), *, streams:
         streams: the hops of a channel run one after the other, as on a CUDA stream, and none waits for another of its
             stream. Hops between hosts have a stream of their own.
     """
+    return list(dict.fromkeys(_conflicts(records, without, streams)))
+
+
+def any_conflict(records: Sequence[Any], without: Collection[str] = (), *, streams: bool = False) -> bool:
+    """Returns whether there are `conflicts`, without a search for those after the first."""
+    return next(_conflicts(records, without, streams), None) is not None
+
+
+def _conflicts(records: Sequence[Any], without: Collection[str], streams: bool) -> Iterator[str]:
     ignored = {(lane, kind) for lanes, kind in map(WAITS.__getitem__, without) for lane in lanes}
     before = dict.fromkeys(range(10), 0)  # by lane: bit mask of the nodes that happen before its next work
     known: dict[tuple[int, str], int] = {}  # the same by event, and by either end of a hop
     stream_of: dict[int, int] = {}  # by hop: its lane
     names: list[str] = []
     memory = _Memory(records)
-    found: dict[str, None] = {}
 
-    def access(text: str, seen: int, reads: set[int], writes: set[int]) -> int:
+    def access(text: str, seen: int, reads: set[int], writes: set[int]) -> Generator[str, None, int]:
         """Adds a node and returns its bit."""
         node = len(names)
         names.append(text)
@@ -96,7 +104,7 @@ def conflicts(records: Sequence[Any], without: Collection[str] = (), *, streams:
                 earlier = others.get(piece, ())
                 for other in [earlier] if isinstance(earlier, int) else earlier:
                     if not seen >> other & 1:
-                        found[f"{names[other]} | {text}"] = None
+                        yield f"{names[other]} | {text}"
         for piece in reads - writes:
             memory.readers.setdefault(piece, []).append(node)
         for piece in writes:
@@ -107,7 +115,7 @@ def conflicts(records: Sequence[Any], without: Collection[str] = (), *, streams:
         if record.kind == "memory":
             reads, writes = memory.pieces(record.reads), memory.pieces(record.writes)
             text = f"{number} {record.text} on lane {record.lane}"
-            before[record.lane] |= access(text, before[record.lane], reads, writes)
+            before[record.lane] |= yield from access(text, before[record.lane], reads, writes)
         elif record.kind == "marked":
             known[record.id, "mark"] = before[record.lane]
         elif record.kind == "hop":
@@ -115,8 +123,8 @@ def conflicts(records: Sequence[Any], without: Collection[str] = (), *, streams:
             if streams:
                 source = target = source | target
             text = f"{number} {record.text}"
-            sent = source | access(f"{text}, sent", source, memory.pieces(record.reads), set())
-            received = target | access(f"{text}, received", target, set(), memory.pieces(record.writes))
+            sent = source | (yield from access(f"{text}, sent", source, memory.pieces(record.reads), set()))
+            received = target | (yield from access(f"{text}, received", target, set(), memory.pieces(record.writes)))
             if streams:
                 sent = received = before[record.lane] = sent | received
             known[record.id, "sent"], known[record.id, "received"] = sent, received
@@ -125,4 +133,3 @@ def conflicts(records: Sequence[Any], without: Collection[str] = (), *, streams:
             continue
         elif (record.lane, record.kind) not in ignored:
             before[record.lane] |= known[record.id, record.kind]
-    return list(found)
