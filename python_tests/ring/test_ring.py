@@ -301,7 +301,7 @@ def _wait_for_a_slow_rank(rank, ranks, transport):
     with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
         visits = ring.rotate(torch.zeros(4))  # collective: from here on only hops hold a rank up
         if rank == 1:
-            time.sleep(2.0)
+            time.sleep(1.0)
             assert len(list(visits)) == ranks
             return None
         ticks, stop = [], threading.Event()
@@ -324,4 +324,4 @@ def _wait_for_a_slow_rank(rank, ranks, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_gil_is_released_while_a_rank_waits(transport):
     ticks = run_ranks(_wait_for_a_slow_rank, 2, transport)[0]
-    assert ticks > 3, f"another thread ran {ticks} times in two seconds of waiting"
+    assert ticks > 3, f"another thread ran {ticks} times in a second of waiting"
