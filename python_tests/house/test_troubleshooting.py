@@ -45,7 +45,6 @@ COMPOSED: dict[str, tuple[int, tuple[str, ...]]] = {
     "rtp_ext/command_line.py": (1, ()),  # of argparse
     "rtp_ext/convert/agreement.py": (1, ("the model differs between ranks", "ranks have different models")),
     "rtp_ext/convert/command.py": (1, ()),
-    "rtp_ext/convert/model.py": (1, ()),
     "rtp_ext/convert/modules/refused.py": (3, ("fully_rotate has made it shards",)),
     "rtp_ext/convert/validation/model.py": (1, ("expected a plain parameter, or one whose class has",)),
     "rtp_ext/dtensor_hooks.py": (
@@ -53,7 +52,6 @@ COMPOSED: dict[str, tuple[int, tuple[str, ...]]] = {
         ("DistributedDataParallel: expected a plain model", "fully_shard: expected a plain module"),
     ),
     "rtp_ext/functional/_call.py": (1, ()),
-    "rtp_ext/inference/rotate.py": (1, ()),
     "rtp_ext/outer/local_training/after_steps.py": (1, ("a checkpoint would hold a mixture",)),
     "rtp_ext/outer/local_training/guards.py": (1, ("a checkpoint would hold a mixture",)),
     "rtp_ext/outer/policy.py": (1, ("the model differs between replicas", "expected the same weights in all replicas")),
