@@ -184,7 +184,7 @@ def rates(rows: list[Row], args: argparse.Namespace) -> Any:
     for row in rows:
         names = ("hosts", "ranks_per_host", "delay", "dtype", "device", "asked_travel")
         kinds.setdefault(tuple(row.get(name) for name in names), []).append(row)
-    rows = max(kinds.values(), key=lambda kind: len({row["rate"] for row in kind}))
+    rows = max(reversed(kinds.values()), key=lambda kind: len({row["rate"] for row in kind}))  # the latest of equals
     places: dict[str, int] = {}
     for row in sorted(rows, key=lambda row: bits_per_second(None if row["rate"] == "none" else row["rate"]) or 1e99):
         places.setdefault(row["rate"], len(places))

@@ -4,9 +4,9 @@
 
 Every constant is measured and none is fitted. The row without communication, of the same run and number of tokens,
 gives the time of a FLOP, elementwise kernels included, and the memory rate of the optimizer. A link has the rate that
-it is limited to, and uses as much of a host's processor for each byte as the run's bare socket program did; without a
-limit, it has that program's rate and uses the whole processor. Inside a host a hop is a copy. From these constants the
-planner's functions compute how long rotations, all-reduces and gathers take and how much of that is exposed.
+it is limited to, without a limit that at which the run's bare socket program moves bytes with a whole processor. Each
+byte takes as much from products as that program did. Inside a host a hop is a copy. From these constants the planner's
+functions compute how long rotations, all-reduces and gathers take and how much of that is exposed.
 """
 
 import dataclasses
@@ -101,7 +101,10 @@ def predictions(rows: list[Row]) -> list[Prediction]:
 def _predict(row: Row, alone: Row, beside: list[Row]) -> Prediction:
     work, tokens, ranks = work_of(row["case"].split("/")[0]), row["tokens"], row["ranks"]
     computing, optimizer = alone["forward_backward_ms"] / 1e3, alone["optimizer_ms"] / 1e3
-    processor = statistics.median(other["socket_processor_ms"] / 1e3 / other["sent_bytes"] for other in beside)
+    processor, lost = (
+        statistics.median(other.get(key, other["socket_processor_ms"]) / 1e3 / other["sent_bytes"] for other in beside)
+        for key in ("socket_processor_ms", "socket_beside_ms")
+    )
     limit = bits_per_second(None if row["rate"] == "none" else row["rate"])
     rate = 1 / processor if limit is None else min(limit / 8, 1 / processor)
     memory = _ADAMW * _values(work.operations) / optimizer
@@ -122,7 +125,7 @@ def _predict(row: Row, alone: Row, beside: list[Row]) -> Prediction:
     )
     ready = dict.fromkeys((field.name for field in dataclasses.fields(TimeConstants)), 0.0)
     constants = TimeConstants(**{**ready, "gemm_fraction": 1.0, "hbm_fraction": 1.0, "network_fraction": 1.0})
-    share, name = rate * processor, row["strategy"]
+    share, name = rate * lost, row["strategy"]
     if name.startswith("rtp"):
         seen = _rotation_s(row, work, cluster, constants, share, levels)
     elif name == "ddp":

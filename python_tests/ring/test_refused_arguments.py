@@ -10,7 +10,6 @@ import torch.distributed as dist
 from harness import Cases, run_ranks
 from models import batch_loss, make_model
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
 from rtp_ext.convert import model as converting
@@ -79,36 +78,6 @@ def _on_one_rank(rank, ranks):
 
 def test_a_refusal_of_one_rank_reaches_the_others_of_a_new_ring():
     run_ranks(_on_one_rank, 3)
-
-
-def _in_one_replica(rank, ranks):
-    """The ranks of the other ring, which would wait for their replicas later, raise too."""
-    cases, odd = Cases(), rank == ranks - 1
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ring"))
-    dims = rtp_ext.RotationDims(ring="ring", replicate="replicas")
-
-    def new():
-        rtp_ext.fully_rotate(make_model(), mesh=mesh, dims=dims, bundle="yes" if odd else True, timeout=TIMEOUT)
-
-    _refused(cases, "expected bundle to be", new, odd, ranks)
-    ring = rtp_ext.Ring(mesh, dims=dims, timeout=TIMEOUT)
-
-    def known():
-        rtp_ext.fully_rotate(make_model(), mesh=ring, bundle="yes" if odd else True)
-
-    _refused(cases, "expected bundle to be", known, odd, ranks)
-    with (
-        cases.case("other options"),
-        pytest.raises(ValueError, match=r"disagree: .*prefetch 1.* prefetch 0.* on rank 3"),
-    ):
-        rtp_ext.Ring(mesh, dims=dims, prefetch=0 if odd else 1, timeout=TIMEOUT)
-    with cases.case("afterwards"):
-        batch_loss(rtp_ext.fully_rotate(make_model(), mesh=ring), rank, 0).backward()
-    cases.finish()
-
-
-def test_a_refusal_in_one_replica_reaches_all():
-    run_ranks(_in_one_replica, 4)
 
 
 def _beside_a_ring(rank, ranks):

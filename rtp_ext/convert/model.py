@@ -143,7 +143,7 @@ def fully_rotate(
         validate(plan, request)
     ring = _ring_for(request)
     if known is not None:
-        compare_calls(known.communicator, known.parameter_mesh)
+        compare_calls(known.communicator)
     _convert(plan, request, ring)
     return module
 
@@ -165,7 +165,7 @@ def _refused_on(ring: Ring) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         if ring.alive:
-            compare_calls(ring.communicator, ring.parameter_mesh, refusal=error)
+            compare_calls(ring.communicator, refusal=error)
         raise
 
 

@@ -54,7 +54,7 @@ def refused_together(
             meshes = resolve_mesh(mesh_or_group, dims, unnamed_dimension(mesh_or_group, dims))
             ring = join_ranks(meshes, _with_timeout(timeout))
             with ring.released_on_error():
-                compare_calls(ring, meshes.parameters, refusal=error)
+                compare_calls(ring, refusal=error)
         raise
 
 
@@ -66,25 +66,10 @@ def _with_timeout(timeout: float | datetime.timedelta | None) -> RingOptions:
         return RingOptions()
 
 
-def compare_calls(
-    ring: Communicator, parameters: DeviceMesh | None, *, options: str = "", refusal: Exception | None = None
-) -> None:
+def compare_calls(ring: Communicator, *, options: str = "", refusal: Exception | None = None) -> None:
     """Raises ValueError where a rank refuses its arguments of a collective call, on that rank its own `refusal`, and
-    where ranks have different `options`.
-
-    `parameters`: the mesh of parameters, all of whose ranks take part, since replicas wait for each other later; None:
-    an emulated ring. Collective.
-    """
-    everyone = ring
-    if parameters is not None and parameters.size() > ring.size:
-        members = parameters.mesh.flatten().tolist()
-        rank = members.index(dist.get_rank())
-        everyone = Communicator(rank, len(members), torch.device("cpu"), ring.timeout, members)
-    try:
-        answers = everyone.exchange((None if refusal is None else str(refusal), options))
-    finally:
-        if everyone is not ring:
-            everyone.drop_groups()
+    where ranks have different `options`. Collective."""
+    answers = ring.exchange((None if refusal is None else str(refusal), options))
     if refusal is not None:
         raise refusal
     for rank, (theirs, _) in enumerate(answers):
@@ -96,11 +81,11 @@ def compare_calls(
             raise ValueError(f"Ring: ranks disagree: expected {expected} (rank 0), got {others} on rank {rank}")
 
 
-def agree_on(options: RingOptions, ring: Communicator, meshes: RingMesh) -> str:
+def agree_on(options: RingOptions, ring: Communicator) -> str:
     """Compares the options of all ranks, and finds the hosts of the ranks and the links between GPUs. Returns the token
     of the ring. Collective; raises ValueError on every rank where one refuses its arguments, or where options differ.
     """
-    compare_calls(ring, meshes.parameters, options=str(options))
+    compare_calls(ring, options=str(options))
     tokens, processes = zip(*ring.exchange((secrets.token_hex(4), this_process())), strict=True)
     ring.placed = find_hosts(ring)
     if ring.device.type == "cuda":

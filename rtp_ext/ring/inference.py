@@ -146,7 +146,7 @@ class InferenceRing(Ring):
         ring = join_ranks(meshes, options)
         self._source: Any = None
         with ring.released_on_error():
-            token = agree_on(options, ring, meshes)
+            token = agree_on(options, ring)
             connection = choose(ring, transport, _candidates(ring, offload), _CALLER)
             routes = RoutePlan.of(options, "direct", GradientRoutes("chain", None, "there are none"))
             self._compose(ring, options, connection, routes, token)

@@ -171,10 +171,10 @@ class Ring:
         transport_options: Mapping[str, Any] | None = None,
     ) -> None:
         keep_compilers_out()
-        meshes = resolve_mesh(mesh_or_group, dims)
-        kind = meshes.hops.device_type
-        with refused_together(meshes, timeout=timeout):
+        with refused_together(mesh_or_group, dims, timeout):
             options = RingOptions.of(locals())
+            meshes = resolve_mesh(mesh_or_group, dims)
+            kind = meshes.hops.device_type
             if checksum and kind != "cpu":
                 raise ValueError(f"Ring: expected checksum=False or a ring of CPU ranks, got True on {kind}")
         self.mesh, self.parameter_mesh, self.tensor_mesh = meshes.hops, meshes.parameters, meshes.tensor
@@ -183,7 +183,7 @@ class Ring:
         register_mesh(meshes.parameters, meshes.replicas, meshes.tensor is not None)
         ring = join_ranks(meshes, options)
         with ring.released_on_error():
-            token = agree_on(options, ring, meshes)
+            token = agree_on(options, ring)
             connection = connect(ring, options.transport, options.transport_options)
             routes = plan_routes(ring, connection.name, options)
             if connection.name in ("ce", "ce+nccl"):
