@@ -28,7 +28,7 @@ copies that the CPU makes for hops count as exposed communication. The optimizer
 sharded strategies run 1/R of it. `single` has no such number, since its work is R times as much. The reference is the
 row `none`.
 
-With `--hosts` the ranks run on emulated hosts on this machine (shared/hosts.py; needs root), whose links are limited to
+With `--hosts` the ranks run on made hosts on this machine (shared/hosts.py; needs root), whose links are limited to
 `--rate`. The kernel counts the bytes that leave a host in a step, and the output shows them beside the closed form.
 Each step time is compared with its lower bound (`roof`: shared/wire.py), which includes the time that products lose
 beside a bare socket program, measured in the same run (shared/sockets.py).
@@ -37,7 +37,7 @@ beside a bare socket program, measured in the same run (shared/sockets.py).
 authors in the folder `--upstream`) are other packages (shared/race/peers.py), in float32. Each is tried first beside
 one process: one that fails, or computes something else, gets a line with `error` in place of values.
 
-Memory is measured first (see memory.py), in other processes except under torchrun. `buffers` is the transient of
+Memory is measured first (shared/memory.py), in other processes except under torchrun. `buffers` is the transient of
 forward and backward beyond that of the plain model on one local batch: unsharded weights, gradient buckets, send and
 receive buffers.
 `kept_efficiency` is (parameters, gradients and optimizer of one process / R) / those of a rank; `peak_efficiency` is

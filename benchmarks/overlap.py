@@ -13,7 +13,7 @@ shared/options/overlap_cases.py; options: shared/options/overlap_options.py.
 On one GPU the ring is *emulated*: one process runs the exact timeline of one rank with real copies over `--link`, and
 each owner's shard is a separate tensor. No data crosses NVLink. With `--ring real` every rank is a process; on a CPU
 each is pinned to its own cores, which its communication threads share with its GEMMs: a rank with one core can hide
-only copies that need no core. (`cores_per_rank` is the number of cores.) With `--hosts` the ranks run on emulated hosts
+only copies that need no core. (`cores_per_rank` is the number of cores.) With `--hosts` the ranks run on made hosts
 on this machine (shared/hosts.py; needs root), where a hop needs little of a core; `sent_bytes` is the kernel's count of
 the bytes that leave a host in a pass, and `closed_form_bytes` the expected count.
 

@@ -14,22 +14,22 @@ results/ and TABLE one of:
     overlap         the last line of each case of overlap.py; WORDS choose cases: a shape, a direction, a link, R8,
                     T4096
     memory          the last line of each strategy of memory_per_rank.py
-    hosts MODEL     the last line of each strategy between emulated hosts; WORDS choose rows: a rate (2gbit, none),
+    hosts MODEL     the last line of each strategy between made hosts; WORDS choose rows: a rate (2gbit, none),
                     T1024, H2, G1 (ranks on a host), int8 (--travel of the run, `exact` if there was none), AMD (of
                     the processor's name)
     hosts-brief MODEL   a few columns of it; WORDS as for `hosts`
     hosts-lora MODEL    the same of compare.py --lora
     peers MODEL         the same beside other packages, and on one host (one-host instead of a rate)
     paper MODEL         the claims of the paper beside those rows
-    hosts-overlap   cases of overlap.py between emulated hosts
+    hosts-overlap   cases of overlap.py between made hosts
     outer           policies between replicas, from the last run of outer.py; WORDS choose the run: a rate, R2 (ranks of
                     a ring), S150 (steps), AdamW, SGD
     travel          runs of travel_curves.py, of the last command
     muon            strategies with Muon, of the last run for each number of ranks, on one host; `muon hosts`: between
-                    emulated hosts, for each rate
+                    made hosts, for each rate
     forwards equal, forwards unequal   forwards alone, of the last command of forwards.py
     growth SWEEP    the last run of a sweep of growth/growth.py
-    where MODEL     where the time of a step goes: the last line of each case of compare.py --where
+    where MODEL TRAVEL   where the time of a step goes: the last run of compare.py --where with this --travel or `exact`
     calls           calls of the driver as gpu/driver_calls.py counted them last
     overheads       the fixed cost of a call, of the last command of overheads/calls.py
 
@@ -95,7 +95,7 @@ FILES = {
 }
 
 IMPOSSIBLE = 105  # % of the ceiling
-LINKS = ("hosts", "ranks_per_host", "rate", "delay")  # the keys that distinguish results between emulated hosts
+LINKS = ("hosts", "ranks_per_host", "rate", "delay")  # the keys that distinguish results between made hosts
 
 Row = dict[str, Any]
 
@@ -288,7 +288,8 @@ def block(wish: str, results: Path) -> str:
     """Returns the text of a page between a marker and its end. `wish`: the words of the marker."""
     machine, kind, *words = wish.split() if " " in wish else (wish, "")
     one_word = kind in ("compare", "scaling", "paper")
-    wrong = len(words) != 1 if one_word else kind in ("brief", "where", *OF_HOSTS) and not words
+    wrong = len(words) != 1 if one_word else kind in ("brief", *OF_HOSTS) and not words
+    wrong = wrong or (kind == "where" and len(words) != 2)
     if kind not in FILES or wrong:
         kinds = ", ".join(FILES)
         raise ValueError(f"expected <!-- report: MACHINE KIND WORDS -->, a kind of {kinds} and its words, got {wish!r}")

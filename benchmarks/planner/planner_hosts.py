@@ -1,4 +1,4 @@
-"""Compares steps between emulated hosts, as compare.py measured them, with the planner's time model.
+"""Compares steps between made hosts, as compare.py measured them, with the planner's time model.
 
     python benchmarks/planner/planner_hosts.py  # the tables of docs/predictions.md
 

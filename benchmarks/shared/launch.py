@@ -79,7 +79,7 @@ def launch(worker: Worker, args: argparse.Namespace, ranks: int) -> Any:
 def launch_on_hosts(
     worker: Worker, args: argparse.Namespace, meanwhile: Callable[[Hosts], None] = lambda hosts: None
 ) -> Any:
-    """The same for ranks on emulated hosts, described by `args.network`. Calls `meanwhile` once.
+    """The same for ranks on made hosts, described by `args.network`. Calls `meanwhile` once.
 
     Raises:
         NoHosts: hosts cannot be made here.

@@ -1,4 +1,4 @@
-"""The bytes that strategies send between emulated hosts, as counted and in closed form, and the bound of the step time.
+"""The bytes that strategies send between made hosts, as counted and in closed form, and the bound of the step time.
 
 `roof_ms` is a lower bound for a step that computes like one without communication and sends as many bytes. It is the
 maximum of two times: computing plus what products lose beside a bare socket program that moves the bytes (sockets.py),

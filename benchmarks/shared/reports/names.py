@@ -5,7 +5,7 @@ NAMES = {
     "rtp-bf16": "rtp",
     "rtp-int8": "rtp",
     "rtp-nf4": "rtp",
-    "rtp-exact": "rtp, as computed with",
+    "rtp-exact": "rtp, unrounded",
     "rtp-ahead": "rtp, `prefetch=2`",
     "rtp-flat": 'rtp, `route="ring"`',
     "rtp-inplace": "rtp, `in_place=True`",

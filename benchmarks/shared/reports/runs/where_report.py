@@ -1,4 +1,4 @@
-"""The table of where a step's time goes: of the last run of compare.py --where for each number of tokens and travel."""
+"""The table of where a step's time goes: of the last run of compare.py --where."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,20 +52,20 @@ WHERE: dict[str, Callable[[Row], str | None]] = {
 
 
 def last_where(lines: list[Row], words: list[str]) -> list[Row]:
-    """Returns the last line of each strategy, its options and number of tokens. `words`: the model."""
-    keys = ("case", "tokens", "ranks", "rate", "prefetch")
-    found = {
-        (*(line.get(key) for key in keys), ways_of(line)): line
+    """Returns the lines of the last run. `words`: the model, and --travel of the run or `exact`."""
+    model, travel = words
+    mine = [
+        line
         for line in lines
-        if line["case"].startswith(f"{words[0]}/")
-    }
-    return sorted(found.values(), key=lambda line: -line["tokens"])
+        if line["case"].startswith(f"{model}/") and (line.get("asked_travel") or "exact") == travel
+    ]
+    return [line for line in mine if (line["date"], line["command"]) == (mine[-1]["date"], mine[-1]["command"])]
 
 
 def where_note(rows: list[Row]) -> str:
     """Returns the text below a command."""
-    first, counts = rows[0], sorted({row["recorded"] for row in rows})
+    first = rows[0]
     return (
         f" {first['hosts']} hosts made on this machine, links of {first['rate']}. Means over the ranks, and over "
-        f"{' or '.join(map(str, counts))} recorded steps."
+        f"{first['recorded']} recorded steps."
     )
