@@ -30,8 +30,8 @@ row `none`.
 
 With `--hosts` the ranks run on made hosts on this machine (shared/hosts.py; needs root), whose links are limited to
 `--rate`. The kernel counts the bytes that leave a host in a step, and the output shows them beside the closed form.
-Each step time is compared with its lower bound (`roof`: shared/wire.py), which includes the time that products lose
-beside a bare socket program, measured in the same run (shared/sockets.py).
+Each step time is compared with an estimate of the shortest possible one (`roof`: shared/wire.py), which includes what
+products lose beside a bare socket program, measured in the same run (shared/sockets.py).
 
 `deepspeed` (ZeRO-3), `simplefsdp` and `simplefsdp-compiled` (torchtitan's) and `upstream` (the code of the paper's
 authors in the folder `--upstream`) are other packages (shared/race/peers.py), in float32. Each is tried first beside

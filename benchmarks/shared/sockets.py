@@ -1,8 +1,8 @@
 """The time that a bare socket program needs to move bytes between hosts: its own, and what products beside it lose.
 
 A program that only moves bytes finds idle cores, so its processor time leaves out most of what the kernel does for its
-packets. Products on the same core lose that time too, and what cold caches cost them. No strategy whose threads share
-the cores with its products can lose less than this program, unless it sends fewer bytes.
+packets. Products on the same core lose that time too, and what cold caches cost them. This estimates what a strategy
+that sends the same bytes has to lose, if its threads share the cores with its products.
 """
 
 import os
@@ -50,7 +50,7 @@ class _Mover:
         self._pieces = pieces
 
     def start(self) -> Sequence[threading.Thread]:
-        threads = [threading.Thread(target=action) for action in (self._send, self._receive)]
+        threads = [threading.Thread(target=action, daemon=True) for action in (self._send, self._receive)]
         for thread in threads:
             thread.start()
         return threads
@@ -62,7 +62,10 @@ class _Mover:
     def _receive(self) -> None:
         left = self._pieces * PIECE
         while left:
-            left -= self._here.recv_into(self._into, min(left, PIECE), socket.MSG_WAITALL)
+            received = self._here.recv_into(self._into, min(left, PIECE), socket.MSG_WAITALL)
+            if received == 0:
+                raise ConnectionError("the rank before this one has closed its connection")
+            left -= received
 
     def close(self) -> None:
         self._there.close()
@@ -87,8 +90,8 @@ class _Products:
 
 
 def measure_sockets(place: Place, rate: str | None, times: int) -> Sockets:
-    """Measures `times` times, after once for nothing: the least, since nothing but other load adds to it, of each rank,
-    and the mean over the ranks. Collective.
+    """Measures `times` times, after one run that does not count. Returns the mean over the ranks of the least of each,
+    since other load only adds. Collective.
 
     rate: of the link of a host, None: no limit.
     """

@@ -1,6 +1,6 @@
 """The bytes that strategies send between made hosts, as counted and in closed form, and the bound of the step time.
 
-`roof_ms` is a lower bound for a step that computes like one without communication and sends as many bytes. It is the
+`roof_ms` estimates the shortest step that computes like one without communication and sends as many bytes. It is the
 maximum of two times: computing plus what products lose beside a bare socket program that moves the bytes (sockets.py),
 and the time on the wire. The optimizer adds to either, since it needs all gradients, and the next forward needs all
 parameters.

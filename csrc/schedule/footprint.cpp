@@ -164,12 +164,11 @@ class Walk {
       pass.sum = slot_bytes(operation, chunks, chunk, trained,
                             [&](size_t, int64_t numbers) { return numbers * step_.sum_bytes; });
     }
-    const auto margin = kAlignment * static_cast<int64_t>(operation.tensors.size());  // slots are aligned, messages not
     for (const Step& hop : known.steps) {
       if (hop.action != Action::hop || hop.outer || step_.travel.receives_anywhere) continue;
       const int64_t bytes = hop.channel == Channel::weight ? *pass.weight : *pass.gradient;
       int64_t& most = small_[{hop.channel, hop.from}];
-      if (bytes < kMostSmall + margin) most = std::max(most, std::min(bytes, kMostSmall));
+      most = std::max(most, std::min(bytes, kMostSmall));  // the last shard or half a gradient may be small
     }
     pass.staged = pass.weight && travel.staged(known.hops(Channel::weight) > 0);
     for (size_t position = 0; position < known.steps.size() && !pass.freed; ++position) {
@@ -255,7 +254,7 @@ class Walk {
   std::map<ScheduleOptions, Schedule> schedules_;
   std::vector<PassSize> passes_[2];
   SlotLedger<int64_t> weights_, gradients_, scratch_, kept_;
-  std::map<std::pair<Channel, int>, int64_t> small_;  // bytes of the largest small message from each sender, or 0
+  std::map<std::pair<Channel, int>, int64_t> small_;  // bytes of a small message from each sender, at most
   std::deque<Held> ahead_;                            // slots of the prefetched hops of the next passes
   std::deque<std::vector<int64_t>> deferred_;         // slots of passes whose reductions are deferred
 };

@@ -204,7 +204,7 @@ struct StepSize {
 struct Footprint {
   SlotCount weight, gradient, scratch, kept;  // scratch: of dequantized weights; kept: of quantized ones
   std::vector<int64_t> free_weight, free_gradient;
-  int64_t mailboxes = 0;  // bytes that messages use in mailboxes, at most; over shm only
+  int64_t mailboxes = 0;  // bytes that messages use in mailboxes, at most, as if one were small; over shm only
 };
 // `operations` are in forward order; backward runs them in reverse.
 Footprint footprint(const std::vector<OperationSize>& operations, const StepSize& step);

@@ -73,7 +73,7 @@ def inference_ranks(sim: Any, ranks: int, work: Callable[..., Any], *args: Any, 
             patch.setattr(rotate, "InferenceRing", ring_type)
             patch.setattr(inference, "_candidates", candidates)
             patch.setattr(inference, "unique_ids", lambda ring, count: [ring.exchange(sim.unique_id())[0]])
-            patch.setattr(inference, "_check_offload", lambda device, transport: None)
+            patch.setattr(inference, "_check_device", lambda device, transport, offload: None)
             # all groups are the one of all ranks: torch's threaded ones cannot be destroyed one by one
             patch.setattr(communicator, "make_group", lambda members, backend, timeout: dist.group.WORLD)
             patch.setattr(communicator, "destroy", lambda groups, *_, **__: groups.clear())

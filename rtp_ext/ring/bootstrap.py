@@ -42,15 +42,15 @@ def refused_together(
     dims: RotationDims | None = None,
     timeout: float | datetime.timedelta | None = None,
 ) -> Iterator[None]:
-    """Has every rank of a ring that does not exist yet raise where one refuses its arguments, which is a TypeError or
-    ValueError within: the others get it in `agree_on`. Collective where it raises.
+    """Has every rank of a ring that does not exist yet raise where one refuses its arguments: where the body raises
+    TypeError or ValueError. The others get it in `agree_on`. Collective where it raises.
 
     Where `mesh_or_group` and `dims` are refused themselves, nothing tells which ranks wait, and this rank alone raises.
     """
     try:
         yield
     except (TypeError, ValueError) as error:
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        with contextlib.suppress(Exception):  # `error` says what is wrong
             meshes = resolve_mesh(mesh_or_group, dims, unnamed_dimension(mesh_or_group, dims))
             ring = join_ranks(meshes, _with_timeout(timeout))
             with ring.released_on_error():

@@ -290,9 +290,9 @@ class InferenceRing(Ring):
 def end_left_forwards(module: nn.Module) -> None:
     """Ends the forward that KeyboardInterrupt may have left in this thread, before new values are loaded into a module:
     other ranks of the host would copy old shards from the slots of this one. Does nothing to a model that trains."""
-    rings = {part.__dict__.get("ring") for part in module.modules()}
-    for ring in rings:
-        if isinstance(ring, InferenceRing) and ring.alive:
+    found = (part.__dict__.get("ring") for part in module.modules())
+    for ring in {each for each in found if isinstance(each, InferenceRing)}:
+        if ring.alive:
             ring.end_forward()
 
 

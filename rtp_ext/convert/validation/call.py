@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Collection
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from rtp_ext.convert.agreement import ConversionError
 from rtp_ext.convert.plan.layers import own_parameters
@@ -53,6 +54,8 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
         raise ValueError(
             f"fully_rotate: expected frozen to be None, {', '.join(map(repr, FORMATS))}, got {options.frozen!r}"
         )
+    if not isinstance(options.mp_policy, (MixedPrecisionPolicy, NoneType)):
+        raise TypeError(f"fully_rotate: expected mp_policy to be a MixedPrecisionPolicy, got {options.mp_policy!r}")
     if isinstance(options.ignored_params, torch.Tensor):
         raise TypeError("fully_rotate: expected ignored_params to be several parameters, got a single tensor")
     given_parameters = list(options.ignored_params or ())

@@ -97,7 +97,10 @@ class RingOptions:
         """Returns the options among `arguments`, by name; the others keep their defaults."""
         given = {each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
         if not isinstance(timeout := given.get("timeout", cls.timeout), datetime.timedelta):
-            given["timeout"] = datetime.timedelta(seconds=timeout)
+            try:
+                given["timeout"] = datetime.timedelta(seconds=timeout)
+            except OverflowError as error:
+                raise ValueError(f"Ring: expected a timeout below 1e14 seconds, got {timeout}") from error
         given["transport_options"] = TransportOptions.of(given.get("transport_options"))
         return cls(**given)
 
