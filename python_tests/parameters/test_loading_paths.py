@@ -31,6 +31,14 @@ def _index(folder, weight_map):
     return path
 
 
+def test_a_module_with_an_attribute_named_ring(tmp_path):
+    """Which is not one of ours."""
+    model = _model()
+    model.ring = ["of", "its own"]
+    rtp_ext.load_safetensors(model, _folder(tmp_path) / "part.safetensors")
+    assert model.weight.eq(7.0).all() and model.ring == ["of", "its own"]
+
+
 @pytest.mark.parametrize("files", [None, 3, b"x.safetensors", [None], ["a.safetensors", 4]])
 def test_files_that_are_no_paths(files):
     with pytest.raises(TypeError, match="load_safetensors: expected a path or several as files, got "):

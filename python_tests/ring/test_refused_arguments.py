@@ -41,6 +41,8 @@ def _calls(rank, odd, group):
     return {
         "expected prefetch 0, 1 or 2, got 9": lambda: rtp_ext.Ring(prefetch=9 if odd else 1, timeout=TIMEOUT),
         "expected a positive timeout": rotate(timeout=-1.0 if odd else TIMEOUT),
+        "expected a timeout below 1e14": rotate(timeout=1e300 if odd else TIMEOUT),
+        "expected mp_policy to be": rotate(mp_policy="bfloat16" if odd else None),
         "expected bundle to be": rotate(bundle="yes" if odd else True),
         "expected ignored_params to be several": rotate(mesh=group, ignored_params=one if odd else ()),
         "expected transport to be one of": rotate(transport="pigeon" if odd else "shm", mesh=group),
