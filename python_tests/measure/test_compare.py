@@ -217,7 +217,10 @@ def _check_where(lines):
             continue
         assert sum(parts) == pytest.approx(line["forward_backward_ms"]) and min(parts) >= 0, parts
         assert line["products_ms"] > 0 and line["conversions_ms"] > 0 and line["collectives_ms"] > 0
-    assert where_report.last_where([*lines, *lines], ["mlp-tiny"]) == lines
+    earlier = [{**line, "date": "2026-11-01"} for line in lines]
+    travel = lines[0]["asked_travel"]
+    assert where_report.last_where([*earlier, *lines], ["mlp-tiny", travel]) == lines
+    assert where_report.last_where(lines, ["mlp-tiny", "exact"]) == [], "control"
 
 
 def _check_compare(cases, compare, parse, file):
