@@ -287,9 +287,8 @@ def hosts_table(lines: list[Row], words: list[str], columns: Columns) -> str:
 def block(wish: str, results: Path) -> str:
     """Returns the text of a page between a marker and its end. `wish`: the words of the marker."""
     machine, kind, *words = wish.split() if " " in wish else (wish, "")
-    one_word = kind in ("compare", "scaling", "paper")
-    wrong = len(words) != 1 if one_word else kind in ("brief", *OF_HOSTS) and not words
-    wrong = wrong or (kind == "where" and len(words) != 2)
+    needed = {"compare": 1, "scaling": 1, "paper": 1, "where": 2}.get(kind)
+    wrong = len(words) != needed if needed else kind in ("brief", *OF_HOSTS) and not words
     if kind not in FILES or wrong:
         kinds = ", ".join(FILES)
         raise ValueError(f"expected <!-- report: MACHINE KIND WORDS -->, a kind of {kinds} and its words, got {wish!r}")

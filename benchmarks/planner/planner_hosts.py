@@ -143,8 +143,8 @@ def _beside(communication: float, window: float, share: float) -> float:
 
 
 def _lost_s(communication: float, seen: float, share: float) -> float:
-    """Returns the slowdown of computing by communication that uses a share of its processor, beyond the exposed part
-    `seen`, in which the processor is otherwise idle: a step takes at least as long as the work of both."""
+    """Returns the slowdown of computing by communication, each second of which takes `share` seconds from products,
+    beyond the exposed part `seen`, in which the processor is otherwise idle: a step takes at least as long as both."""
     return max(0.0, share * communication - seen)
 
 

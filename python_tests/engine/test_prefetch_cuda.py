@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 from grids import few
+from native_options import rotation_options
 from reference import TOLERANCE, assert_same, chunk, differs, random
 from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 from test_cuda_transports import TRANSPORTS, connect, unique_ids
@@ -48,15 +49,7 @@ class Layers:
 
     def enter(self, layer, step, backward):
         self.executor.enter(2 * step + backward + 1, backward, layer + 1, [self.local[layer]])
-        return _native.RotationOptions(
-            route=self.route,
-            in_place=False,
-            compute_dtype=DTYPE,
-            reduce_dtype=DTYPE,
-            slot_cap=0,
-            halves=False,
-            name=f"layer {layer}",
-        )
+        return rotation_options(self.route, f"layer {layer}", DTYPE)
 
     def forward(self, step):
         """In step 2 the weight of layer 2 is written after its first hop may have left."""

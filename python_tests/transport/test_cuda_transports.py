@@ -12,6 +12,7 @@ import simulated_cuda
 import torch
 from grids import few
 from harness import run_ranks
+from native_options import rotation_options
 from reference import TOLERANCE, assert_same, chunk, random
 from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 
@@ -50,15 +51,7 @@ def linear(executor, layer, route, rank, ranks, features=(OUT, IN)):
     xs = [random(3, inputs, dtype=DTYPE, seed=100 * layer + r) for r in range(ranks)]
     dys = [random(3, out, dtype=DTYPE, seed=1000 * layer + r) for r in range(ranks)]
     local = chunk(weight, ranks, rank).clone()
-    options = _native.RotationOptions(
-        route=route,
-        in_place=False,
-        compute_dtype=DTYPE,
-        reduce_dtype=DTYPE,
-        slot_cap=0,
-        halves=False,
-        name=f"linear {layer}",
-    )
+    options = rotation_options(route, f"linear {layer}", DTYPE)
     shape = _native.LinearShape(out, inputs, by_outputs=True, transposed=False)
     bundle = _native.LinearBundle([shape], [False])
     projections = [_native.Projection(0, 0, 0, out)]

@@ -8,6 +8,7 @@ import pytest
 import simulated_cuda
 import torch
 from grids import few
+from native_options import rotation_options
 from reference import assert_same, chunk, differs, random
 from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 from simulated_cuda.late import late
@@ -42,9 +43,7 @@ def work(rank, sim, kind, ids, ranks, *planted):
     shapes = [_native.LinearShape(out, INPUTS, by_outputs=True, transposed=False) for out in OUTS]
     bundle = _native.LinearBundle(shapes, [True] * len(OUTS))
     projections = [_native.Projection(0, layer, 0, out) for layer, out in enumerate(OUTS)]
-    told = _native.RotationOptions(
-        route="gather", in_place=False, compute_dtype=DTYPE, reduce_dtype=DTYPE, slot_cap=0, halves=False, name="small"
-    )
+    told = rotation_options("gather", "small", DTYPE)
     before = None
     with one_of_ranks(sim, rank, executor):
         sim.set_compute(True)

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from native_options import rotation_options
 from simulated_cuda import run_threads, skip_without_headers, values
 from test_cuda_transports import CPU, TIMEOUT
 from test_two_level_cuda import unique_ids
@@ -31,15 +32,7 @@ def begin(executor, backward):
     shapes, local = [[[4]] * 2], torch.ones(4)
     if not backward:
         return _native.Execution.rotate(executor, [local], shapes, "ring", False)
-    options = _native.RotationOptions(
-        route="ring",
-        in_place=False,
-        compute_dtype=torch.float32,
-        reduce_dtype=torch.float32,
-        slot_cap=0,
-        halves=False,
-        name="a layer",
-    )
+    options = rotation_options("ring", "a layer", torch.float32)
     return _native.Execution.backward(executor, [local], shapes, [local.clone()], shapes, options, True, False)
 
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import simulated_cuda
 import torch
+from native_options import rotation_options
 from reference import TOLERANCE, assert_same, random
 from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 from simulated_cuda.mutants import ALL, MODES_OF_MUTANTS
@@ -55,15 +56,7 @@ class Rank:
         wholes = [[random(*s, dtype=DTYPE, seed=layer * 100 + j) for j, s in enumerate(part)] for part in shapes]
         mine = [part[rank].clone() for part in wholes]
         sums = [torch.empty_like(part) for part in mine]
-        options = _native.RotationOptions(
-            route=route,
-            in_place=False,
-            compute_dtype=DTYPE,
-            reduce_dtype=DTYPE,
-            slot_cap=0,
-            halves=False,
-            name=f"layer {layer}",
-        )
+        options = rotation_options(route, f"layer {layer}", DTYPE)
         execution = _native.Execution.backward(self.executor, mine, shapes, sums, shapes, options, True, bundle)
         where = f"layer {layer}, {route}, rank {rank} of {ranks}"
         while (step := execution.next()) is not None:

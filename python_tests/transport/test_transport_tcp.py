@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from harness import Cases, run_ranks
 from models import batch_loss, make_model, mean_loss, train
+from native_options import rotation_options
 from reference import assert_same, full
 
 import rtp_ext
@@ -116,10 +117,7 @@ def test_ranks_out_of_step_are_told_both_hops():
 
 def test_a_close_that_waits_in_vain_ends_the_ring():
     """Rank 0 has sent ahead for a pass that rank 1 does not begin: what would still arrive has no place any more."""
-    options = _native.RotationOptions(
-        route="ring", in_place=False, compute_dtype=torch.uint8, reduce_dtype=torch.uint8, slot_cap=0, halves=False,
-        name="layer",
-    )  # fmt: skip
+    options = rotation_options("ring", "layer", torch.uint8)
     shards = [torch.ones(5, dtype=torch.uint8) for _ in range(2)]
 
     def run(rank, phase, serials):

@@ -66,27 +66,31 @@ def _with_timeout(timeout: float | datetime.timedelta | None) -> RingOptions:
         return RingOptions()
 
 
-def compare_calls(ring: Communicator, *, options: str = "", refusal: Exception | None = None) -> None:
-    """Raises ValueError where a rank refuses its arguments of a collective call, on that rank its own `refusal`, and
-    where ranks have different `options`. Collective."""
-    answers = ring.exchange((None if refusal is None else str(refusal), options))
+def compare_calls(
+    ring: Communicator, value: Any = None, *, options: str = "", refusal: Exception | None = None
+) -> list[Any]:
+    """Returns every rank's `value`, in ring order. Raises ValueError where a rank refuses its arguments of a collective
+    call, on that rank its own `refusal`, and where ranks have different `options`. Collective."""
+    reasons, every, values = zip(
+        *ring.exchange((None if refusal is None else str(refusal), options, value)), strict=True
+    )
     if refusal is not None:
         raise refusal
-    for rank, (theirs, _) in enumerate(answers):
-        if theirs is not None:
-            raise ValueError(f"Ring: the call failed on rank {rank} of {len(answers)}: {theirs}")
-    expected = answers[0][1]
-    for rank, (_, others) in enumerate(answers):
-        if others != expected:
-            raise ValueError(f"Ring: ranks disagree: expected {expected} (rank 0), got {others} on rank {rank}")
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise ValueError(f"Ring: the call failed on rank {rank} of {ring.size}: {reason}")
+    for rank, theirs in enumerate(every):
+        if theirs != every[0]:
+            raise ValueError(f"Ring: ranks disagree: expected {every[0]} (rank 0), got {theirs} on rank {rank}")
+    return list(values)
 
 
 def agree_on(options: RingOptions, ring: Communicator) -> str:
     """Compares the options of all ranks, and finds the hosts of the ranks and the links between GPUs. Returns the token
     of the ring. Collective; raises ValueError on every rank where one refuses its arguments, or where options differ.
     """
-    compare_calls(ring, options=str(options))
-    tokens, processes = zip(*ring.exchange((secrets.token_hex(4), this_process())), strict=True)
+    mine = secrets.token_hex(4), this_process()
+    tokens, processes = zip(*compare_calls(ring, mine, options=str(options)), strict=True)
     ring.placed = find_hosts(ring)
     if ring.device.type == "cuda":
         ring.wiring = find_wiring(ring)

@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 from grids import few
+from native_options import rotation_options
 from pretended_hosts import graphs_of
 from simulated_cuda import one_of_ranks, run_threads, skip_without_headers, values
 from test_transport_ce import DTYPE, Rank, connected_news
@@ -44,10 +45,7 @@ class Layer:
         self.shapes, self.route = [[[rows]] * ranks], route
         self.local = torch.zeros(rows, dtype=DTYPE)
         self.inputs = [[torch.zeros(ranks * rows, dtype=DTYPE) for _ in range(2)] for _ in range(3)]  # x, dy; by place
-        self.options = _native.RotationOptions(
-            route=route, in_place=False, compute_dtype=DTYPE, reduce_dtype=DTYPE, slot_cap=0, halves=False,
-            name=f"layer {number}",
-        )  # fmt: skip
+        self.options = rotation_options(route, f"layer {number}", DTYPE)
 
     def of(self, step, owner, what=0):
         """The numbers of a rank in a step: of its shard (0), of x (1), of dy (2)."""
