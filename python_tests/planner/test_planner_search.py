@@ -243,8 +243,9 @@ def test_search_command(tmp_path, capsys):
 def test_questions_and_what_has_no_answer(tmp_path, capsys):
     status, out, _ = _command(capsys, "--model", "llama-3-8b", "--min-gpus")
     assert status == 0 and "x h100-80gb, with" in out and "fits: " in out
-    status, out, err = _command(capsys, "--model", "llama-3-405b", "--gpus", "8")
+    status, out, err = _command(capsys, "--model", "llama-3-405b", "--gpus", "1")
     assert (status, out, err.count("\n")) == (1, "", 1) and "no plan" in err and "--min-gpus" in err
+    assert "Training adapters" not in err
     table = tmp_path / "runs.csv"
     *_, timed = published.VTRAIN[0]
     lines = [f"gpt,30,3072,32,51200,2048,a100-80gb,64,{t},{d},{p},{m},512,full,no,{ms}" for t, d, p, m, ms in timed]
@@ -254,6 +255,38 @@ def test_questions_and_what_has_no_answer(tmp_path, capsys):
     told = json.loads(out)
     assert (status, err) == (0, "") and told["fitted"]["measurements"] == 7 and told["kept_back"]["measurements"] == 6
     assert told["fitted"]["mean_error"] <= told["before"]["mean_error"] * 1.5
+
+
+def test_what_fits_only_with_the_memory_of_the_host_is_proposed(capsys):
+    cluster = Cluster.preset("rtx-4090-24gb", gpus=4)
+    plans = search(ModelSpec.preset("llama-3-8b"), cluster, global_batch=4)
+    assert plans and all(plan.strategy.offload and plan.memory.verdict == "fits" for plan in plans)
+    values = ModelSpec.preset("llama-3-8b").parameters
+    assert plans[0].memory.host_bytes == pytest.approx(16 * values / 4, rel=1e-3)  # float32, AdamW
+    out = _command(capsys, "--model", "llama-3-8b", "--gpu", "rtx-4090-24gb", "--gpus", "4")[1]
+    assert "offload=yes" in out and f" + {plans[0].memory.host_bytes / 1e9:.2f} " in out
+    on_gpus = search(LLAMA, H100, global_batch=16)
+    assert not any(plan.strategy.offload or plan.memory.host_bytes for plan in on_gpus), "control: where others fit"
+    with pytest.raises(ValueError, match="expected pp 1 with offload"):
+        Strategy(dp=2, pp=2, zero=3, offload=True)
+    unknown = dataclasses.replace(cluster, host_bytes_per_s=0.0)
+    assert not search(ModelSpec.preset("llama-3-8b"), unknown, global_batch=4), "control: rates of the host unknown"
+
+
+def test_adapters_are_proposed_where_nothing_else_fits_and_missing_rings_have_a_reason(tmp_path, capsys):
+    small = tmp_path / "small.json"
+    small.write_text(json.dumps({"base": "rtx-4090-24gb", "name": "no host", "host_bytes_per_s": 0.0}))
+    status, _, err = _command(capsys, "--model", "llama-3-8b", "--cluster", str(small), "--gpus", "4")
+    assert status == 1 and "on the GPUs alone" in err and "frozen=nf4" in err and "lora_rank=16" in err
+    arguments = ("--model", "llama-3-8b", "--gpus", "64", "--top", "1")
+    told = " ".join(_command(capsys, *arguments)[1].split())
+    seconds = float(re.search(r"no ring among them: the fastest takes ([\d.]+) s", told)[1])
+    rings = [
+        p
+        for p in search(ModelSpec.preset("llama-3-8b"), Cluster.preset("h100-80gb", gpus=64), global_batch=64, top=99)
+        if p.strategy.rtp > 1
+    ]
+    assert seconds == pytest.approx(rings[0].step_seconds, rel=1e-3)
 
 
 def test_when_rotation_wins():

@@ -251,9 +251,11 @@ def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
     with progress("searching for plans"):
         plans = search(model, cluster, global_batch=batch, top=options.top, uneven=options.uneven)
     if not plans:
+        tried = "also with states on the host and all layers recomputed" if cluster.offloads else "on the GPUs alone"
         print(
             f"{PROGRAM}: no plan for {model.name} with a global batch of {batch} fits below the memory limit of "
-            f"{cluster.gpus} x {cluster.name}; --min-gpus computes the number of GPUs needed",
+            f"{cluster.gpus} x {cluster.name}, {tried}; --min-gpus computes the number of GPUs needed"
+            f"{text.adapters_that_fit(model, cluster, batch)}",
             file=sys.stderr,
         )
         return 1
@@ -270,6 +272,8 @@ def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
         print(text.csv_text(names, memory, times).rstrip("\n"))
     else:
         print(text.search_table(names, plans, title))
+        if not any(plan.strategy.rtp > 1 for plan in plans):
+            print(text.why_no_ring(model, cluster, batch, plans[0]))
         if options.explain:
             first = plans[0]
             result = explain_time(model, cluster, first.strategy, first.time)

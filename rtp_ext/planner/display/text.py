@@ -7,12 +7,17 @@ import io
 from collections.abc import Sequence
 
 from rtp_ext.command_line import wrapped
-from rtp_ext.planner.memory.report import COMPONENTS, MemoryReport, StageMemory, number_text
+from rtp_ext.planner.memory.estimate import estimate_memory
+from rtp_ext.planner.memory.report import COMPONENTS, MemoryReport, Term, number_text
+from rtp_ext.planner.plan_text import name_of
 from rtp_ext.planner.plans.differences import differences_line
-from rtp_ext.planner.plans.search import Plan
+from rtp_ext.planner.plans.search import Plan, fastest_ring
+from rtp_ext.planner.specs.cluster import Cluster
+from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.time.report import TIME_COMPONENTS, TimeReport
 
 GB = 1e9
+_ADAPTER_RANK = 16  # of adapters that are proposed where nothing else fits
 _SHORT = {
     "parameters": "params",
     "gradients": "grads",
@@ -59,7 +64,7 @@ def search_table(names: Sequence[str], plans: Sequence[Plan], title: str) -> str
                 f"{plan.step_seconds:.4g}",
                 f"{plan.time.tflops_per_gpu:.0f}",
                 *(f"{seconds:.3g}" for seconds in plan.time.groups.values()),
-                gb(held.peak_allocated_bytes),
+                gb(held.peak_allocated_bytes) + (f" + {gb(held.host_bytes)}" if held.host_bytes else ""),
                 f"{100 * held.peak_allocated_bytes / held.limit_bytes:.0f}",
             ]
         )
@@ -68,9 +73,35 @@ def search_table(names: Sequence[str], plans: Sequence[Plan], title: str) -> str
     shown = []
     for line, end in zip(_aligned(rows), ends, strict=True):
         shown += [line, *wrapped(end, "        ", "          ")]
+    if any(plan.memory.host_bytes for plan in plans):
+        shown.append("memory GB: of each GPU + of the host's for each GPU")
     tie = ["= : within the error of the model from others of that rank"] if any(plan.tied for plan in plans) else []
     unlike = differences_line([plan.strategy for plan in plans])
     return "\n".join([*wrapped(title), *shown, *tie, *(wrapped(unlike) if unlike else [])])
+
+
+def adapters_that_fit(model: ModelSpec, cluster: Cluster, batch: int) -> str:
+    """Returns what training adapters around frozen 4-bit weights would take, where that fits."""
+    found = fastest_ring(model, cluster, global_batch=batch, frozen="nf4", lora_rank=_ADAPTER_RANK)
+    if found is None:
+        return ""
+    return f". Training adapters alone fits: {found[0]:.4g} s a step with {name_of(found[1])}"
+
+
+def why_no_ring(model: ModelSpec, cluster: Cluster, batch: int, first: Plan) -> str:
+    """Returns why no plan of a search has a ring."""
+    if cluster.gpus == 1:
+        return "no ring among them: it takes at least 2 GPUs"
+    found = fastest_ring(model, cluster, global_batch=batch, offload=first.strategy.offload)
+    if found is None:
+        return "no ring among them: none fits below the memory limit"
+    seconds, plan = found
+    memory = estimate_memory(model, cluster, plan, batch).peak_allocated_bytes
+    line = (
+        f"no ring among them: the fastest takes {seconds:.4g} s, {seconds / first.step_seconds:.2f} times the first "
+        f"plan, and {gb(memory)} GB, with {name_of(plan)}"
+    )
+    return "\n".join(wrapped(line))
 
 
 def _block(name: str, report: MemoryReport, parameters: int) -> str:
@@ -106,6 +137,8 @@ def verdict_line(report: MemoryReport) -> str:
         f"{gb(abs(report.margin_bytes))} GB {side} {report.safe_fraction:.0%} of {gb(report.memory_bytes)} GB; about "
         f"{gb(report.peak_reserved_bytes)} GB reserved, {gb(report.device_bytes)} GB of the device in all"
     )
+    if report.host_bytes:
+        line += f"; {gb(report.host_bytes)} GB of the host's memory for each GPU"
     return "\n".join(wrapped(line))
 
 
@@ -138,7 +171,8 @@ def explain(name: str, report: MemoryReport) -> str:
     for count in stage.counts:
         lines += [f"  {count.what}", f"    {count.formula}", f"    = {count.filled} = {number_text(count.value)}"]
     for component in COMPONENTS:
-        lines += _component(stage, component)
+        lines += _terms(component, [term for term in stage.terms if term.component == component and term.value])
+    lines += _terms("memory of the host", stage.host)
     capacity, share = number_text(report.memory_bytes), report.safe_fraction
     lines += [
         "",
@@ -150,11 +184,10 @@ def explain(name: str, report: MemoryReport) -> str:
     return "\n".join(lines)
 
 
-def _component(stage: StageMemory, component: str) -> list[str]:
-    terms = [term for term in stage.terms if term.component == component and term.value]
+def _terms(name: str, terms: Sequence[Term]) -> list[str]:
     if not terms:
         return []
-    lines = ["", f"{component}: {gb(stage.components[component])} GB"]
+    lines = ["", f"{name}: {gb(sum(term.value for term in terms))} GB"]
     for term in terms:
         lines += [
             f"  {term.what}   [{term.source}]",

@@ -94,8 +94,9 @@ def stage_memory(
     chunks = chunks_in_flight(strategy, stage, micro_batches)
     tokens = strategy.micro_batch * model.seq // strategy.cp
     layers = stage_layers(model, strategy, stage)
+    states = tuple(state_terms(model, strategy, stage, counts))
     terms = [
-        *state_terms(model, strategy, stage, counts),
+        *(() if strategy.offload else states),
         *_activation_terms(model, strategy, stage, chunks, tokens, traced),
         *_moment_terms(model, strategy, stage, micro_batches, tokens, traced),
         *buffer_terms(model, strategy, stage, counts, hosts),
@@ -114,7 +115,8 @@ def stage_memory(
             what = "every chunk's last input and its gradient"
             source = "Megatron-LM: set_input_tensor keeps them until the next step"
             between.append(term("pipeline_buffers", what, source, over, tensors=2, chunks=inputs, **size))
-    return StageMemory(stage, layers, chunks / strategy.interleave, tuple(counts), tuple(terms), tuple(between))
+    host = states if strategy.offload else ()
+    return StageMemory(stage, layers, chunks / strategy.interleave, tuple(counts), tuple(terms), tuple(between), host)
 
 
 def _saved_term(saved: Saved, strategy: Strategy, source: str, **times: float) -> Term:

@@ -80,7 +80,7 @@ class StageMemory:
     """One GPU of one pipeline stage at its peak.
 
     `terms` add up to the components; `counts` add up to the parameters of the GPU; `between` is memory that it holds
-    between steps in addition to its states.
+    between steps in addition to its states; `host` is memory of the host for this GPU.
     """
 
     stage: int
@@ -89,6 +89,7 @@ class StageMemory:
     counts: tuple[Term, ...]
     terms: tuple[Term, ...]
     between: tuple[Term, ...] = ()
+    host: tuple[Term, ...] = ()
 
     @property
     def parameters(self) -> float:
@@ -114,6 +115,11 @@ class StageMemory:
         kept = ("parameters", "gradients", "optimizer", "workspaces")
         return sum(self.components[component] for component in kept) + sum(term.value for term in self.between)
 
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of the host's memory for this GPU: states that are offloaded."""
+        return sum(term.value for term in self.host)
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "stage": self.stage,
@@ -122,6 +128,7 @@ class StageMemory:
             "parameters": self.parameters,
             "allocated_bytes": self.allocated_bytes,
             "between_steps_bytes": self.between_steps_bytes,
+            "host_bytes": self.host_bytes,
             "components_bytes": self.components,
         }
 
@@ -136,6 +143,7 @@ class MemoryReport:
         peak_allocated_bytes: predicted torch.cuda.max_memory_allocated.
         peak_reserved_bytes: memory that the allocator has reserved at the peak, with fragmentation.
         device_bytes: reserved memory plus memory outside the allocator.
+        host_bytes: memory of the host for one GPU, of the stage that needs most.
         verdict: `fits` if the allocated bytes are below 80 % of the capacity (Fujii et al., arXiv 2411.06465), `tight`
             up to 100 %, then `out of memory`.
         margin_bytes: distance below the 80 % limit; negative above it.
@@ -172,6 +180,10 @@ class MemoryReport:
         return self.peak_reserved_bytes + self.components[OUTSIDE_THE_ALLOCATOR]
 
     @property
+    def host_bytes(self) -> float:
+        return max(stage.host_bytes for stage in self.stages)
+
+    @property
     def limit_bytes(self) -> float:
         return self.safe_fraction * self.memory_bytes
 
@@ -197,6 +209,7 @@ class MemoryReport:
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
             "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
             "margin_bytes": self.margin_bytes,
             "verdict": self.verdict,
             "worst_stage": self.worst.stage,

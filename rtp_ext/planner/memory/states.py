@@ -153,7 +153,7 @@ def _rotation_bytes(
 
 
 def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[Term]) -> list[Term]:
-    """Returns parameters, gradients and optimizer state of one GPU.
+    """Returns parameters, gradients and optimizer state of one GPU; with offloading they are in the host's memory.
 
     Megatron: 2 + 4 + 12 bytes per parameter (Megatron-LM@d98e8a64), sharded by ZeRO stage (arXiv 1910.02054). Torch:
     4 + 4 + 8 (`fully_shard`). Rotation: `rtp_bytes`.
@@ -163,8 +163,6 @@ def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[T
         source = "csrc/engine/executor.cpp, DTensor's Shard: shards of rank 0"
         held = rotation_bytes(model, strategy, stage)
         own = held.gradients_bytes // 4
-        if strategy.offload:
-            return []
         if strategy.outer == "zero":
             return _pieces_terms(strategy, held.parameters_bytes // 4, own)
         shards = [
@@ -184,8 +182,6 @@ def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[T
             what, source = "anchors and momentum of DiLoCo, float32", "rtp_ext.outer.DiLoCo"
             shards.append(term("optimizer", what, source, tensors=2, bytes_per_value=4, values=own))
         return shards
-    if strategy.offload:
-        return []
     torch = strategy.effective_stack == "torch"
     source = _FSDP if torch and strategy.zero >= 2 else "torch: float32" if torch else _MEGATRON
     weight = 4 if torch else strategy.param_bytes

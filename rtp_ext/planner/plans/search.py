@@ -68,7 +68,8 @@ def search(
     """Returns the fastest plans on all GPUs that stay below the memory limit (`safe_fraction`), one per layout.
 
     A layout is tp, pp, cp, rtp, dp and zero. For each, the search takes the fastest micro-batch, recomputation and
-    interleaving. All plans fuse head and loss (`fused_loss`), so that none gains by it; stacks follow `Strategy.stack`.
+    interleaving; where no plan at all fits, it offloads states to the host (rings and zero=3). All plans fuse head and
+    loss (`fused_loss`), so that none gains by it; stacks follow `Strategy.stack`.
     Tensor parallelism stays inside a node; rings may span nodes. Plans whose predicted times lie within the model's
     error (constants.json, `search`) have the same rank.
 
@@ -96,12 +97,9 @@ def search(
     wished = [{"outer": policy, **({"period": period} if policy not in OUTER[:2] else {})} for policy in outer]
     if seq is not None:
         model = dataclasses.replace(model, seq=seq)
-    found = []
-    for layout in layouts(model, cluster, global_batch):
-        best = _fastest(model, cluster, layout, global_batch, wished)
-        if best is not None:
-            found.append(best)
-    found.sort(key=lambda pair: pair[0])
+    found = _of_all_layouts(model, cluster, global_batch, wished)
+    if not found and cluster.offloads:
+        found = _of_all_layouts(model, cluster, global_batch, ({"offload": True},))
     if uneven:
         found = sorted(
             (_with_best_stages(model, cluster, pair, global_batch) for pair in found[: top + _SPARE]),
@@ -115,8 +113,31 @@ def search(
     return _ranked(model, cluster, global_batch, kept[:top])
 
 
-def layouts(model: ModelSpec, cluster: Cluster, global_batch: int | None) -> Iterator[Layout]:
-    """Yields the layouts that divide the model, the cluster and the batch, and whose states fit."""
+def fastest_ring(
+    model: ModelSpec, cluster: Cluster, *, global_batch: int, **changes: Any
+) -> tuple[float, Strategy] | None:
+    """Returns the seconds of a step of the fastest plan with a ring that stays below the memory limit, and the plan;
+    None if there is none. changes: fields of all plans, such as `frozen` and `lora_rank`."""
+    every = _of_all_layouts(model, cluster, global_batch, (changes,))
+    return next((pair for pair in every if pair[1].rtp > 1), None)
+
+
+def _of_all_layouts(
+    model: ModelSpec, cluster: Cluster, global_batch: int, between: Sequence[dict[str, Any]]
+) -> list[tuple[float, Strategy]]:
+    """Returns the fastest plan that fits of each layout, the fastest first. between: fields to try, of rings with
+    replicas; where they name offloading or frozen weights, of all layouts that can have them."""
+    smaller = any("offload" in fields or "frozen" in fields for fields in between)
+    found = (
+        _fastest(model, cluster, layout, global_batch, between, always=smaller)
+        for layout in layouts(model, cluster, global_batch, whole=not smaller)
+    )
+    return sorted((best for best in found if best is not None), key=lambda pair: pair[0])
+
+
+def layouts(model: ModelSpec, cluster: Cluster, global_batch: int | None, *, whole: bool = True) -> Iterator[Layout]:
+    """Yields the layouts that divide the model, the cluster and the batch; `whole`: and whose states fit on the GPUs
+    in float32. Otherwise those whose shards can be offloaded or frozen."""
     gpus = cluster.gpus
     for tp in _divisors(gpus, min(cluster.gpus_per_node, model.kv_heads)):
         for pp in _divisors(gpus // tp, min(model.layers, LARGEST)):
@@ -127,7 +148,7 @@ def layouts(model: ModelSpec, cluster: Cluster, global_batch: int | None) -> Ite
                         continue
                     for zero in (0,) if rtp > 1 or dp * cp == 1 else (1, 3):
                         layout = (tp, pp, cp, rtp, dp, zero)
-                        if _states_fit(model, cluster, layout):
+                        if _states_fit(model, cluster, layout) if whole else rtp > 1 or zero == 3:
                             yield layout
 
 
@@ -208,12 +229,21 @@ def _fastest(
     cluster: Cluster,
     layout: Layout,
     global_batch: int,
-    outer: Sequence[dict[str, Any]] = ({},),
+    changes: Sequence[dict[str, Any]] = ({},),
+    *,
+    always: bool = False,
 ) -> tuple[float, Strategy] | None:
+    """Returns the fastest plan of a layout that fits. changes: fields to try; unless `always`, of rings with replicas
+    only."""
     best: tuple[float, Strategy] | None = None
-    between = outer if layout[3] > 1 and layout[4] > 1 else ({},)  # a ring with replicas
-    for plain, policy in itertools.product(_variants(model, cluster, layout, global_batch), between):
-        strategies = [dataclasses.replace(strategy, **policy) for strategy in plain] if policy else plain
+    tried = changes if always or (layout[3] > 1 and layout[4] > 1) else ({},)
+    for plain, change in itertools.product(_variants(model, cluster, layout, global_batch), tried):
+        try:
+            strategies = [dataclasses.replace(strategy, **change) for strategy in plain] if change else plain
+        except ValueError:
+            if not always:
+                raise
+            continue  # a layout that cannot have these fields
         for strategy in strategies:
             if allocated_bytes(model, strategy, global_batch, strategy.hosts(cluster)) <= limit_bytes(cluster):
                 seconds = estimate_time(model, cluster, strategy, global_batch).step_seconds

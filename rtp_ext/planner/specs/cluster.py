@@ -122,6 +122,11 @@ class Cluster:
     def nodes(self) -> int:
         return -(-self.gpus // self.gpus_per_node)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether the rates that offloading takes are known."""
+        return self.pcie_bytes_per_s > 0 and self.host_bytes_per_s > 0
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

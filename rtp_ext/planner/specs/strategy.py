@@ -191,6 +191,11 @@ class Strategy:
             raise ValueError(
                 f"strategy: offload needs zero=3 or rtp of at least 2, got zero={self.zero}, rtp {self.rtp}"
             )
+        if self.offload and self.rtp == 1 and self.pp > 1:
+            raise ValueError(
+                "strategy: expected pp 1 with offload and zero=3, whose pipelines gather a stage for the whole step, "
+                f"got {self.pp}"
+            )
         if (self.compiled or self.fused_norm) and self.effective_stack != "torch":
             raise ValueError("strategy: compiled and fused_norm are of the torch stack; Megatron's kernels are fused")
 
