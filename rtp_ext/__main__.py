@@ -11,13 +11,13 @@ import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import rtp_ext
-from rtp_ext.command_line import PROGRAM, SHELLS, Parser, completion, in_words, progress
+from rtp_ext.command_line import DTYPES, PROGRAM, SHELLS, Parser, completion, dtype_name, in_words, progress
 from rtp_ext.host import gpu_driver
 from rtp_ext.observe import schedule, timeline
 
-_DTYPES = ("float32", "bfloat16", "float16")
 _JSON = "print values for other programs"
 
 
@@ -113,11 +113,18 @@ def _explain(options: argparse.Namespace, parser: Parser) -> int:
     if options.rank >= options.ranks:
         parser.error(f"argument --rank: expected 0 to {options.ranks - 1}, got {options.rank}")
     try:
-        Path(options.hf_config).stat()  # torch would take seconds to find no file
+        if options.model is None:
+            config = options.hf_config
+            Path(config).stat()  # torch would take seconds to find no file
+        else:
+            from rtp_ext.planner.specs.hugging_face import config_of
+            from rtp_ext.planner.specs.model import ModelSpec
+
+            config = config_of(ModelSpec.preset(options.model))
         with progress("planning the model"):
             from rtp_ext.convert import command
 
-            text = command.explained(options)
+            text = command.explained(config, options)
     except (ImportError, OSError, ValueError) as error:
         return _failed(parser, in_words(error))
     print(text)
@@ -243,15 +250,18 @@ def _parser() -> Parser:
         description="Print how fully_rotate converts every parameter of a model of the transformers package: its "
         "movement, route and dtypes, and the bytes that a rank sends. No weights, GPU or other ranks are needed.",
     )
-    explained.add_argument("--hf-config", required=True, metavar="FILE", help="a config.json, or its directory")
+    source = explained.add_mutually_exclusive_group(required=True)
+    source.add_argument("--hf-config", metavar="FILE", help="a config.json, or its directory")
+    source.add_argument("--model", metavar="NAME", help="a model that plan knows, such as llama-3-8b")
     explained.add_argument("--ranks", type=_at_least_one, required=True, metavar="R", help="size of the ring")
     explained.add_argument(
         "--rank", type=int, default=0, metavar="N", help="count the bytes of rank N; default: %(default)s"
     )
     explained.add_argument("--json", action="store_true", help=_JSON)
     explained.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
-    explained.add_argument("--param-dtype", choices=_DTYPES, help="compute dtype; default: that of the parameters")
-    explained.add_argument("--reduce-dtype", choices=_DTYPES, help="dtype in which gradients travel; default: float32")
+    dtypes: dict[str, Any] = {"type": dtype_name, "choices": tuple(DTYPES.values())}
+    explained.add_argument("--param-dtype", **dtypes, help="compute dtype; default: that of the configuration")
+    explained.add_argument("--reduce-dtype", **dtypes, help="dtype in which gradients travel; default: float32")
     explained.add_argument("--travel", choices=("bfloat16", "int8"), help="dtype in which weights travel")
     explained.add_argument("--route", choices=("auto", "ring", "direct", "gather"), default="auto")
     explained.add_argument("--gradient-route", choices=("auto", "chain", "direct"), default="auto")

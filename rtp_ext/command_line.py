@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
 PROGRAM = "rtp-ext"
 SHELLS = ("bash", "zsh")
 WIDTH = 100  # columns of a terminal, which no line exceeds unless one word does
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # either name of a dtype is understood
 PATIENCE = 2.0  # seconds without a sign of progress
 
 
@@ -50,6 +52,27 @@ def in_words(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"expected JSON, got other text ({error.msg}, line {error.lineno})"
     return " ".join(str(error).split())
+
+
+def dtype_name(text: str) -> str:
+    """Returns torch's name of a dtype that may have its short one."""
+    return DTYPES.get(text, text)
+
+
+def short_dtype_name(text: str) -> str:
+    return next((short for short, name in DTYPES.items() if name == text), text)
+
+
+def read_json(path: str | Path, what: str) -> dict[str, Any]:
+    """Reads a JSON object from a file. Raises ValueError for an unreadable file, another JSON value, and nesting that
+    the interpreter cannot follow."""
+    try:
+        settings = json.loads(Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{what} {path}: {in_words(error).removeprefix(f'{path}: ')}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{what} {path}: expected a JSON object, got {type(settings).__name__}")
+    return settings
 
 
 def wrapped(text: str, first: str = "", then: str = "  ") -> list[str]:

@@ -374,6 +374,11 @@ def test_verdicts():
     harmful = bench.verdict(TINY, found({8: 1.7}))
     assert "no communication is hidden" in harmful
     assert "100% of what can be hidden" in bench.verdict(TINY, found({8: 0.99}))
+    more_than_there_is = {8: Times(100.0, 100.0, 50.0, 20.0, 150.0, 100.0)}  # e_hide 2.6
+    for layers, noise in ((more_than_there_is, 0.5), (found({8: 1.7})["layers"], 40.0)):
+        each = {**found({8: 1.0}), "layers": layers, "noise": {8: noise}, "backend": "gloo"}
+        assert "cannot be told" in bench.verdict(TINY, each) and "cannot tell" in bench.table(TINY, each)
+        assert "%" not in bench.table(TINY, each)
     for noise, free in ((60.0, False), (20.0, False), (4.0, True)):
         said = bench.verdict(TINY, found({8: 1.0}, noise=noise))
         assert ("cannot be told" in said) == (not free) and ("Rotation is free" in said) == free, said

@@ -163,7 +163,14 @@ def test_what_is_no_record_is_refused(tmp_path, capsys, monkeypatch):
     assert found.posted == {"weight": 1, "gradient": 0} and found.of("hop")[0].bytes == 12
     (tmp_path / "short").write_bytes(path.read_bytes()[:2000])
     (tmp_path / "other").write_bytes(b"text" * 1000)
+    fields = list(record._HEADER.unpack_from(path.read_bytes()))
+    for name, place, value in (("crowd", 7, 2**31 - 1), ("terminal", -1, b"\x1b[2J\x07said")):
+        changed = [*fields]
+        changed[place] = value
+        (tmp_path / name).write_bytes(record._HEADER.pack(*changed) + path.read_bytes()[record._HEADER.size :])
+    assert record.read(tmp_path / "terminal").reason == "\ufffd[2J\ufffdsaid"
     for files, message in (
+        ([tmp_path / "crowd"], "expected a rank of at most 1048576 ranks, got rank 0 of 2147483647"),
         ([tmp_path / "short"], "of this version's layout, got 2000"),
         ([tmp_path / "other"], "expected a record of a ring"),
         ([path, path], "expected one record of a rank"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,19 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from rtp_ext.command_line import in_words
+from rtp_ext.command_line import read_json
 from rtp_ext.convert.explain import explain
 
+_MOST = 1 << 14  # layers or experts of a model: the meta device, too, makes each of them
 
-def explained(options: argparse.Namespace) -> str:
-    """Returns the plan, as text or as JSON.
+
+def explained(config: str | Mapping[str, Any], options: argparse.Namespace) -> str:
+    """Returns the plan of a configuration, of a file or a dictionary, as text or as JSON.
 
     Raises ImportError without the transformers package, OSError where the configuration cannot be read, and ValueError
     where it names no model, or `fully_rotate` would refuse it.
     """
-    model = model_of(options.hf_config)
+    model = model_from(config, "configuration") if isinstance(config, Mapping) else model_of(config)
     if options.frozen is not None:
         model.requires_grad_(False)
     dtypes = {
@@ -52,16 +55,24 @@ def model_of(path: str) -> nn.Module:
     """Returns the model of a configuration, on the meta device. `path`: a config.json, or its directory."""
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
-    try:
-        values: Any = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: {in_words(error).removeprefix(f'{file}: ')}") from error
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise ValueError(f"{file}: expected a configuration of the transformers package, got no model_type")
+    return model_from(read_json(file, "configuration"), f"configuration {file}")
+
+
+def model_from(values: Mapping[str, Any], owner: str) -> nn.Module:
+    """Returns the model that a configuration of the transformers package describes, on the meta device, in its dtype.
+    Raises ValueError for a configuration of anything else, ImportError without the package."""
+    if "model_type" not in values:
+        raise ValueError(f"{owner}: expected a configuration of the transformers package, got no model_type")
+    for key, value in values.items():
+        if ("layer" in key or "expert" in key) and isinstance(value, int) and value > _MOST:
+            raise ValueError(f"{owner}: expected {key} of at most {_MOST}, got {value}")
     import transformers
 
     config = transformers.AutoConfig.for_model(**values)
     names = values.get("architectures") or []
-    cls: Any = getattr(transformers, names[0], None) if names else None
+    cls: Any = getattr(transformers, str(names[0]), None) if names else None
+    if cls is not None and not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+        raise ValueError(f"{owner}: expected the class of a model in architectures, got {names[0]!r}")
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config) if cls is None else cls(config)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config) if cls is None else cls(config)
+    return model.to(config.dtype) if config.dtype is not None else model

@@ -302,7 +302,8 @@ def table(plan: Plan, found: dict[str, Any]) -> str:
     lines.append("".join(f"{name:>13}" for name in names))
     for tokens, times in found["layers"].items():
         said = metrics(times, one_stream=False)
-        hidden = "-" if said["e_hide"] is None else f"{said['e_hide']:.0%}"
+        e_hide = _hidden(times, found["noise"][tokens])
+        hidden = "-" if said["e_hide"] is None else "cannot tell" if e_hide is None else f"{e_hide:.0%}"
         microseconds = (times.t_g1, times.t_gr, times.t_c, times.t_ov, times.t_base)
         cells = [str(tokens), *(f"{value / 1e3:.3f}" for value in microseconds), hidden]
         lines.append("".join(f"{cell:>13}" for cell in [*cells, f"{_exposed(times):.3f}", f"{_cost(times):.2f}"]))
@@ -347,6 +348,15 @@ def _distinguishable(times: Times, noise: float) -> bool:
     return noise <= abs(times.t_ov - FREE * times.t_g1)
 
 
+def _hidden(times: Times, noise: float) -> float | None:
+    """Returns the hidden share of the hops, at most 1; None where a noise of `noise` microseconds exceeds it: the
+    smaller of products and hops is not well above the noise, or more seems hidden than there is."""
+    e_hide = metrics(times, one_stream=False)["e_hide"]
+    if e_hide is None or NOISE * noise >= min(times.t_c, times.t_gr) or e_hide > 1 + 1 / NOISE:
+        return None
+    return min(e_hide, 1.0)
+
+
 def free_from(layers: dict[int, Times], noise: dict[int, float]) -> int | None:
     """Returns the smallest measured number of tokens from which on rotation is free; None if it never is."""
     first = None
@@ -361,14 +371,14 @@ def verdict(plan: Plan, found: dict[str, Any]) -> str:
     """Returns one paragraph: hidden and exposed communication, and the number of tokens from which rotation is free."""
     most = max(found["layers"])
     times = found["layers"][most]
-    e_hide = metrics(times, one_stream=False)["e_hide"]
+    e_hide = _hidden(times, found["noise"][most])
     noise, rotated = found["noise"][most] / 1e3, times.t_ov / 1e3
     text = f"verdict: at {most} tokens "
-    if e_hide is None or times.t_c / 1e3 <= NOISE * noise:
+    if e_hide is None:
         text += f"the hops alone take {times.t_c / 1e3:.2f} ms and a rotation {rotated:.2f} ms, but times varied by "
         text += f"{noise:.2f} ms: the hidden share cannot be told. "
     else:
-        hidden = f"{min(e_hide, 1.0):.0%} of what can be hidden of the" if e_hide > 0 else "no"
+        hidden = f"{e_hide:.0%} of what can be hidden of the" if e_hide > 0 else "no"
         exposed = max(0.0, _exposed(times))
         text += f"{hidden} communication is hidden; {exposed:.2f} ms of {rotated:.2f} ms are exposed. "
     first = free_from(found["layers"], found["noise"])

@@ -22,6 +22,7 @@ _MAGIC = b"RTPREC01"
 _KINDS = ("pass", "compute", "hop", "wait", "collective")
 _CHANNELS = ("weight", "gradient")
 _COMPUTES = ("forward", "dgrad", "wgrad", "copy")
+_MOST_RANKS = 1 << 20  # of a ring; more are no record of one
 LATE = 1e-3  # seconds; shorter delays are not reported
 
 Hop = tuple[str, int]  # the channel, and the number of earlier hops of it
@@ -103,6 +104,8 @@ def read(path: str | Path) -> Record:
     whole = size + names * name_bytes + entries * entry_bytes
     if size != _HEADER.size or entry_bytes != _ENTRY.size or len(data) != whole:
         raise ValueError(f"{path}: expected {whole} bytes of this version's layout, got {len(data)}")
+    if not 0 <= rank < ranks <= _MOST_RANKS:
+        raise ValueError(f"{path}: expected a rank of at most {_MOST_RANKS} ranks, got rank {rank} of {ranks}")
     ring, transport, host, reason = (_text(each) for each in texts)
     known = [_text(data[size + n * name_bytes : size + (n + 1) * name_bytes]) for n in range(names)]
     events = []
@@ -127,7 +130,9 @@ def read(path: str | Path) -> Record:
 
 
 def _text(raw: bytes) -> str:
-    return raw.split(b"\0", 1)[0].decode(errors="replace")
+    """Returns a text of a record in characters that a terminal prints as they are."""
+    text = raw.split(b"\0", 1)[0].decode(errors="replace")
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def rings(paths: Iterable[str | Path]) -> list[dict[int, Record]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rtp_ext._native import shard_sizes
+from rtp_ext.command_line import read_json
 from rtp_ext.parameters.frozen import load_plain
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring.inference import end_left_forwards
@@ -139,8 +139,8 @@ def _names_of(path: Path) -> dict[str, Path]:
 
 def _names_of_index(path: Path) -> dict[str, Path]:
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-    except (ValueError, TypeError, KeyError) as error:
+        weight_map = read_json(path, "index")["weight_map"]
+    except (ValueError, KeyError) as error:
         raise ValueError(f"load_safetensors: expected an index with a weight_map, got {path}: {error!r}") from error
     if not isinstance(weight_map, dict):
         raise ValueError(

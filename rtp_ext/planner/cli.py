@@ -97,8 +97,8 @@ def add_arguments(parser: Parser) -> None:
     plan.add_argument("--schedule", choices=SCHEDULES)
     plan.add_argument("--recompute", choices=RECOMPUTE)
     plan.add_argument("--bundle", choices=tuple(_BUNDLE))
-    plan.add_argument("--param-dtype", choices=tuple(DTYPE_BYTES))
-    plan.add_argument("--reduce-dtype", choices=tuple(DTYPE_BYTES))
+    for dtype in ("--param-dtype", "--reduce-dtype"):
+        plan.add_argument(dtype, type=command_line.short_dtype_name, choices=tuple(DTYPE_BYTES))
     plan.add_argument("--optimizer", choices=tuple(OPTIMIZER_MOMENTS))
     plan.add_argument("--stack", choices=STACKS, help="software stack whose allocations are predicted")
     plan.add_argument("--loss", choices=LOSSES)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtp_ext.command_line import did_you_mean
+from rtp_ext.command_line import did_you_mean, read_json
 from rtp_ext.gpu_rates import LINKS, data_sheet, link_bytes_per_second
 from rtp_ext.planner.constants import check_at_least, check_known, constants
-from rtp_ext.planner.specs.model import read_json
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtp_ext.command_line import in_words
+from rtp_ext.command_line import read_json
 from rtp_ext.planner.constants import check_at_least, check_known, constants
+from rtp_ext.planner.specs.hugging_face import spec_of
 
 FAMILIES = ("gpt", "llama")
 _GPT_VOCAB, _LLAMA_VOCAB, _SEQ = 50257, 32000, 2048
@@ -178,11 +178,14 @@ class ModelSpec:
     def from_hf_config(cls, config: str | Path | Mapping[str, Any], *, seq: int | None = None) -> ModelSpec:
         """Reads a Hugging Face configuration: a dictionary, a config.json, or the directory that contains it.
 
-        Supports the model types gpt2, llama, mistral, mixtral, qwen2 and qwen3. `seq`: tokens of a sample; default: the
-        longest that the configuration allows.
+        The sizes of gpt2, llama, mistral, mixtral, qwen2 and qwen3 are read; other causal models are made on the meta
+        device, which needs torch and the transformers package, and their layers averaged
+        (`rtp_ext.planner.specs.hugging_face`). `seq`: tokens of a sample; default: the longest that the configuration
+        allows.
 
         Raises:
-            ValueError: another model type, a missing size, or a file that is not a configuration.
+            ImportError: the transformers package is missing, for a model type that needs it.
+            ValueError: an unknown model type, a missing size, or a file that is not a configuration.
         """
         settings, name = _read_config(config)
         kind = settings.get("model_type", "gpt2" if "n_embd" in settings else "llama")
@@ -205,7 +208,8 @@ class ModelSpec:
                 ffn=settings.get("n_inner"),
                 tied=settings.get("tie_word_embeddings", True),
             )
-        check_known(f"model_type of {owner}", kind, ("gpt2", *_LLAMA_TYPES))
+        if kind not in _LLAMA_TYPES:
+            return spec_of(cls, settings, name, seq)
         options: dict[str, Any] = dict(_LLAMA_TYPES[kind])
         if settings.get("attention_bias"):
             options |= {"qkv_bias": True, "projection_bias": True}
@@ -321,14 +325,3 @@ def _read_config(config: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, A
         path = path / "config.json"
     settings = read_json(path, "configuration")
     return settings, path.parent.name or path.name
-
-
-def read_json(path: str | Path, what: str) -> dict[str, Any]:
-    """Reads a JSON object from a file. Raises ValueError for an unreadable file or another JSON value."""
-    try:
-        settings = json.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{what} {path}: {in_words(error).removeprefix(f'{path}: ')}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{what} {path}: expected a JSON object, got {type(settings).__name__}")
-    return settings
