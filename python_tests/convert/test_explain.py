@@ -365,7 +365,9 @@ def test_without_other_ranks(capsys, tmp_path):
     assert main(["explain", "--hf-config", str(tmp_path / "nothing"), "--ranks", "2"]) == 1
     assert main(["explain", "--model", "gpt-3-small", "--ranks", "2", "--param-dtype", "bf16", "--json"]) == 0
     shapes = {each["name"]: each["shape"] for each in json.loads(capsys.readouterr().out)["parameters"]}
-    assert shapes["transformer.h.11.mlp.c_fc.weight"] == [768, 3072] and "transformer.h.12.mlp.c_fc.weight" not in shapes
+    assert (
+        shapes["transformer.h.11.mlp.c_fc.weight"] == [768, 3072] and "transformer.h.12.mlp.c_fc.weight" not in shapes
+    )
     for wrong in ({"ranks": 2, "rank": 2}, {"ranks": 0}, {"ranks": 2, "dims": RotationDims()}, {"rank": 1}):
         with pytest.raises(ValueError, match="explain: expected"):
             rtp_ext.explain(model, **wrong)
