@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rtp_ext._native import RingTimeout
+from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext.ring.links.failure_report import FailureReport, broken_links, cut
 from rtp_ext.ring.links.groups import all_gather_single, destroy, make_group
 from rtp_ext.ring.links.hosts import Hosts
@@ -176,6 +176,17 @@ class Communicator:
             error.args = (str(error) + self.executor.fail(str(error)),)
         self.abandon(error, suspects, near, ended)
 
+    @contextlib.contextmanager
+    def ended_by_errors(self, operation: str) -> Iterator[None]:
+        """Ends the ring, and so the waits of other ranks, where the body, a part of a collective, raises an error of
+        this rank alone."""
+        try:
+            yield
+        except BaseException as error:
+            if self.executor is None or self.executor.alive:
+                self.end(RotationError(f"{operation}: {type(error).__name__}: {error}"))
+            raise
+
     def _open_groups(self) -> list[dist.ProcessGroup]:
         """Returns the process groups that close with this communicator."""
         if self.world is None or self.world is not dist.group.WORLD or os.getpid() != self._owner:
@@ -185,14 +196,16 @@ class Communicator:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def collectively(self, operation: str, post: Callable[..., Any], *tensors: Any, group: Any) -> None:
-        """Runs `post`, a torch.distributed collective. A failure that the process group reports fails the ring; an
-        error before the collective is posted does not."""
+        """Runs `post`, a torch.distributed collective. A failure that the process group reports fails the ring, and so
+        does a rank that does not answer within the timeout; an error before the collective is posted does not.
+
+        group: one of the ring, or of other ranks."""
         start, posted = time.monotonic(), False
         recorded = 0 if self.executor is None else self.executor.begin_collective(operation)
         try:
             work = post(*tensors, group=group, async_op=True)
             posted = True
-            work.wait()
+            work.wait() if group in self._groups else work.wait(self.timeout)
         except RuntimeError as error:
             if not posted and not isinstance(error, dist.DistError):
                 raise
