@@ -346,8 +346,11 @@ class InferenceRing(Ring):
         Over `shm` other ranks go on: their mappings keep the shards of this one. Over `tcp` their next pull from this
         rank is an error, and over `shm+tcp` that of a rank of another host. Over `ce` it is collective, since copies
         from memory that its owner has freed cannot be made errors; where another rank does not close within the
-        timeout, the memory of the shards is kept until the process ends.
+        timeout, the memory of the shards is kept until the process ends. Does nothing in a process that was forked from
+        the ring's.
         """
+        if self.communicator.forked:
+            return
         source, self._source = self._source, None
         over = source is not None and self._all_close()
         super().close()

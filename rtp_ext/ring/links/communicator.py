@@ -120,6 +120,11 @@ class Communicator:
         """Whether one process is the whole ring, emulated or not."""
         return self.world is None or self.size == 1
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from that of the rank, and is no rank."""
+        return os.getpid() != self._owner
+
     # -- liveness ----------------------------------------------------------------------------------------------------
 
     @property
@@ -154,7 +159,7 @@ class Communicator:
         cut(groups)
         self.drop_groups()
         # A forked process is no rank, and shares its parent's connection to the store.
-        if self.failure_report is None or self.world is not dist.group.WORLD or os.getpid() != self._owner:
+        if self.failure_report is None or self.world is not dist.group.WORLD or self.forked:
             return
         note: str = "" if self.executor is None else self.executor.fail("")
         text = str(error).removesuffix(note)
@@ -189,7 +194,7 @@ class Communicator:
 
     def _open_groups(self) -> list[dist.ProcessGroup]:
         """Returns the process groups that close with this communicator."""
-        if self.world is None or self.world is not dist.group.WORLD or os.getpid() != self._owner:
+        if self.world is None or self.world is not dist.group.WORLD or self.forked:
             return []
         return [*self._groups, *(group for companion in self.companions for group in companion._open_groups())]
 
