@@ -107,6 +107,7 @@ def reads_chosen_experts(rank, ranks):
         assert (slots.peak_slots, slots.bytes) == (1, one * experts // ranks), "control: its shard was pulled"
         touched = mapped("Rss", "r--s") - before
         assert 0.9 * one <= touched <= 1.2 * one, f"control: {touched} bytes of one expert of {one}"
+    rtp_ext.ring_of(pulling).exchange("no rank pulls any more")
 
 
 def test_experts_without_tokens_are_not_read():
