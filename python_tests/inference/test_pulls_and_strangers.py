@@ -65,7 +65,7 @@ def changed_in_transit(rank, ranks):
             link.swaps = swaps and rank == 1
             ring.exchange("the link is set")
             if rank == 0 and swaps:
-                with pytest.raises(rtp_ext.RotationError, match="from rank 1 .* is not what it sent: expected the check"):
+                with pytest.raises(rtp_ext.RotationError, match=r"from rank 1 .* not what it sent: expected the"):
                     logits(model, "small", rank, 0)
             elif rank == 0:
                 assert_same(logits(model, "small", rank, 0), logits(plain, "small", rank, 0), 1e-12, "as sent")
@@ -111,7 +111,10 @@ def replaced(rank, ranks):
         threading.Thread(target=answer, daemon=True).start()
         for _ in range(3):
             start = time.monotonic()
-            with torch.no_grad(), pytest.raises(rtp_ext.RotationError, match="from rank 1 of .* its process has ended"):
+            with (
+                torch.no_grad(),
+                pytest.raises(rtp_ext.RotationError, match=r"from rank 1 of .*: its process has ended"),
+            ):
                 logits(model, "small", rank, 0)
             assert time.monotonic() - start < 3.0
         assert not visits, "a rank that has ended is not asked again"

@@ -241,14 +241,14 @@ class InferenceRing(Ring):
         try:
             source = self._make_source(sizes, len(offsets), host, unique)
             address = source.address()
-        except RotationError as error:
+        except Exception as error:  # memory may be missing, too
             problem = str(error)
         self._refuse(problem)
         assert source is not None, "no problem"
         addresses, all_offsets = zip(*self.exchange((address, offsets)), strict=True)
         try:
             source.connect(addresses, sizes, all_offsets)
-        except RotationError as error:
+        except Exception as error:  # memory may be missing, too
             problem = str(error)
         self._refuse(problem)
         moved: list[Any] = []
