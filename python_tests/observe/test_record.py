@@ -216,7 +216,7 @@ def test_a_record_follows_nothing_that_others_put_in_its_place(tmp_path, monkeyp
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))  # as a disk that is full
     try:
-        with pytest.raises(RuntimeError, match="cannot write .*File too large"):
+        with pytest.raises(OSError, match=r"cannot write .*File too large"):
             ring.record()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

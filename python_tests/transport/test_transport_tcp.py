@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 import signal
 import socket
 import struct
@@ -228,6 +229,30 @@ def test_who_answers_has_to_know_the_key():
         errors = _rotations(executors, threads, [[5, 5], [5, 5]])
         assert "it does not know the key" in str(errors[1]), errors
         assert isinstance(errors[0], RotationError)
+
+
+def test_a_listener_without_descriptors_waits_for_one():
+    told = []
+    with two_ranks(between=told.extend) as (executors, threads):
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        stranger = socket.socket()
+        taken, used = [stranger.fileno()], max(map(int, os.listdir("/proc/self/fd")))
+        while taken[-1] < used:  # no gaps
+            taken.append(os.dup(taken[0]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, before[1]))
+        try:
+            host, port, *_ = told[0].split()
+            stranger.connect((host, int(port)))
+            cpu = time.process_time()
+            time.sleep(0.5)
+            assert time.process_time() - cpu < 0.25, "it does not spin"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for each in taken[1:]:
+                os.close(each)
+        for rank, seen in enumerate(_rotations(executors, threads, [[5, 5], [5, 5]])):
+            assert [int(view[0]) for (view,) in seen] == [rank + 1, 2 - rank], "connections come in again"
+        stranger.close()
 
 
 def test_addresses(monkeypatch):

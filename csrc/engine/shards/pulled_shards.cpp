@@ -195,7 +195,9 @@ void PulledShards::receive(const Task& task, const std::function<void(size_t)>& 
     for (size_t index = 0; index < requests.size(); ++index) {
       const iovec& data = buffers[2 * index + 1];
       const Answer &got = answers[index], sent{requests[index], crc32c(data.iov_base, data.iov_len)};
-      if (got.of != sent.of) throw RotationError(concat("expected ", sent.of.bytes, " bytes, got ", got.of.bytes));
+      if (got.of != sent.of)
+        throw RotationError(
+            concat("the answer to another request: expected ", sent.of.bytes, " bytes, got ", got.of.bytes));
       if (got.checksum != sent.checksum) {
         throw RotationError(concat("what arrived is not what it sent: expected the checksum ", std::hex, got.checksum,
                                    ", got ", sent.checksum));

@@ -17,8 +17,8 @@
 
 namespace rtp {
 
-// One connection to every other rank, made by the first pull from it, and one thread for every rank that pulls from this
-// one. A thread of this rank runs its pulls. Where the next pull is from the same owner, it is asked for while the
+// One connection to every other rank, made by the first pull from it, and one thread for every rank that pulls from
+// this one. A thread of this rank runs its pulls. Where the next pull is from the same owner, it is asked for while the
 // running one arrives, so that the owner sends without a pause. A pull fails with RotationError that names the owner if
 // the owner has ended or what arrives is not what it sent, and with RingTimeout if it sends nothing for the timeout.
 class PulledShards : public HostShards {
@@ -73,8 +73,8 @@ class PulledShards : public HostShards {
   const std::chrono::milliseconds timeout_;
   Socket interrupt_;
   Peers peers_;
-  std::vector<Owner> owners_;  // by rank; requests and ends of connections need the mutex
-  std::mutex mutex_;           // guards what follows
+  std::vector<Owner> owners_;                  // by rank; requests and ends of connections need the mutex
+  std::mutex mutex_;                           // guards what follows
   std::deque<std::shared_ptr<Queued>> queue_;  // the first one is running or will be next
   std::condition_variable queued_, ended_;
   bool closing_ = false;

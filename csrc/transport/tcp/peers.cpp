@@ -19,10 +19,10 @@ using Clock = std::chrono::steady_clock;
 
 constexpr uint64_t kHelloMagic = 0x32706374'70747230;  // identifies this protocol and the byte order
 constexpr uint32_t kNotices = 2;  // purpose of a connection; smaller values are the channel of its hops or pulls
-constexpr auto kJoining = std::chrono::seconds(20);         // maximum time to connect to all ranks
-constexpr auto kPatience = std::chrono::seconds(10);        // limit for a connection without a proof
-constexpr size_t kMostPending = 64;                        // connections without a proof, besides those of ranks
-constexpr auto kGrace = std::chrono::seconds(1);            // limit for one that arrives after the notice of its end
+constexpr auto kJoining = std::chrono::seconds(20);            // maximum time to connect to all ranks
+constexpr auto kPatience = std::chrono::seconds(10);           // limit for a connection without a proof
+constexpr size_t kMostPending = 64;                            // connections without a proof, besides those of ranks
+constexpr auto kGrace = std::chrono::seconds(1);               // limit for one that arrives after the notice of its end
 constexpr auto kNoResources = std::chrono::milliseconds(100);  // pause of the listener without descriptors
 
 uint64_t draw() {
@@ -74,9 +74,7 @@ Peers::Peers(int rank, int ranks, const std::string& host, std::function<void(co
 
 Peers::~Peers() { leave(); }
 
-std::string Peers::address() const {
-  return concat(host_, " ", port_of(listener_), " ", key_[0], " ", key_[1]);
-}
+std::string Peers::address() const { return concat(host_, " ", port_of(listener_), " ", key_[0], " ", key_[1]); }
 
 void Peers::join(const std::vector<std::string>& addresses, std::chrono::milliseconds timeout) {
   timeout = std::min<std::chrono::milliseconds>(timeout / 2, kJoining);
@@ -106,8 +104,8 @@ void Peers::join(const std::vector<std::string>& addresses, std::chrono::millise
     changed_.wait_until(lock, deadline, [&] { return state != PeerState::awaited || !problem_.empty(); });
     if (!problem_.empty()) throw RotationError(concat("transport tcp: ", problem_));
     if (state == PeerState::awaited) {
-      throw RotationError(concat("transport tcp: ", describe(rank), " did not join (waited ", timeout.count() / 1000.0,
-                                 " s)"));
+      throw RotationError(
+          concat("transport tcp: ", describe(rank), " did not join (waited ", timeout.count() / 1000.0, " s)"));
     }
     if (state == PeerState::gone) {
       throw RotationError(concat("transport tcp: ", describe(rank), " refused to let rank ", rank_, " in"));

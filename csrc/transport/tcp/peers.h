@@ -44,11 +44,11 @@ class Peers {
   // Throws RotationError that names an unreachable rank.
   void join(const std::vector<std::string>& addresses, std::chrono::milliseconds timeout);
 
-  // Opens this rank's connection of a channel to `peer`. Throws ConnectionError if the peer has left or is none, Stopped
-  // if `stop` is raised, and RingTimeout.
+  // Opens this rank's connection of a channel to `peer`. Throws ConnectionError if the peer has left or is none,
+  // Stopped if `stop` is raised, and RingTimeout.
   Socket connect(int peer, Channel channel, const Socket& stop, std::chrono::milliseconds timeout);
-  // Returns the newest connection of a channel that `peer` has opened, once each. Throws ConnectionError if the peer has
-  // left, and Stopped if this rank leaves.
+  // Returns the newest connection of a channel that `peer` has opened, once each. Throws ConnectionError if the peer
+  // has left, and Stopped if this rank leaves.
   Socket accept(int peer, Channel channel);
   // Throws ConnectionError if the peer accepts no more hops.
   void check(int peer);

@@ -49,8 +49,8 @@ std::string address_toward(const std::string& host);
 
 Socket listen_at(const std::string& host, int backlog);
 int port_of(const Socket& listener);
-// Returns the next pending connection of `listener`, which sends without delay; an empty socket if there is none. Throws
-// ConnectionError if this process has no descriptors or memory for another one.
+// Returns the next pending connection of `listener`, which sends without delay; an empty socket if there is none.
+// Throws ConnectionError if this process has no descriptors or memory for another one.
 Socket accept_at(const Socket& listener);
 
 // An event for waits, which stays raised until it is lowered.

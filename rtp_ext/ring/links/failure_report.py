@@ -77,7 +77,7 @@ class FailureReport:
         if problem is not None:
             with contextlib.suppress(RuntimeError):  # a store in a file needs a descriptor; others miss this rank then
                 self._store.set(f"{_HERE}{self.me}", problem)
-            raise RotationError(f"Ring: {problem}")
+            raise RotationError(f"Ring: it cannot be made here: {problem}")
         self._store.set(f"{_HERE}{self.me}", "")
         keys = [f"{_HERE}{rank}" for rank in members]
         try:
@@ -90,7 +90,7 @@ class FailureReport:
             ) from error
         for rank, text in zip(members, self._store.multi_get(keys), strict=True):
             if text:
-                raise RotationError(f"Ring: on global rank {rank}, {text.decode()}")
+                raise RotationError(f"Ring: it cannot be made on global rank {rank}: {text.decode()}")
 
     def add_processes(self, ranks: Sequence[int], processes: Sequence[Process | None], hosts: Sequence[int]) -> None:
         """Adds the processes of those `ranks` that are on the host of this rank to `neighbours`."""
