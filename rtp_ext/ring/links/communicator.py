@@ -189,7 +189,7 @@ class Communicator:
             yield
         except BaseException as error:
             if self.executor is None or self.executor.alive:
-                self.end(RotationError(f"{operation}: {type(error).__name__}: {error}"))
+                self.end(RotationError(f"{operation}: this rank failed: {type(error).__name__}: {error}"))
             raise
 
     def _open_groups(self) -> list[dist.ProcessGroup]:
