@@ -116,12 +116,16 @@ def within_and_left(rank, ranks):
         update()
     assert refused == [True]
 
-    def running():
+    def running(call):
         yield from version(3)
-        model(x)
+        call()
 
     with pytest.raises(rtp_ext.RotationError, match="a forward within update_weights"):
-        rtp_ext.update_weights(model, running())
+        rtp_ext.update_weights(model, running(lambda: model(x)))
+    with pytest.raises(rtp_ext.RotationError, match="an update within update_weights"):
+        rtp_ext.update_weights(model, running(lambda: rtp_ext.update_weights(model, version(1))))
+    with pytest.raises(rtp_ext.RotationError, match="partly new, update_weights again"):
+        model(x)
 
     def leaves():  # SystemExit and KeyboardInterrupt run no hook
         handle = model[1].register_forward_hook(lambda *_: exit())

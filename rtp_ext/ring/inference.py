@@ -90,16 +90,20 @@ class _Gate:
     def enter(self, outermost: bool) -> _Running:
         """Waits until no change is under way. `outermost`: a forward; otherwise one pass, which a running forward of
         another thread may wait for."""
+        self.expect_outside("a forward")
         with self._changed:
             while self._writer is not None and (outermost or not self._forwards):
-                if self._writer == threading.get_ident():
-                    raise RotationError("a forward within update_weights, whose weights are partly new: expected none")
                 self._changed.wait()
             if self.partly_new:
                 raise RotationError(f"the weights are partly new, update_weights again: {self.partly_new}")
             running = _Running()
             (self._forwards if outermost else self._passes).add(running)
             return running
+
+    def expect_outside(self, what: str) -> None:
+        """Raises RotationError in the thread that changes the weights."""
+        if self._writer == threading.get_ident():
+            raise RotationError(f"{what} within update_weights, whose weights are partly new: expected none")
 
     def leave(self, running: _Running) -> None:
         with self._changed:
@@ -120,9 +124,11 @@ class _Gate:
                 self._changed.wait(_POLL)  # the end of a thread notifies nothing
 
     def open(self) -> None:
+        """Lets forwards run, if this thread has closed the gate."""
         with self._changed:
-            self._writer = None
-            self._changed.notify_all()
+            if self._writer == threading.get_ident():
+                self._writer = None
+                self._changed.notify_all()
 
 
 class _Forwards(Agreement):
@@ -295,8 +301,9 @@ class InferenceRing(Ring):
         """Ends the phase that `begin_forward` started. Drops the shards that were pulled ahead, and those that other
         ranks of the host may take: they may change."""
         try:
-            with self._op_runner.turn:
-                self.communicator.executor.end_forward()
+            if self.alive:  # in a forked process no thread may be there to wait for
+                with self._op_runner.turn:
+                    self.communicator.executor.end_forward()
         finally:
             self.agreement.end_forward()
 
@@ -304,6 +311,7 @@ class InferenceRing(Ring):
     def updating(self) -> Iterator[None]:
         """Has no forward of this rank run within the body, which changes weights, and compares with the other ranks at
         its begin and its end. Where it is interrupted, the ring ends, since other ranks wait in a comparison."""
+        self.agreement.gate.expect_outside("an update")
         self.end_forward()  # of this thread, which KeyboardInterrupt may have left
         try:
             self.agreement.gate.close(self.timeout.total_seconds())
