@@ -155,7 +155,7 @@ def within_and_left(rank, ranks):
     start = time.monotonic()
     with pytest.raises(rtp_ext.RingTimeout, match="a forward of this rank did not end" if rank == 0 else "exchange"):
         rtp_ext.update_weights(model, version(5))
-    assert time.monotonic() - start < TIMEOUT + 1.5
+    assert time.monotonic() - start < TIMEOUT + 5.0
     over.set()
     assert not ring.alive
     if rank == 0:
@@ -196,8 +196,9 @@ def fails_on_one_rank(rank, ranks, streams):
     """An error of any kind on one rank, in the middle of a tensor that travels, is an error on all within the timeout,
     whatever that of the group of the source is."""
     plain = make_model()
-    training = rtp_ext.fully_rotate(copy.deepcopy(plain), bundle=False, timeout=TIMEOUT)
-    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=TIMEOUT)
+    timeouts = (TIMEOUT, 30.0) if streams else (30.0, TIMEOUT)  # of the ring that broadcasts, and of the other one
+    training = rtp_ext.fully_rotate(copy.deepcopy(plain), bundle=False, timeout=timeouts[0])
+    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=timeouts[1])
     if rank == 1:
         broadcast, calls = dist.broadcast, []
 
@@ -212,7 +213,7 @@ def fails_on_one_rank(rank, ranks, streams):
     source = rtp_ext.stream_weights(training) if streams else training
     with pytest.raises(OSError if rank == 1 else rtp_ext.RingTimeout, match="planted"):
         rtp_ext.update_weights(model, source)
-    assert time.monotonic() - start < TIMEOUT + 2.0
+    assert time.monotonic() - start < TIMEOUT + 5.0, "far below the other timeouts"
 
 
 @pytest.mark.parametrize("streams", [False, True])
