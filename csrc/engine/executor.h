@@ -112,9 +112,12 @@ class Executor {
  private:
   friend class Execution;
 
-  // Returns whether this process was forked from the owner. The transport's threads do not exist in a forked process,
-  // and its memory and connections belong to the owner.
-  bool forked() const { return getpid() != owner_ && !transport_->loopback(); }
+  // Returns whether this process was forked from the owner. The threads of the transport and of the source of shards do
+  // not exist in a forked process, and their memory and connections belong to the owner.
+  bool forked() const {
+    const ShardSource* source = pulls_.source();
+    return getpid() != owner_ && (source != nullptr ? !source->survives_fork() : !transport_->loopback());
+  }
   // Runs `action`; an error of the transport marks the ring as failed and is rethrown.
   template <typename Action>
   void or_fail(Action&& action) {

@@ -261,12 +261,18 @@ bool Recorder::write(const char* reason) const noexcept {
   std::strncpy(header.transport, place_.transport.c_str(), sizeof header.transport - 1);
   std::strncpy(header.host, place_.host.c_str(), sizeof header.host - 1);
   std::strncpy(header.reason, reason, sizeof header.reason - 1);
-  const int file = open(partial_, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  unlink(partial_);  // what lies there may be of others: a link, a pipe, a file that they can read
+  const int file = open(partial_, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
   if (file < 0) return false;
   bool good = write_all(file, &header, sizeof header) && write_all(file, names_.get(), kNames * kNameBytes) &&
               write_all(file, entries_.get(), kEntries * sizeof(Entry));
   good = close(file) == 0 && good;
   good = good && rename(partial_, path_) == 0;
+  if (!good) {
+    const int problem = errno;
+    unlink(partial_);
+    errno = problem;
+  }
   if (good) errno = before;
   return good;
 }

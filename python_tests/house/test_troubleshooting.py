@@ -25,7 +25,6 @@ INTERNAL = {
     "csrc/engine/shards/copied/copied_shards.cpp: expected a place": "offsets that rtp_ext has computed",
     "csrc/engine/shards/host_shards.cpp: expected a place": "offsets that rtp_ext has computed",
     "csrc/engine/shards/shard_source.cpp: expected addresses": "addresses that rtp_ext has exchanged",
-    "csrc/engine/shards/pulled_shards.cpp: pulled shards: expected": "addresses that rtp_ext has exchanged",
     "csrc/transport/shm/host_transport.h: transport shm: expected": "addresses that rtp_ext has exchanged",
     "csrc/transport/tcp/peers.cpp: transport tcp: expected": "addresses that rtp_ext has exchanged",
     "csrc/transport/nccl/nccl.cpp: transport nccl: expected": "ids that rtp_ext has exchanged",

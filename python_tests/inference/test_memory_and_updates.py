@@ -20,6 +20,7 @@ import rtp_ext
 from rtp_ext.nn import RotatedExperts
 
 MIB = 1 << 20
+LEFT = "rank 0: it left after norm.weight"
 
 
 def mapped(field: str, access: str = "r.-s") -> int:
@@ -106,6 +107,7 @@ def reads_chosen_experts(rank, ranks):
         assert (slots.peak_slots, slots.bytes) == (1, one * experts // ranks), "control: its shard was pulled"
         touched = mapped("Rss", "r--s") - before
         assert 0.9 * one <= touched <= 1.2 * one, f"control: {touched} bytes of one expert of {one}"
+    rtp_ext.ring_of(pulling).exchange("no rank pulls any more")
 
 
 def test_experts_without_tokens_are_not_read():
@@ -185,8 +187,17 @@ def updates(rank, ranks, transport, file):
                         yield ("nothing" if rank == 0 and name == "norm.weight" else name), tensor
 
             expected = ValueError if rank == 0 else rtp_ext.RotationError
-            with pytest.raises(expected, match="'nothing'" if rank == 0 else "rank 0: it left after norm.weight"):
+            with pytest.raises(expected, match="'nothing'" if rank == 0 else LEFT):
                 rtp_ext.update_weights(model, renamed())
+        with cases.case("no forward computes with weights that are partly new"):
+            with pytest.raises(rtp_ext.RotationError, match=f"partly new, update_weights again: .*'nothing'|{LEFT}"):
+                model(ids)
+            with pytest.raises(ValueError, match="got 'nothing'"):  # nothing is written, and nothing is whole again
+                rtp_ext.update_weights(model, [("nothing", torch.zeros(1))])
+            with pytest.raises(rtp_ext.RotationError, match="partly new"):
+                model.head(torch.zeros(1, 10, dtype=torch.float64))
+            rtp_ext.update_weights(model, rtp_ext.stream_weights(training))
+            assert_same(model(ids), plain(ids), 1e-12, "new")
         with cases.case("a replaced parameter"):
             broken = copy.deepcopy(model)
             with pytest.raises(ValueError, match=r"not in the memory that ranks read.*update_weights"):

@@ -161,15 +161,19 @@ def ahead(rank, ranks):
             assert pulled == dense if most == 0 else dense < pulled <= most, f"{pulled} bytes, linear layers {dense}"
         dist.barrier()
         rtp_ext.ring_of(chooses).close()
-    with cases.case("connections that end, as after pulls that were given up, leave no stacks of threads"):
-        port, _, host = ring._source.address().split()
-        before = {key: status(key) for key in ("Threads", "VmSize")}
-        for _ in range(40):
-            socket.create_connection((host, int(port))).close()
-            while status("Threads") > before["Threads"]:
-                time.sleep(0.001)
-        grown = status("VmSize") - before["VmSize"]  # kB; a stack takes 8 MiB of addresses
-        assert grown < 20 * 8192, f"{grown} kB for 40 connections"
+    with cases.case("strangers start no threads, few of them stay, and ranks come in beside them"):
+        host, port, *_ = ring._source.address().split()
+        before = status("Threads")
+        strangers = [socket.create_connection((host, int(port))) for _ in range(64 + 3 * ranks + 9)]
+        strangers[0].settimeout(20.0)
+        assert strangers[0].recv(1) == b"", "the oldest one has to go"
+        assert status("Threads") == before
+        late = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport="tcp", timeout=60.0)
+        with torch.no_grad():
+            assert_same(late(x), plain(x), 1e-12, "beside strangers")
+        dist.barrier()
+        for each in (*strangers, rtp_ext.ring_of(late)):
+            each.close()
     dist.barrier()
     with cases.case("closed in a forward of another thread"):
 

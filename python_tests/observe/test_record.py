@@ -1,8 +1,10 @@
 """The last operations of a ring: recorded when it fails and on request; findings from the files of all ranks."""
 
+import contextlib
 import faulthandler
 import os
 import re
+import resource
 import shutil
 import signal
 import threading
@@ -194,3 +196,36 @@ def test_old_events_make_room(tmp_path, monkeypatch):
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) and 8000 < len(numbers) <= 8192
     assert [event.count for event in found.of("hop")][-3:] == [3597, 3598, 3599]
     assert all(event.end >= event.begin > 0 for event in found.of("compute", "pass"))
+
+
+def test_a_record_follows_nothing_that_others_put_in_its_place(tmp_path, monkeypatch):
+    """Its folder may be one that everyone can write to."""
+    monkeypatch.setenv("RTP_RECORD_DIR", str(tmp_path))
+    ring = rtp_ext.Ring.emulated(2)
+    list(ring.rotate(torch.ones(3)))
+    path = Path(ring.record())
+    partial = path.with_name(f"{path.name}.new")
+    expected, mine = path.stat().st_size, tmp_path / "mine"
+    for plant in (
+        lambda: partial.symlink_to(mine),
+        lambda: os.mkfifo(partial),
+        lambda: os.link(mine, partial),
+        lambda: partial.write_bytes(b"kept open by another user"),
+    ):
+        mine.write_text("mine")
+        path.unlink()
+        plant()
+        with open(partial, "rb") if partial.is_file() else contextlib.nullcontext() as opened:
+            assert ring.record() == str(path) and path.stat().st_size == expected
+            assert opened is None or len(opened.read()) < 64, "the other user reads nothing of it"
+        assert not path.is_symlink() and mine.read_text() == "mine" and not partial.exists()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))  # as a disk that is full
+    try:
+        with pytest.raises(OSError, match=r"cannot write .*File too large"):
+            ring.record()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not partial.exists(), "the part that was written goes"

@@ -3,9 +3,11 @@
 import contextlib
 import os
 import re
+import resource
 import signal
 import socket
 import struct
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -141,33 +143,116 @@ def test_a_close_that_waits_in_vain_ends_the_ring():
         assert re.search("rank 0 of the ring did not answer .*its ring failed: layer forward", str(told)), told
 
 
-def _hello(token, rank, purpose):
-    return struct.pack("=QQQII", 0x3170637470747230, *token, rank, purpose)
+MAGIC = 0x3270637470747230
+WELCOME = 512  # bytes of the notice to a rank that is let in
+
+
+def _hello(rank, to, purpose):
+    return struct.pack("=QQIIII", MAGIC, 1, rank, to, purpose, 0)
+
+
+class _Between:
+    """Passes connections on to a rank, and keeps what both ends have said; or answers with what was said before."""
+
+    def __init__(self, host, port):
+        self.target, self.kept, self.repeats = (host, port), [], False
+        self.listener = socket.create_server((host, 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            opener = self.listener.accept()[0]
+            if self.repeats:
+                opener.sendall(self.kept[0][1])
+                continue
+            said = [b"", b""]
+            self.kept.append(said)
+            ends = opener, socket.create_connection(self.target)
+            for way in range(2):
+                threading.Thread(target=self._pass_on, args=(ends[way], ends[1 - way], said, way), daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source, target, said, way):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                said[way] += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
 
 
 def test_strangers_stay_outside():
-    strangers = []
+    """Strangers may know addresses, protocol and all that others have said before, but not the key."""
+    strangers, between = [], []
 
     def approach(told):
-        host, port, *token = told[0].split()
-        own = [int(part) for part in token]
-        for said in (b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 400, _hello([own[0], own[1] ^ 1], 1, 2),
-                     _hello(own, 9, 2), _hello(own, 1, 3), _hello(own, 0, 2)):  # fmt: skip
+        host, port, *_ = told[0].split()
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 400, _hello(1, 0, 2) + bytes(8), _hello(9, 0, 2),
+                     _hello(1, 1, 2), _hello(1, 0, 3), _hello(0, 0, 2)):  # fmt: skip
             strangers.append(socket.create_connection((host, int(port))))
             strangers[-1].sendall(said)
+        between.append(_Between(host, int(port)))
+        told[0] = told[0].replace(f" {port} ", f" {between[0].port} ")
 
     with two_ranks(between=approach) as (executors, threads):
         for seen in _rotations(executors, threads, [[5, 5], [5, 5]]):
             assert len(seen) == 2
+        opened, answered = between[0].kept[0]
+        assert len(answered) >= 16 + WELCOME, "control: this rank was let in"
+        strangers.append(socket.create_connection(between[0].target))
+        strangers[-1].sendall(opened)  # once more
         for number, stranger in enumerate(strangers):
-            stranger.settimeout(0.2 if number == 0 else PROMPT)
+            stranger.settimeout(0.2 if number == 0 else PROMPT / 2)
             try:
-                assert stranger.recv(1) == b"", f"stranger {number} was let in"
+                told = b""
+                while data := stranger.recv(WELCOME):
+                    told += data
+                assert len(told) <= 16, f"stranger {number} was let in"
             except ConnectionResetError:
                 pass
             except TimeoutError:
                 assert number == 0, f"stranger {number} was not sent away"  # nothing was said; that is waited for
             stranger.close()
+
+
+def test_who_answers_has_to_know_the_key():
+    """What answers at the port of a rank repeats what the rank has said to another connection."""
+    between = []
+
+    def approach(told):
+        host, port, *_ = told[0].split()
+        between.append(_Between(host, int(port)))
+        told[0] = told[0].replace(f" {port} ", f" {between[0].port} ")
+
+    with two_ranks(timeout=2.0, between=approach) as (executors, threads):
+        between[0].repeats = True
+        errors = _rotations(executors, threads, [[5, 5], [5, 5]])
+        assert "it does not know the key" in str(errors[1]), errors
+        assert isinstance(errors[0], RotationError)
+
+
+def test_a_listener_without_descriptors_waits_for_one():
+    told = []
+    with two_ranks(between=told.extend) as (executors, threads):
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        stranger = socket.socket()
+        taken, used = [stranger.fileno()], max(map(int, os.listdir("/proc/self/fd")))
+        while taken[-1] < used:  # no gaps
+            taken.append(os.dup(taken[0]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, before[1]))
+        try:
+            host, port, *_ = told[0].split()
+            stranger.connect((host, int(port)))
+            cpu = time.process_time()
+            time.sleep(0.5)
+            assert time.process_time() - cpu < 0.25, "it does not spin"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for each in taken[1:]:
+                os.close(each)
+        for rank, seen in enumerate(_rotations(executors, threads, [[5, 5], [5, 5]])):
+            assert [int(view[0]) for (view,) in seen] == [rank + 1, 2 - rank], "connections come in again"
+        stranger.close()
 
 
 def test_addresses(monkeypatch):

@@ -13,17 +13,24 @@ def agree(ring: InferenceRing, failure: Exception | None, tensors: Any, *, writt
     """Raises where an update has failed on a rank, or where `tensors`, a description of what is updated, differs
     between ranks. Collective.
 
-    failure: that of this rank, which is raised here. written: weights may have been written; otherwise the failure of
-    another rank is a ValueError here, too.
+    failure: that of this rank, which is raised here. written: this rank may have written weights. Where one has, the
+    failure of another rank is a RotationError here, and forwards are refused until an update succeeds; otherwise it is
+    a ValueError.
     """
     problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-    answers = ring.exchange((problem, hashlib.sha256(repr(tensors).encode()).hexdigest()))
-    if failure is not None:
-        raise failure
-    for rank, (theirs, digest) in enumerate(answers):
-        if theirs is not None and written:
-            raise RotationError(f"update_weights failed on rank {rank}, the weights are partly new: {theirs}")
-        if theirs is not None:
-            raise ValueError(f"update_weights failed on rank {rank}, no weight has changed: {theirs}")
-        if digest != answers[0][1]:
-            raise ValueError(f"update_weights: expected the tensors of rank 0 on every rank, got others on rank {rank}")
+    answers = ring.exchange((problem, hashlib.sha256(repr(tensors).encode()).hexdigest(), written))
+    partly_new = any(theirs for _, _, theirs in answers)
+    error = failure
+    for rank, (theirs, digest, _) in enumerate(answers):
+        if error is None and theirs is not None and partly_new:
+            error = RotationError(f"update_weights failed on rank {rank}, the weights are partly new: {theirs}")
+        elif error is None and theirs is not None:
+            error = ValueError(f"update_weights failed on rank {rank}, no weight has changed: {theirs}")
+        elif error is None and digest != answers[0][1]:
+            error = ValueError(
+                f"update_weights: expected the tensors of rank 0 on every rank, got others on rank {rank}"
+            )
+    if partly_new:
+        ring.agreement.gate.partly_new = "" if error is None else str(error)
+    if error is not None:
+        raise error

@@ -17,41 +17,53 @@ from rtp_ext.parameters.sharding import frozen_of, held, sections
 from rtp_ext.ring.inference import InferenceRing
 from rtp_ext.ring.mesh import own_bounds, own_part
 
-Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+_Transit = dict[str, Any]  # keywords of `sections`
+Write = Callable[[torch.Tensor, torch.Tensor, _Transit], None]
+_Copy = tuple[str, torch.Tensor, torch.Tensor, Write]
 
 
-def copy_from(
-    source: nn.Module, targets: dict[str, torch.Tensor], ring: InferenceRing, bucket_bytes: int
-) -> tuple[int, Exception | None]:
-    """Copies the tensors of a model into `targets`. Returns their number, and an error of this rank. Collective.
+def copy_from(source: nn.Module, model: nn.Module, ring: InferenceRing, bucket_bytes: int) -> int:
+    """Copies the tensors of a model into another one. Returns their number. Collective.
 
     Raises ValueError, on every rank, where names and shapes do not fit, or differ between ranks.
     """
+    found: list[_Copy] = []
+    failure: Exception | None = None
+    try:
+        found = _copies(source, tensors_of(model))
+    except Exception as error:  # user code may run in state_dict
+        failure = error
+    looks = [(name, shape_of(value), str(value.dtype), way.__name__) for name, value, _, way in found]
+    agree(ring, failure, (looks, bucket_bytes), written=False)
+    sizes = (value.nbytes for _, value, _, way in found if way is not _copy_local)
+    with ring.communicator.ended_by_errors("update_weights"):  # others may be waiting for this rank's part
+        buffer = torch.empty(min(bucket_bytes, max(sizes, default=0)), dtype=torch.uint8)
+        for name, value, target, way in found:
+            try:
+                way(value, target, {"buffer": buffer, "waits": ring.communicator})
+            except ValueError as error:  # of this rank's part, which has come: the other ranks go on
+                failure = failure or ValueError(f"update_weights: {name}: {error}")
+    ring.synchronize()  # other ranks read without waiting for this one's streams
+    agree(ring, failure, len(found), written=bool(found))
+    return len(found)
+
+
+def _copies(source: nn.Module, targets: dict[str, torch.Tensor]) -> list[_Copy]:
     found, seen = [], set()
-    problem = None
-    for name, value in source.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            continue
+    for name, value in tensors_of(source).items():
         target = targets.get(name)
         if target is None:
-            problem = problem or f"expected names of the model's state_dict, got {name!r}"
-        elif shape_of(value) != shape_of(target):
-            problem = problem or f"{name}: expected shape {shape_of(target)}, got {shape_of(value)}"
-        elif (id(value), id(target)) not in seen:
+            raise ValueError(f"update_weights: expected names of the model's state_dict, got {name!r}")
+        if shape_of(value) != shape_of(target):
+            raise ValueError(f"update_weights: {name}: expected shape {shape_of(target)}, got {shape_of(value)}")
+        if (id(value), id(target)) not in seen:
             seen.add((id(value), id(target)))
             found.append((name, value, target, _way(value, target)))
-    looks = [(name, shape_of(value), str(value.dtype), way.__name__) for name, value, _, way in found]
-    error = None if problem is None else ValueError(f"update_weights: {problem}")
-    agree(ring, error, (looks, bucket_bytes), written=False)
-    sizes = (value.nbytes for _, value, _, way in found if way is not _copy_local)
-    buffer = torch.empty(min(bucket_bytes, max(sizes, default=0)), dtype=torch.uint8)
-    failure: Exception | None = None
-    for name, value, target, way in found:
-        try:
-            way(value, target, buffer)
-        except ValueError as error:  # the other ranks go on
-            failure = failure or ValueError(f"update_weights: {name}: {error}")
-    return len(found), failure
+    return found
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -92,35 +104,35 @@ def _cuts(value: DTensor) -> list[tuple[int, Any]]:
     return [(index, placement) for index, placement in enumerate(value.placements) if not placement.is_replicate()]
 
 
-def _copy_local(value: torch.Tensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
+def _copy_local(value: torch.Tensor, target: torch.Tensor, transit: _Transit) -> None:
     held(target).copy_(held(value))
 
 
-def _copy_whole(value: torch.Tensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
+def _copy_whole(value: torch.Tensor, target: torch.Tensor, transit: _Transit) -> None:
     write(target, held(value))
 
 
-def _gather(value: torch.Tensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
+def _gather(value: torch.Tensor, target: torch.Tensor, transit: _Transit) -> None:
     """For tensors that several dimensions of a mesh cut, and for blocks: each rank holds one whole tensor."""
-    write(target, gather_plain(value, buffer=buffer))
+    write(target, gather_plain(value, **transit))
 
 
-def _copy_sections(value: torch.Tensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
+def _copy_sections(value: torch.Tensor, target: torch.Tensor, transit: _Transit) -> None:
     assert isinstance(value, DTensor), "it is cut"
     if frozen_of(target) is not None:
-        write(target, _Part(value, buffer))
+        write(target, _Part(value, transit))
         return
     bounds = [(0, extent) for extent in target.shape]
     if isinstance(target, DTensor):
         bounds = own_bounds(target.shape, target.device_mesh, target.placements)
-    _collect(value, held(target), bounds, buffer)
+    _collect(value, held(target), bounds, transit)
 
 
 class _Part:
     """A part of a cut tensor, collected when it is asked for, which every rank does once."""
 
-    def __init__(self, value: DTensor, buffer: torch.Tensor) -> None:
-        self._value, self._buffer = value, buffer
+    def __init__(self, value: DTensor, transit: _Transit) -> None:
+        self._value, self._transit = value, transit
 
     def __getitem__(self, part: tuple[slice, ...]) -> torch.Tensor:
         shape = self._value.shape
@@ -128,17 +140,18 @@ class _Part:
         ends += [(0, extent) for extent in shape[len(part) :]]
         bounds = [(first, max(0, end - first)) for first, end in ends]
         into = torch.empty([size for _, size in bounds], dtype=self._value.dtype)
-        _collect(self._value, into, bounds, self._buffer)
+        _collect(self._value, into, bounds, self._transit)
         return into
 
 
-def _collect(value: DTensor, into: torch.Tensor, bounds: list[tuple[int, int]], buffer: torch.Tensor) -> None:
+def _collect(value: DTensor, into: torch.Tensor, bounds: list[tuple[int, int]], transit: _Transit) -> None:
     """Copies the part of a cut tensor within `bounds` (start and size along each dimension) into a tensor, in whose
     dtype it travels. Collective over the ranks that the tensor is cut over."""
     ((index, placement),) = _cuts(value)
     assert isinstance(placement, Shard), "_way has looked"
     part, shape = held(value).detach().to(into.dtype), tuple(value.shape)
-    for start, section in sections(part, value.device_mesh, index, placement.dim, shape, buffer, part.device):
+    mesh = value.device_mesh
+    for start, section in sections(part, mesh, index, placement.dim, shape, device=part.device, **transit):
         mine, theirs = [], []
         for first, extent, (low, size) in zip(start, section.shape, bounds, strict=True):
             begin, end = max(first, low), min(first + extent, low + size)

@@ -243,19 +243,13 @@ def _own_groups(parameter: DTensor) -> tuple[FrozenWeight, int, int]:
     return weight, sum(sizes[:place]), sizes[place]
 
 
-def gather_plain(
-    parameter: torch.Tensor,
-    *,
-    keep: bool = True,
-    dtype: torch.dtype | None = None,
-    buffer: torch.Tensor | None = None,
-    device: torch.device | str = "cpu",
-) -> torch.Tensor:
+def gather_plain(parameter: torch.Tensor, *, keep: bool = True, **options: Any) -> torch.Tensor:
     """As `gather_full`; for a parameter in blocks, the values that it stands for. Collective."""
     weight = frozen_of(parameter)
     if weight is None:
-        return gather_full(parameter, keep=keep, dtype=dtype, buffer=buffer, device=device)
-    blocks = gather_full(parameter, keep=keep, buffer=buffer)
+        return gather_full(parameter, keep=keep, **options)
+    device, dtype = options.pop("device", "cpu"), options.pop("dtype", None)
+    blocks = gather_full(parameter, keep=keep, **options)
     return weight.decode(blocks).to(device, dtype) if keep else blocks
 
 

@@ -38,6 +38,7 @@ from rtp_ext.ring.autograd import (
     storing_modes,
     unseen,
 )
+from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.mesh import local_placements, own_part, ring_shape
 
 logger = logging.getLogger("rtp_ext")
@@ -234,6 +235,7 @@ def gather_full(
     dtype: torch.dtype | None = None,
     buffer: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
+    waits: Communicator | None = None,
 ) -> torch.Tensor:
     """Returns the whole parameter on every rank that passes `keep`, an empty tensor on the others. Collective.
 
@@ -244,6 +246,7 @@ def gather_full(
         buffer: bytes [n] on the device of the shards, through which at most n bytes travel at once, at least one row;
             None: a new one of 1 MiB.
         device: of the result.
+        waits: of a ring, whose timeout ends waits for other ranks, and which ends then; None: that of the mesh's group.
     """
     with torch.no_grad():
         if not isinstance(parameter, DTensor):
@@ -258,7 +261,7 @@ def gather_full(
                     f"wrappers of plain ones of their shape that have __tensor_flatten__, got a {type_name(part)}, of "
                     "which no whole tensor can be made"
                 )
-            options: dict[str, Any] = {"keep": keep, "dtype": dtype, "buffer": buffer, "device": device}
+            options: dict[str, Any] = {"keep": keep, "dtype": dtype, "buffer": buffer, "device": device, "waits": waits}
             wholes = [gather_full(as_gradient(each, parameter._spec), **options) for each in inner]
             return with_inner(part, wholes) if keep else torch.empty(0)
         part = _cast(part, dtype)
@@ -270,7 +273,13 @@ def gather_full(
                 shape = tuple(parameter.shape)
             keeps = keep or index != cut[0][0]  # what another dimension cuts as well travels again
             target = torch.device(device) if keeps else None
-            part = _gather_along(part, mesh, index, dim, shape, buffer, held(parameter).device, target)
+            transit: dict[str, Any] = {"buffer": buffer, "device": held(parameter).device, "waits": waits}
+            whole = torch.empty(shape, dtype=part.dtype, device=target or "meta")
+            for start, section in sections(part, mesh, index, dim, shape, **transit):
+                if keeps:
+                    bounds = zip(start, section.shape, strict=True)
+                    whole[tuple(slice(first, first + extent) for first, extent in bounds)] = section
+            part = whole
         if not keep:
             return part.new_empty(0)
         return part if cut else part.to(device, copy=True)
@@ -278,26 +287,6 @@ def gather_full(
 
 def _cast(part: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return part if dtype is None or not part.is_floating_point() else part.to(dtype)
-
-
-def _gather_along(
-    part: torch.Tensor,
-    mesh: DeviceMesh,
-    index: int,
-    dim: int,
-    shape: tuple[int, ...],
-    buffer: torch.Tensor | None,
-    device: torch.device,
-    target: torch.device | None,
-) -> torch.Tensor:
-    """Returns the tensor of `shape` on `target` whose parts, cut along `dim`, the ranks along mesh dimension `index`
-    hold. device: that of the mesh. target: None: this rank sends its part, and keeps nothing."""
-    whole = torch.empty(shape, dtype=part.dtype, device=target or "meta")
-    for start, section in sections(part, mesh, index, dim, shape, buffer, device):
-        if target is not None:
-            bounds = zip(start, section.shape, strict=True)
-            whole[tuple(slice(first, first + extent) for first, extent in bounds)] = section
-    return whole
 
 
 def sections(
@@ -308,10 +297,11 @@ def sections(
     shape: tuple[int, ...],
     buffer: torch.Tensor | None,
     device: torch.device,
+    waits: Communicator | None = None,
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Yields a tensor of `shape` section by section, whose parts, cut along `dim`, the ranks along mesh dimension
     `index` hold: where a section begins, and its values, valid until the next one. Collective: every rank goes on to
-    the end. buffer, device: as in `gather_full` and `_gather_along`."""
+    the end. device: that of the mesh. buffer, waits: as in `gather_full`."""
     if math.prod(shape) == 0:
         return
     sizes = shard_sizes(shape[dim], mesh.size(index))
@@ -329,7 +319,12 @@ def sections(
             section = values[: math.prod(of_section)].view(of_section)
             if owner == mesh.get_local_rank(index):
                 section.copy_(part[first : first + rows])
-            dist.broadcast(section.view(-1).view(torch.uint8), group=mesh.get_group(index), group_src=owner)
+            post = functools.partial(dist.broadcast, group_src=owner)
+            values_of = section.view(-1).view(torch.uint8)
+            if waits is None:
+                post(values_of, group=mesh.get_group(index))
+            else:
+                waits.collectively("a broadcast of weights", post, values_of, group=mesh.get_group(index))
             start = [0] * len(shape)
             start[dim] = sum(sizes[:owner])
             start[0] += first

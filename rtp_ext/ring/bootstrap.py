@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rtp_ext import _native
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.failure_report import FailureReport, this_process
+from rtp_ext.ring.links.groups import lacks_room
 from rtp_ext.ring.links.hosts import find_hosts
 from rtp_ext.ring.links.options import RingOptions
 from rtp_ext.ring.links.transports import NETWORKED, Connection, order_launches
@@ -31,8 +32,11 @@ def join_ranks(meshes: RingMesh, options: RingOptions) -> Communicator:
         order_launches()
     group = meshes.hops.get_group()
     members = dist.get_process_group_ranks(group)
-    ring = Communicator(dist.get_rank(group), dist.get_world_size(group), device, options.timeout, members)
-    ring.failure_report = FailureReport(meshes.parameters.mesh.flatten().tolist())
+    report = FailureReport(meshes.parameters.mesh.flatten().tolist())
+    if len(members) > 1:
+        report.meet(members, lacks_room(2, len(members)), options.timeout)
+    ring = Communicator(dist.get_rank(group), len(members), device, options.timeout, members)
+    ring.failure_report = report
     return ring
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
+import time
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
-from rtp_ext._native import RotationError
+from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext.compilers import keep_compilers_out
 from rtp_ext.ring.autograd import as_gradient
 from rtp_ext.ring.bootstrap import agree_on, join_ranks, refused_together
@@ -38,6 +41,7 @@ INFERENCE = "_rtp_inference"  # attribute of a model: its InferenceRing
 TRANSPORTS = ("auto", "shm", "shm+tcp", "tcp", "ce")  # of an InferenceRing
 _ALIGNMENT = 64  # bytes; of a shard in the memory that other ranks read
 _CALLER = "rotate_for_inference"
+_POLL = 0.05  # seconds
 
 
 def _candidates(ring: Communicator, offload: bool) -> list[Candidate]:
@@ -65,6 +69,68 @@ def _candidates(ring: Communicator, offload: bool) -> list[Candidate]:
     ]
 
 
+class _Running:
+    """A forward in a thread, or a pass outside of any. It ends with its thread, where nothing else ends it."""
+
+
+class _Gate:
+    """Holds forwards back while the weights change, and the change until the running forwards have ended.
+
+    Attributes:
+        partly_new: the error of a change that has failed half-way; empty: the weights are old or new.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._forwards: Any = weakref.WeakSet()
+        self._passes: Any = weakref.WeakSet()
+        self._writer: int | None = None  # the thread that changes the weights
+        self.partly_new = ""
+
+    def enter(self, outermost: bool) -> _Running:
+        """Waits until no change is under way. `outermost`: a forward; otherwise one pass, which a running forward of
+        another thread may wait for."""
+        self.expect_outside("a forward")
+        with self._changed:
+            while self._writer is not None and (outermost or not self._forwards):
+                self._changed.wait()
+            if self.partly_new:
+                raise RotationError(f"the weights are partly new, update_weights again: {self.partly_new}")
+            running = _Running()
+            (self._forwards if outermost else self._passes).add(running)
+            return running
+
+    def expect_outside(self, what: str) -> None:
+        """Raises RotationError in the thread that changes the weights."""
+        if self._writer == threading.get_ident():
+            raise RotationError(f"{what} within update_weights, whose weights are partly new: expected none")
+
+    def leave(self, running: _Running) -> None:
+        with self._changed:
+            self._forwards.discard(running)
+            self._passes.discard(running)
+            self._changed.notify_all()
+
+    def close(self, timeout: float) -> None:
+        """Waits for the ends of earlier changes and of all forwards. Raises RingTimeout after so many seconds."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while self._writer is not None:
+                self._changed.wait()
+            self._writer = threading.get_ident()
+            while self._forwards or self._passes:
+                if time.monotonic() > deadline:
+                    raise RingTimeout(f"update_weights: a forward of this rank did not end (waited {timeout} s)")
+                self._changed.wait(_POLL)  # the end of a thread notifies nothing
+
+    def open(self) -> None:
+        """Lets forwards run, if this thread has closed the gate."""
+        with self._changed:
+            if self._writer == threading.get_ident():
+                self._writer = None
+                self._changed.notify_all()
+
+
 class _Forwards(Agreement):
     """The running forwards of a rank, each in a thread of its own. Ranks compare nothing after the conversion."""
 
@@ -72,6 +138,7 @@ class _Forwards(Agreement):
 
     def __init__(self, communicator: Communicator) -> None:
         self._own = threading.local()
+        self.gate = _Gate()
         super().__init__(communicator)
 
     @property
@@ -83,10 +150,13 @@ class _Forwards(Agreement):
         self._own.phase = phase
 
     def begin_forward(self) -> None:
+        self._own.running = self.gate.enter(outermost=True)
         self.forward_phase = next(self._phases)
 
     def end_forward(self) -> None:
         self.forward_phase = 0
+        if (running := self._own.__dict__.pop("running", None)) is not None:
+            self.gate.leave(running)
 
     def postpone(self, *_: Any) -> bool:
         return True
@@ -95,13 +165,20 @@ class _Forwards(Agreement):
 class _InTurn(OpRunner):
     """Runs the operations of several threads one after the other: they share slots and connections."""
 
+    _agreement: _Forwards
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.turn = threading.Lock()
 
     def run(self, *arguments: Any, **keywords: Any) -> Any:
-        with self.turn:
-            return super().run(*arguments, **keywords)
+        alone = None if self._agreement.forward_phase else self._agreement.gate.enter(outermost=False)
+        try:
+            with self.turn:
+                return super().run(*arguments, **keywords)
+        finally:
+            if alone is not None:
+                self._agreement.gate.leave(alone)
 
 
 class InferenceRing(Ring):
@@ -170,14 +247,14 @@ class InferenceRing(Ring):
         try:
             source = self._make_source(sizes, len(offsets), host, unique)
             address = source.address()
-        except RotationError as error:
+        except Exception as error:  # memory may be missing, too
             problem = str(error)
         self._refuse(problem)
         assert source is not None, "no problem"
         addresses, all_offsets = zip(*self.exchange((address, offsets)), strict=True)
         try:
             source.connect(addresses, sizes, all_offsets)
-        except RotationError as error:
+        except Exception as error:  # memory may be missing, too
             problem = str(error)
         self._refuse(problem)
         moved: list[Any] = []
@@ -214,17 +291,38 @@ class InferenceRing(Ring):
 
     def begin_forward(self) -> None:
         """Starts the phase of a model's forward in this thread, whose passes are expected in the order of the one
-        before."""
-        if self.agreement.forward_phase:  # of a forward that this one is within, or that KeyboardInterrupt has left
+        before. Waits while weights are updated. Raises RotationError where an update has failed half-way."""
+        self.communicator.check_alive("a forward")  # first: a forked process may have no gate that opens
+        if self.agreement.forward_phase:  # of a forward that KeyboardInterrupt has left
             self.end_forward()
         self.agreement.begin_forward()
 
     def end_forward(self) -> None:
         """Ends the phase that `begin_forward` started. Drops the shards that were pulled ahead, and those that other
         ranks of the host may take: they may change."""
-        self.agreement.end_forward()
-        with self._op_runner.turn:
-            self.communicator.executor.end_forward()
+        try:
+            if self.alive:  # in a forked process no thread may be there to wait for
+                with self._op_runner.turn:
+                    self.communicator.executor.end_forward()
+        finally:
+            self.agreement.end_forward()
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Has no forward of this rank run within the body, which changes weights, and compares with the other ranks at
+        its begin and its end. Where it is interrupted, the ring ends, since other ranks wait in a comparison."""
+        self.agreement.gate.expect_outside("an update")
+        self.end_forward()  # of this thread, which KeyboardInterrupt may have left
+        try:
+            self.agreement.gate.close(self.timeout.total_seconds())
+            self.synchronize()
+            yield
+        except BaseException as error:
+            if self.alive and (not isinstance(error, Exception) or isinstance(error, RingTimeout)):
+                self.end(error if isinstance(error, Exception) else RotationError(f"update_weights: {error!r}"))
+            raise
+        finally:
+            self.agreement.gate.open()
 
     def synchronize(self) -> None:
         """Waits until this rank's device has read and written all shards of its calls so far."""
@@ -256,8 +354,11 @@ class InferenceRing(Ring):
         Over `shm` other ranks go on: their mappings keep the shards of this one. Over `tcp` their next pull from this
         rank is an error, and over `shm+tcp` that of a rank of another host. Over `ce` it is collective, since copies
         from memory that its owner has freed cannot be made errors; where another rank does not close within the
-        timeout, the memory of the shards is kept until the process ends.
+        timeout, the memory of the shards is kept until the process ends. Does nothing in a process that was forked from
+        the ring's.
         """
+        if self.communicator.forked:
+            return
         source, self._source = self._source, None
         over = source is not None and self._all_close()
         super().close()

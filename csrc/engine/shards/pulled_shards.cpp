@@ -3,24 +3,33 @@
 #include <poll.h>
 
 #include <algorithm>
-#include <sstream>
+#include <ios>
 #include <utility>
 
 #include "base/checks.h"
+#include "base/crc32c.h"
+#include "base/threads.h"
 
 namespace rtp {
 namespace {
 
 constexpr auto kWake = std::chrono::hours(1);  // longest sleep of a thread that waits for requests
 
-// A request for one part of the owner's memory. The answer is its bytes.
-struct Request {
-  uint64_t number;  // of the owner's memory
+}  // namespace
+
+// A request for one part of the owner's memory.
+struct PulledShards::Request {
   int64_t offset;
   int64_t bytes;
+
+  bool operator==(const Request&) const = default;
 };
 
-}  // namespace
+// Precedes the bytes.
+struct PulledShards::Answer {
+  Request of;
+  uint64_t checksum;
+};
 
 class PulledShards::Queued : public Pull {
  public:
@@ -42,27 +51,22 @@ class PulledShards::Queued : public Pull {
 PulledShards::PulledShards(int rank, int ranks, int64_t bytes, const std::string& host,
                            std::chrono::milliseconds timeout)
     : HostShards(rank, ranks, bytes),
-      host_(host),
       timeout_(timeout),
-      stop_(make_stop()),
       interrupt_(make_stop()),
-      listener_(listen_at(host, ranks)),
-      accepting_([this] { accept(); }) {}
+      peers_(rank, ranks, host, [](const Peers::Lost&) {}),
+      owners_(static_cast<size_t>(ranks)) {}
 
-std::string PulledShards::address() const { return concat(port_of(listener_), ' ', number(), ' ', host_); }
+std::string PulledShards::address() const { return peers_.address(); }
 
 void PulledShards::connect(const std::vector<std::string>& addresses, const std::vector<int64_t>& bytes,
                            const std::vector<std::vector<int64_t>>& offsets) {
   expect_counts(addresses.size(), bytes.size(), offsets.size());
-  for (const std::string& address : addresses) {
-    Owner owner;
-    std::istringstream fields(address);
-    fields >> owner.port >> owner.number >> owner.host;
-    RTP_CHECK_VALUE(!fields.fail(), "pulled shards: expected 'port number host', got '", address, "'");
-    owners_.push_back(std::move(owner));
-  }
   set_all_offsets(offsets);
-  pulling_ = std::thread([this] { run(); });
+  peers_.join(addresses, timeout_);
+  for (int peer = 0; peer < ranks(); ++peer) {
+    if (!maps(peer)) answering_.push_back(start_thread([this, peer] { answer(peer); }));
+  }
+  pulling_ = start_thread([this] { run(); });
 }
 
 std::shared_ptr<Pull> PulledShards::pull(const std::vector<size_t>& parameters, int owner,
@@ -83,15 +87,20 @@ std::shared_ptr<Pull> PulledShards::pull(const std::vector<size_t>& parameters, 
   return pull;
 }
 
-// Sends the request of a pull. Requires the mutex, and the connection.
-void PulledShards::ask(Queued& pull) {
-  Owner& owner = owners_[pull.task.owner];
+std::vector<PulledShards::Request> PulledShards::requests_of(const Task& task) const {
   std::vector<Request> requests;
-  for (size_t index = 0; index < pull.task.targets.size(); ++index) {
-    const auto bytes = static_cast<int64_t>(pull.task.targets[index].nbytes());
-    requests.push_back({owner.number, offsets_of(pull.task.owner)[pull.task.parameters[index]], bytes});
+  for (size_t index = 0; index < task.targets.size(); ++index) {
+    const auto bytes = static_cast<int64_t>(task.targets[index].nbytes());
+    if (bytes > 0) requests.push_back({offsets_of(task.owner)[task.parameters[index]], bytes});
   }
-  send_all(owner.connection.socket(), {{requests.data(), requests.size() * sizeof(Request)}}, interrupt_);
+  return requests;
+}
+
+// Sends the requests of a pull. Requires the mutex, and the connection.
+void PulledShards::ask(Queued& pull) {
+  std::vector<Request> requests = requests_of(pull.task);
+  const Socket& socket = owners_[pull.task.owner].connection.socket();
+  send_all(socket, {{requests.data(), requests.size() * sizeof(Request)}}, interrupt_);
   pull.asked = true;
 }
 
@@ -149,7 +158,7 @@ void PulledShards::run() {
 void PulledShards::receive(const Task& task, const std::function<void(size_t)>& progress) {
   Owner& owner = owners_[task.owner];
   const auto named = [&](const auto&... what) {
-    return concat("a pull of shards from rank ", task.owner, " of the ring at ", owner.host, ": ", what...);
+    return concat("a pull of shards from ", peers_.describe(task.owner), ": ", what...);
   };
   const auto left = [&] {
     const std::lock_guard lock(mutex_);
@@ -161,13 +170,17 @@ void PulledShards::receive(const Task& task, const std::function<void(size_t)>& 
       if (owner.left) leave(task.owner);
     }
     if (!owner.connection) {
-      Incoming made(connect_to(owner.host, owner.port, interrupt_, timeout_));
+      Incoming made(peers_.connect(task.owner, Channel::weight, interrupt_, timeout_));
       const std::lock_guard lock(mutex_);
       owner.connection = std::move(made);
     }
+    const std::vector<Request> requests = requests_of(task);
+    std::vector<Answer> answers(requests.size());
     std::vector<iovec> buffers;
     for (const at::Tensor& target : task.targets) {
-      if (target.nbytes() > 0) buffers.push_back({target.data_ptr(), target.nbytes()});
+      if (target.nbytes() == 0) continue;
+      buffers.push_back({&answers[buffers.size() / 2], sizeof(Answer)});
+      buffers.push_back({target.data_ptr(), target.nbytes()});
     }
     {
       const std::lock_guard lock(mutex_);
@@ -176,13 +189,20 @@ void PulledShards::receive(const Task& task, const std::function<void(size_t)>& 
         if (!each->asked) ask(*each);
       }
     }
-    size_t before = 0;
-    const auto count = [&](size_t received) {
-      pulled_bytes_ += static_cast<int64_t>(received - std::exchange(before, received));
-      progress(received);
-    };
-    if (!owner.connection.receive_all(std::move(buffers), interrupt_, count, timeout_)) {
+    if (!owner.connection.receive_all(buffers, interrupt_, progress, timeout_)) {
       throw ConnectionError("it has ended, or closed its ring");
+    }
+    for (size_t index = 0; index < requests.size(); ++index) {
+      const iovec& data = buffers[2 * index + 1];
+      const Answer &got = answers[index], sent{requests[index], crc32c(data.iov_base, data.iov_len)};
+      if (got.of != sent.of)
+        throw RotationError(
+            concat("the answer to another request: expected ", sent.of.bytes, " bytes, got ", got.of.bytes));
+      if (got.checksum != sent.checksum) {
+        throw RotationError(concat("what arrived is not what it sent: expected the checksum ", std::hex, got.checksum,
+                                   ", got ", sent.checksum));
+      }
+      pulled_bytes_ += sent.of.bytes;
     }
   } catch (const Stopped&) {
     left();
@@ -190,51 +210,44 @@ void PulledShards::receive(const Task& task, const std::function<void(size_t)>& 
   } catch (const RingTimeout& error) {
     left();
     throw RingTimeout(named(error.what()));
+  } catch (const ConnectionError& error) {
+    left();
+    throw RotationError(named(peers_.reason_of_loss(task.owner, error.what())));
   } catch (const RotationError& error) {
     left();
     throw RotationError(named(error.what()));
   }
 }
 
-// The thread that accepts connections.
-void PulledShards::accept() {
-  try {
-    while (true) {
-      if (!wait_ready(listener_, POLLIN, stop_, kWake)) continue;
-      Socket socket = accept_at(listener_);
-      if (!socket) continue;
-      const std::lock_guard lock(mutex_);
-      answering_.remove_if([](Answering& each) {
-        if (each.ended) each.thread.join();
-        return each.ended;
-      });
-      Answering& one = answering_.emplace_back();
-      one.thread = std::thread([this, &one, socket = std::move(socket)]() mutable {
-        answer(std::move(socket));
-        const std::lock_guard lock(mutex_);
-        one.ended = true;
-      });
+// A thread that answers the requests of one rank, which opens a new connection where it has given a pull up.
+void PulledShards::answer(int peer) {
+  while (true) {
+    try {
+      Incoming connection(peers_.accept(peer, Channel::weight));
+      try {
+        serve(connection);
+      } catch (const RotationError&) {  // it has left the connection
+      }
+    } catch (const Stopped&) {
+      return;
+    } catch (const std::exception&) {  // it has ended
+      return;
     }
-  } catch (const Stopped&) {
-  } catch (const RotationError&) {  // the listener failed: ranks that connect later get an error
   }
 }
 
-// A thread that answers the requests of one connection, and ends with it.
-void PulledShards::answer(Socket socket) {
-  try {
-    Incoming connection(std::move(socket));
-    Request request;
-    while (true) {
-      if (!wait_ready(connection.socket(), POLLIN, stop_, kWake)) continue;
-      if (!connection.receive_all({{&request, sizeof request}}, stop_, [](size_t) {})) return;
-      const bool inside = request.number == number() && request.offset >= 0 && request.bytes >= 0 &&
-                          request.offset <= own_bytes() && request.bytes <= own_bytes() - request.offset;
-      if (!inside) return;  // not a rank of this ring
-      send_all(connection.socket(), {{own_data() + request.offset, static_cast<size_t>(request.bytes)}}, stop_);
-    }
-  } catch (const Stopped&) {
-  } catch (const RotationError&) {  // the other rank has ended, or left the connection
+void PulledShards::serve(Incoming& connection) {
+  Request request;
+  while (true) {
+    if (!wait_ready(connection.socket(), POLLIN, peers_.stop(), kWake)) continue;
+    if (!connection.receive_all({{&request, sizeof request}}, peers_.stop(), [](size_t) {})) return;
+    const bool inside = request.offset >= 0 && request.bytes >= 0 && request.offset <= own_bytes() &&
+                        request.bytes <= own_bytes() - request.offset;
+    if (!inside) return;  // not of this ring's shards
+    const auto bytes = static_cast<size_t>(request.bytes);
+    std::byte* const data = own_data() + request.offset;
+    Answer answer{request, crc32c(data, bytes)};
+    send_all(connection.socket(), {{&answer, sizeof answer}, {data, bytes}}, peers_.stop());
   }
 }
 
@@ -243,14 +256,14 @@ void PulledShards::close() noexcept {
     const std::lock_guard lock(mutex_);
     closing_ = true;
   }
-  raise_stop(stop_);
+  peers_.announce(Peers::PeerState::closed, "");
+  peers_.leave();
   raise_stop(interrupt_);
   queued_.notify_all();
   ended_.notify_all();
-  if (accepting_.joinable()) accepting_.join();
   if (pulling_.joinable()) pulling_.join();
-  for (Answering& each : answering_) {
-    if (each.thread.joinable()) each.thread.join();
+  for (std::thread& each : answering_) {
+    if (each.joinable()) each.join();
   }
 }
 

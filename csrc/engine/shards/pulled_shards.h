@@ -6,7 +6,6 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -14,14 +13,14 @@
 #include <vector>
 
 #include "engine/shards/host_shards.h"
-#include "transport/tcp/socket.h"
+#include "transport/tcp/peers.h"
 
 namespace rtp {
 
-// One connection to every other rank, made by the first pull from it, and one thread for every connection of another
-// rank. A thread of this rank runs its pulls. Where the next pull is from the same owner, it is asked for while the
+// One connection to every other rank, made by the first pull from it, and one thread for every rank that pulls from
+// this one. A thread of this rank runs its pulls. Where the next pull is from the same owner, it is asked for while the
 // running one arrives, so that the owner sends without a pause. A pull fails with RotationError that names the owner if
-// the owner has ended, and with RingTimeout if it sends nothing for the timeout.
+// the owner has ended or what arrives is not what it sent, and with RingTimeout if it sends nothing for the timeout.
 class PulledShards : public HostShards {
  public:
   // `host`: the address at which other ranks reach this one.
@@ -55,38 +54,32 @@ class PulledShards : public HostShards {
 
  private:
   struct Owner {
-    std::string host;
-    int port = 0;
-    uint64_t number = 0;
     Incoming connection;  // the thread of pulls makes it, ends it and receives
     bool left = false;    // a pull that was asked for has been dropped: its bytes will arrive
   };
+  struct Request;
+  struct Answer;
   class Queued;
-  struct Answering {
-    std::thread thread;
-    bool ended = false;
-  };
 
-  void accept();
-  void answer(Socket socket);
+  void answer(int peer);
+  void serve(Incoming& connection);
   void run();
+  std::vector<Request> requests_of(const Task& task) const;
   void ask(Queued& pull);
   void leave(int owner);
   void wait(Queued& pull);
   void drop(Queued& pull) noexcept;
 
-  const std::string host_;
   const std::chrono::milliseconds timeout_;
-  Socket stop_;       // raised when the ring ends
-  Socket interrupt_;  // and when the running pull was given up
-  Socket listener_;
-  std::vector<Owner> owners_;  // by rank; requests and ends of connections need the mutex
-  std::mutex mutex_;           // guards what follows
-  std::list<Answering> answering_;
+  Socket interrupt_;
+  Peers peers_;
+  std::vector<Owner> owners_;                  // by rank; requests and ends of connections need the mutex
+  std::mutex mutex_;                           // guards what follows
   std::deque<std::shared_ptr<Queued>> queue_;  // the first one is running or will be next
   std::condition_variable queued_, ended_;
   bool closing_ = false;
-  std::thread accepting_, pulling_;
+  std::vector<std::thread> answering_;
+  std::thread pulling_;
 };
 
 }  // namespace rtp

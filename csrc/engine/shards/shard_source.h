@@ -56,6 +56,8 @@ class ShardSource {
   // after the other, in this order.
   virtual std::shared_ptr<Pull> pull(const std::vector<size_t>& parameters, int owner,
                                      const std::vector<at::Tensor>& targets) = 0;
+  // Returns whether a process forked from this one can use the source: it runs no threads.
+  virtual bool survives_fork() const { return false; }
   // Returns memory to pull into that this source prefers; undefined if any will do.
   virtual at::Tensor allocate(int64_t) { return {}; }
   // A forward of the model has ended: shards may change now.

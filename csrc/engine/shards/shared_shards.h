@@ -14,6 +14,7 @@ class SharedShards : public HostShards {
  public:
   using HostShards::HostShards;
 
+  bool survives_fork() const override { return true; }
   std::string address() const override { return map_address(); }
   void connect(const std::vector<std::string>& addresses, const std::vector<int64_t>& bytes,
                const std::vector<std::vector<int64_t>>& offsets) override;

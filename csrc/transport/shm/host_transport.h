@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/checks.h"
+#include "base/threads.h"
 #include "transport/shm/mailbox.h"
 #include "transport/shm/polling.h"
 #include "transport/shm/shared_memory.h"
@@ -87,7 +88,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
     }
     control().state = RingState::alive;
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
-      senders_[static_cast<size_t>(channel)] = std::thread([this, channel] { serve(channel); });
+      senders_[static_cast<size_t>(channel)] = start_thread([this, channel] { serve(channel); });
     }
   }
 

@@ -10,23 +10,41 @@
 #include <sstream>
 #include <utility>
 
+#include "base/threads.h"
+
 namespace rtp {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint64_t kHelloMagic = 0x31706374'70747230;  // identifies this protocol and the byte order
-constexpr uint32_t kNotices = 2;  // purpose of a connection; smaller values are the channel of its hops
-constexpr auto kPatience = std::chrono::seconds(10);  // limit for a silent connection
-constexpr auto kGrace = std::chrono::seconds(1);      // limit for a connection that arrives after the notice of its end
+constexpr uint64_t kHelloMagic = 0x32706374'70747230;  // identifies this protocol and the byte order
+constexpr uint32_t kNotices = 2;  // purpose of a connection; smaller values are the channel of its hops or pulls
+constexpr auto kJoining = std::chrono::seconds(20);            // maximum time to connect to all ranks
+constexpr auto kPatience = std::chrono::seconds(10);           // limit for a connection without a proof
+constexpr size_t kMostPending = 64;                            // connections without a proof, besides those of ranks
+constexpr auto kGrace = std::chrono::seconds(1);               // limit for one that arrives after the notice of its end
+constexpr auto kNoResources = std::chrono::milliseconds(100);  // pause of the listener without descriptors
+
+uint64_t draw() {
+  static thread_local std::random_device random;
+  return (static_cast<uint64_t>(random()) << 32) | random();
+}
 
 }  // namespace
 
+// Sent by the rank that opens a connection.
 struct Peers::Hello {
   uint64_t magic = kHelloMagic;
-  Key key{};
-  uint32_t rank = 0;
+  uint64_t drawn = 0;
+  uint32_t from = 0, to = 0;
   uint32_t purpose = 0;
+  uint32_t unused = 0;
+};
+
+// The answer to it. The other end then sends its own proof.
+struct Peers::Challenge {
+  uint64_t drawn = 0;
+  uint64_t proof = 0;
 };
 
 // Sent to an admitted rank, and by a rank that ends its ring, with the reason.
@@ -38,7 +56,9 @@ struct Peers::Notice {
 struct Peers::PendingConnection {
   Socket socket;
   Clock::time_point since;
-  std::string said;
+  std::string said;  // of the message that is expected: the hello, then the proof
+  std::optional<Hello> hello;
+  uint64_t drawn = 0;
 };
 
 Peers::Peers(int rank, int ranks, const std::string& host, std::function<void(const Lost&)> on_failure)
@@ -49,55 +69,78 @@ Peers::Peers(int rank, int ranks, const std::string& host, std::function<void(co
       stop_(make_stop()),
       listener_(listen_at(host, 3 * ranks + 16)),
       peers_(static_cast<size_t>(ranks)) {
-  std::random_device random;
-  for (uint64_t& word : key_.token) word = (static_cast<uint64_t>(random()) << 32) | random();
+  for (uint64_t& word : key_) word = draw();
 }
 
 Peers::~Peers() { leave(); }
 
-std::string Peers::address() const {
-  return concat(host_, " ", port_of(listener_), " ", key_.token[0], " ", key_.token[1]);
-}
+std::string Peers::address() const { return concat(host_, " ", port_of(listener_), " ", key_[0], " ", key_[1]); }
 
 void Peers::join(const std::vector<std::string>& addresses, std::chrono::milliseconds timeout) {
+  timeout = std::min<std::chrono::milliseconds>(timeout / 2, kJoining);
   const auto deadline = Clock::now() + timeout;
   RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "transport tcp: expected ", ranks_, " addresses, got ",
                   addresses.size());
-  for (int rank = ranks_ - 1; rank >= 0; --rank) {  // the ring uses the token of rank 0
+  for (int rank = ranks_ - 1; rank >= 0; --rank) {  // the ring uses the key of rank 0
     Peer& peer = peers_[static_cast<size_t>(rank)];
     std::istringstream fields(addresses[static_cast<size_t>(rank)]);
-    fields >> peer.host >> peer.port >> key_.token[0] >> key_.token[1];
+    fields >> peer.host >> peer.port >> key_[0] >> key_[1];
     RTP_CHECK_VALUE(fields && (fields >> std::ws).eof(), "transport tcp: expected an address 'host port token token', ",
                     "got '", addresses[static_cast<size_t>(rank)], "'");
   }
-  const auto named = [&](int rank, const auto&... what) {
-    const Peer& peer = peers_[static_cast<size_t>(rank)];
-    return concat("transport tcp: rank ", rank, " of the ring at ", peer.host, " port ", peer.port, what...);
-  };
   peers_[static_cast<size_t>(rank_)].state = PeerState::present;
+  const auto left = [&] { return std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()); };
   for (int rank = 0; rank < rank_; ++rank) {
-    Peer& peer = peers_[static_cast<size_t>(rank)];
     try {
-      peer.notices = connect_to(peer.host, peer.port, stop_, timeout);
-      say_hello(peer.notices, kNotices);
-    } catch (const ConnectionError& error) {
-      throw RotationError(named(rank, ": ", error.what()));
+      peers_[static_cast<size_t>(rank)].notices = open(rank, kNotices, stop_, left());
+    } catch (const RotationError& error) {
+      throw RotationError(concat("transport tcp: ", describe(rank), ": ", error.what()));
     }
   }
-  watcher_ = std::thread([this] { watch(); });
+  watcher_ = start_thread([this] { watch(); });
   std::unique_lock lock(mutex_);
   for (int rank = 0; rank < ranks_; ++rank) {
     const PeerState& state = peers_[static_cast<size_t>(rank)].state;
-    if (!changed_.wait_until(lock, deadline, [&] { return state != PeerState::awaited; })) {
-      throw RotationError(named(rank, " did not join (waited ", timeout.count() / 1000.0, " s)"));
+    changed_.wait_until(lock, deadline, [&] { return state != PeerState::awaited || !problem_.empty(); });
+    if (!problem_.empty()) throw RotationError(concat("transport tcp: ", problem_));
+    if (state == PeerState::awaited) {
+      throw RotationError(
+          concat("transport tcp: ", describe(rank), " did not join (waited ", timeout.count() / 1000.0, " s)"));
     }
-    if (state == PeerState::gone) throw RotationError(named(rank, " refused to let rank ", rank_, " in"));
+    if (state == PeerState::gone) {
+      throw RotationError(concat("transport tcp: ", describe(rank), " refused to let rank ", rank_, " in"));
+    }
   }
 }
 
-void Peers::say_hello(const Socket& socket, uint32_t purpose) const {
-  Hello hello{kHelloMagic, key_, static_cast<uint32_t>(rank_), purpose};
-  send_all(socket, {{&hello, sizeof hello}}, stop_);
+std::string Peers::describe(int peer) const {
+  const Peer& known = peers_[static_cast<size_t>(peer)];
+  return concat("rank ", peer, " of the ring at ", known.host, " port ", known.port);
+}
+
+// Returns what a rank proves itself with: the end that opened a connection, or the other one.
+uint64_t Peers::proof(bool of_opener, const Hello& hello, uint64_t drawn) const {
+  const uint64_t ends = uint64_t{hello.from} << 32 | hello.to, purpose = uint64_t{hello.purpose} << 1 | of_opener;
+  return siphash<4>(key_, {hello.drawn, drawn, ends, purpose});
+}
+
+Socket Peers::open(int peer, uint32_t purpose, const Socket& stop, std::chrono::milliseconds timeout) const {
+  const Peer& known = peers_[static_cast<size_t>(peer)];
+  const auto deadline = Clock::now() + timeout;
+  Incoming made(connect_to(known.host, known.port, stop, timeout));
+  Hello hello{kHelloMagic, draw(), static_cast<uint32_t>(rank_), static_cast<uint32_t>(peer), purpose};
+  send_all(made.socket(), {{&hello, sizeof hello}}, stop);
+  Challenge challenge;
+  const auto left = std::max(std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()), {});
+  if (!made.receive_all({{&challenge, sizeof challenge}}, stop, [](size_t) {}, left)) {
+    throw ConnectionError("it refused the connection");
+  }
+  if (challenge.proof != proof(/*of_opener=*/false, hello, challenge.drawn)) {
+    throw ConnectionError("what answers there is no rank of this ring: it does not know the key");
+  }
+  uint64_t own = proof(/*of_opener=*/true, hello, challenge.drawn);
+  send_all(made.socket(), {{&own, sizeof own}}, stop);
+  return made.release();
 }
 
 std::string Peers::lost_reason(int peer) const {
@@ -125,13 +168,14 @@ std::string Peers::reason_of_loss(int peer, const std::string& seen) {
   return reason.empty() ? seen : reason;
 }
 
-Socket Peers::connect(int peer, Channel channel) {
+std::string Peers::problem() {
+  const std::lock_guard lock(mutex_);
+  return problem_;
+}
+
+Socket Peers::connect(int peer, Channel channel, const Socket& stop, std::chrono::milliseconds timeout) {
   check(peer);
-  const Peer& known = peers_[static_cast<size_t>(peer)];
-  // waits for the hop enforce the timeout
-  Socket socket = connect_to(known.host, known.port, stop_, std::chrono::hours(1));
-  say_hello(socket, static_cast<uint32_t>(channel));
-  return socket;
+  return open(peer, static_cast<uint32_t>(channel), stop, timeout);
 }
 
 Socket Peers::accept(int peer, Channel channel) {
@@ -184,6 +228,8 @@ void Peers::watch() {
   while (true) {
     std::vector<pollfd> all{{stop_.fd(), POLLIN, 0}, {listener_.fd(), POLLIN, 0}};
     std::vector<int> ranks;
+    const bool pauses = !problem().empty();
+    if (pauses) all[1].fd = -1;
     {
       const std::lock_guard lock(mutex_);
       for (int rank = 0; rank < ranks_; ++rank) {
@@ -194,9 +240,9 @@ void Peers::watch() {
       }
     }
     for (const PendingConnection& connection : pending) all.push_back({connection.socket.fd(), POLLIN, 0});
-    poll(all.data(), all.size(), pending.empty() ? -1 : 1000);
+    poll(all.data(), all.size(), pauses ? kNoResources.count() : pending.empty() ? -1 : 1000);
     if (all[0].revents != 0) return;
-    while (Socket socket = accept_at(listener_)) pending.push_back({std::move(socket), Clock::now(), {}});
+    accept_all(pending);
     read_hellos(pending);
     for (size_t index = 0; index < ranks.size(); ++index) {
       if (all[index + 2].revents != 0) read_notice(ranks[index]);
@@ -204,40 +250,75 @@ void Peers::watch() {
   }
 }
 
-// Admits connections whose hello has arrived.
+// Without descriptors, pending connections wait in the listener. Of too many without a proof, the oldest ends.
+void Peers::accept_all(std::list<PendingConnection>& pending) {
+  std::string problem;
+  try {
+    while (Socket socket = accept_at(listener_)) {
+      pending.push_back({std::move(socket), Clock::now(), {}, {}, 0});
+      if (pending.size() > kMostPending + 3 * static_cast<size_t>(ranks_)) pending.pop_front();
+    }
+  } catch (const ConnectionError& error) {
+    problem = error.what();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (problem == problem_) return;
+    problem_ = problem;
+  }
+  changed_.notify_all();
+}
+
+// Admits connections whose proof has arrived.
 void Peers::read_hellos(std::list<PendingConnection>& pending) {
   for (auto each = pending.begin(); each != pending.end();) {
-    Hello hello;
-    char* const text = reinterpret_cast<char*>(&hello);
-    const ssize_t found = recv(each->socket.fd(), text, sizeof hello - each->said.size(), MSG_DONTWAIT);
+    char text[sizeof(Hello)];
+    const size_t wanted = each->hello ? sizeof(uint64_t) : sizeof(Hello);
+    const ssize_t found = recv(each->socket.fd(), text, wanted - each->said.size(), MSG_DONTWAIT);
     const bool silent = found < 0 && (errno == EAGAIN || errno == EINTR);
     if (found > 0) each->said.append(text, static_cast<size_t>(found));
-    if (each->said.size() == sizeof hello) {
-      std::memcpy(text, each->said.data(), sizeof hello);
-      admit(hello, std::move(each->socket));
-      each = pending.erase(each);
-    } else if (found > 0 || (silent && Clock::now() < each->since + kPatience)) {
+    const bool came = each->said.size() == wanted;
+    const bool stays = came ? !each->hello && answer(*each) : found > 0 || silent;
+    if (stays && Clock::now() < each->since + kPatience) {
       ++each;
-    } else {
-      each = pending.erase(each);
+      continue;
     }
+    uint64_t said = 0;
+    if (came && each->hello) {
+      std::memcpy(&said, each->said.data(), sizeof said);
+      if (said == proof(/*of_opener=*/true, *each->hello, each->drawn)) admit(*each->hello, std::move(each->socket));
+    }
+    each = pending.erase(each);
   }
 }
 
+// Answers a hello that has come. Returns false if it is not that of a rank.
+bool Peers::answer(PendingConnection& connection) const {
+  Hello hello;
+  std::memcpy(&hello, connection.said.data(), sizeof hello);
+  const uint32_t ranks = static_cast<uint32_t>(ranks_), own = static_cast<uint32_t>(rank_);
+  if (hello.magic != kHelloMagic || hello.from >= ranks || hello.from == own || hello.to != own) return false;
+  if (hello.purpose > kNotices) return false;
+  connection.said.clear();
+  connection.hello = hello;
+  connection.drawn = draw();
+  const Challenge challenge{connection.drawn, proof(/*of_opener=*/false, hello, connection.drawn)};
+  const ssize_t sent = send(connection.socket.fd(), &challenge, sizeof challenge, MSG_DONTWAIT | MSG_NOSIGNAL);
+  return sent == static_cast<ssize_t>(sizeof challenge);
+}
+
 void Peers::admit(const Hello& hello, Socket socket) {
-  const auto rank = static_cast<int>(hello.rank);
-  if (hello.magic != kHelloMagic || !(hello.key == key_) || rank < 0 || rank >= ranks_ || hello.purpose > kNotices)
-    return;
   {
     const std::lock_guard lock(mutex_);
-    Peer& peer = peers_[hello.rank];
-    Socket& place = hello.purpose == kNotices ? peer.notices : peer.hops[hello.purpose];
-    if (place || rank == rank_) return;
-    place = std::move(socket);
+    Peer& peer = peers_[hello.from];
     if (hello.purpose == kNotices) {
+      if (peer.state != PeerState::awaited) return;
+      peer.notices = std::move(socket);
       peer.state = PeerState::present;
       const Notice welcome;
-      send(place.fd(), &welcome, sizeof welcome, MSG_DONTWAIT | MSG_NOSIGNAL);
+      send(peer.notices.fd(), &welcome, sizeof welcome, MSG_DONTWAIT | MSG_NOSIGNAL);
+    } else {
+      peer.hops[hello.purpose] = std::move(socket);
     }
   }
   changed_.notify_all();

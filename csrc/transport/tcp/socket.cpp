@@ -162,6 +162,9 @@ int port_of(const Socket& listener) {
 
 Socket accept_at(const Socket& listener) {
   Socket socket(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (!socket && (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)) {
+    fail("cannot accept a connection");
+  }
   // otherwise the last bytes of an answer wait for an acknowledgement, up to 40 ms
   const int at_once = 1;
   if (socket) setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &at_once, sizeof at_once);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/checks.h"
@@ -49,6 +50,7 @@ std::string address_toward(const std::string& host);
 Socket listen_at(const std::string& host, int backlog);
 int port_of(const Socket& listener);
 // Returns the next pending connection of `listener`, which sends without delay; an empty socket if there is none.
+// Throws ConnectionError if this process has no descriptors or memory for another one.
 Socket accept_at(const Socket& listener);
 
 // An event for waits, which stays raised until it is lowered.
@@ -76,6 +78,11 @@ class Incoming {
   explicit Incoming(Socket socket) : socket_(std::move(socket)) {}
   explicit operator bool() const { return static_cast<bool>(socket_); }
   const Socket& socket() const { return socket_; }
+  // Gives the connection away; another reader may wake for every byte.
+  Socket release() {
+    set_low_water(1);
+    return std::move(socket_);
+  }
 
   // Fills `buffers`. Calls `progress` with the number of received bytes; it may throw. Returns false if the other end
   // closed the connection before the first byte. Throws RingTimeout if nothing arrives for `silence`.

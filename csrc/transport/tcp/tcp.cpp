@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "base/checks.h"
+#include "base/threads.h"
 #include "transport/tcp/peers.h"
 
 namespace rtp {
@@ -25,7 +26,6 @@ using PeerState = Peers::PeerState;
 
 constexpr size_t kMaxTensors = 8;  // maximum per hop
 constexpr uint64_t kMagic = 0x706f6820'70747230;
-constexpr auto kJoining = std::chrono::seconds(20);      // maximum time to connect to all ranks
 constexpr auto kLongest = std::chrono::hours(24 * 365);  // maximum timeout
 
 // Precedes the bytes of a hop, to detect ranks that are out of step.
@@ -76,12 +76,11 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
   std::string address() const override { return peers_.address(); }
 
   void connect(const std::vector<std::string>& addresses) override {
-    // Half the timeout, so that the caller can still notify the other ranks of an unreachable one in time.
-    peers_.join(addresses, std::min<std::chrono::milliseconds>(timeout_ / 2, kJoining));
+    peers_.join(addresses, timeout_);
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
       for (const Direction direction : {Direction::out, Direction::in}) {
         std::thread& thread = queue(channel, direction).thread;
-        thread = std::thread([this, channel, direction] { serve(channel, direction); });
+        thread = start_thread([this, channel, direction] { serve(channel, direction); });
         const std::string title =
             concat("rtp_", rtp::name(channel), direction == Direction::out ? "_tx" : "_rx");  // at most 15 characters
         pthread_setname_np(thread.native_handle(), title.c_str());
@@ -185,7 +184,8 @@ void SocketTransport::wait(const PendingHop& pending, Direction direction) {
     if (wake.wait_until(lock, start + timeout_) == std::cv_status::timeout && !done.load()) {
       check(pending.hop, Clock::now() - start);
       const int peer = direction == Direction::in ? pending.hop.from : pending.hop.to;
-      throw_timeout(pending.hop, peer, Clock::now() - start, "timeout");
+      const std::string problem = peers_.problem();
+      throw_timeout(pending.hop, peer, Clock::now() - start, problem.empty() ? "timeout" : problem);
     }
   }
 }
@@ -238,7 +238,8 @@ void SocketTransport::serve(Channel channel, Direction direction) {
 void SocketTransport::send(HopQueue& queue, const Hop& hop) {
   peers_.check(hop.to);
   Socket& socket = queue.to[hop.to];
-  if (!socket) socket = peers_.connect(hop.to, hop.channel);
+  // waits for the hop enforce the timeout
+  if (!socket) socket = peers_.connect(hop.to, hop.channel, peers_.stop(), kLongest);
   Header header;
   header.identity = hop.identity();
   header.parts = hop.send.size();

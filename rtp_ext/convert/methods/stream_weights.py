@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -111,10 +111,12 @@ def _stream(
     largest = max((value.numel() * value.element_size() for _, value in tensors), default=0)
     # one for all: a process group may keep tensors alive for a while after it has sent them
     buffer = torch.empty(min(bucket_bytes, largest), dtype=torch.uint8, device=ring.device)
+    options: dict[str, Any] = {"dtype": dtype, "buffer": buffer, "waits": ring.communicator}
     for bucket in _buckets(tensors, bucket_bytes):
         _go_on(ring, bucket[0][0])
         for place, (name, value) in enumerate(bucket, start=1):
-            whole = gather_plain(value, keep=keep, dtype=dtype, buffer=buffer, device=held(value).device)
+            with ring.communicator.ended_by_errors("stream_weights"):
+                whole = gather_plain(value, keep=keep, device=held(value).device, **options)
             if keep:
                 if others := names[id(value)][1:]:
                     setattr(whole, OTHER_NAMES, tuple(others))
@@ -123,7 +125,7 @@ def _stream(
                 except GeneratorExit:
                     if ring.alive:  # the other ranks are in this bucket
                         for _, rest in bucket[place:]:
-                            gather_plain(rest, keep=False, dtype=dtype, buffer=buffer)
+                            gather_plain(rest, keep=False, **options)
                         ring.exchange(f"it left after {name}")
                     raise
             del whole

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rtp_ext._native import RingTimeout
+from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext.ring.links.failure_report import FailureReport, broken_links, cut
 from rtp_ext.ring.links.groups import all_gather_single, destroy, make_group
 from rtp_ext.ring.links.hosts import Hosts
@@ -120,6 +120,11 @@ class Communicator:
         """Whether one process is the whole ring, emulated or not."""
         return self.world is None or self.size == 1
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from that of the rank, and is no rank."""
+        return os.getpid() != self._owner
+
     # -- liveness ----------------------------------------------------------------------------------------------------
 
     @property
@@ -154,7 +159,7 @@ class Communicator:
         cut(groups)
         self.drop_groups()
         # A forked process is no rank, and shares its parent's connection to the store.
-        if self.failure_report is None or self.world is not dist.group.WORLD or os.getpid() != self._owner:
+        if self.failure_report is None or self.world is not dist.group.WORLD or self.forked:
             return
         note: str = "" if self.executor is None else self.executor.fail("")
         text = str(error).removesuffix(note)
@@ -176,23 +181,36 @@ class Communicator:
             error.args = (str(error) + self.executor.fail(str(error)),)
         self.abandon(error, suspects, near, ended)
 
+    @contextlib.contextmanager
+    def ended_by_errors(self, operation: str) -> Iterator[None]:
+        """Ends the ring, and so the waits of other ranks, where the body, a part of a collective, raises an error of
+        this rank alone."""
+        try:
+            yield
+        except BaseException as error:
+            if self.executor is None or self.executor.alive:
+                self.end(RotationError(f"{operation}: this rank failed: {type(error).__name__}: {error}"))
+            raise
+
     def _open_groups(self) -> list[dist.ProcessGroup]:
         """Returns the process groups that close with this communicator."""
-        if self.world is None or self.world is not dist.group.WORLD or os.getpid() != self._owner:
+        if self.world is None or self.world is not dist.group.WORLD or self.forked:
             return []
         return [*self._groups, *(group for companion in self.companions for group in companion._open_groups())]
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def collectively(self, operation: str, post: Callable[..., Any], *tensors: Any, group: Any) -> None:
-        """Runs `post`, a torch.distributed collective. A failure that the process group reports fails the ring; an
-        error before the collective is posted does not."""
+        """Runs `post`, a torch.distributed collective. A failure that the process group reports fails the ring, and so
+        does a rank that does not answer within the timeout; an error before the collective is posted does not.
+
+        group: one of the ring, or of other ranks."""
         start, posted = time.monotonic(), False
         recorded = 0 if self.executor is None else self.executor.begin_collective(operation)
         try:
             work = post(*tensors, group=group, async_op=True)
             posted = True
-            work.wait()
+            work.wait() if group in self._groups else work.wait(self.timeout)
         except RuntimeError as error:
             if not posted and not isinstance(error, dist.DistError):
                 raise

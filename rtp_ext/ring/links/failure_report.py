@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rtp_ext._native import RingTimeout, RotationError
+
 __all__ = ["FailureReport", "Process", "broken_links", "cut", "this_process"]
 
 GRACE = 0.6  # seconds for the others to answer: every error has to come within the timeout and one second
@@ -35,6 +37,7 @@ _SLACK = 0.15  # seconds beyond the grace for the store
 _TAG = 0x7074  # tag of messages that probe a link; no message has the next tag
 _SOME = 8  # the most ranks, or operations, that an error lists
 _FOUND = "found"  # the key of the final verdict
+_HERE = "here/"  # begins the keys of ranks that have called, with the reasons not to go on
 
 Process = tuple[int, int]  # process id, and start time by the kernel's clock
 
@@ -65,8 +68,29 @@ class FailureReport:
         # torchrun's agent keeps the store after a restart. All ranks of the ring delete their old entries before any of
         # them ends its first collective.
         with contextlib.suppress(RuntimeError, NotImplementedError):  # some stores cannot delete
-            for key in (str(self.me), _FOUND):
+            for key in (str(self.me), _FOUND, f"{_HERE}{self.me}"):
                 self._store.delete_key(key)
+
+    def meet(self, members: Sequence[int], problem: str | None, timeout: datetime.timedelta) -> None:
+        """Raises RotationError on all members where one has a `problem`, and RingTimeout, which names them, where some
+        do not call. Collective, through the store alone: before there are process groups."""
+        if problem is not None:
+            with contextlib.suppress(RuntimeError):  # a store in a file needs a descriptor; others miss this rank then
+                self._store.set(f"{_HERE}{self.me}", problem)
+            raise RotationError(f"Ring: it cannot be made here: {problem}")
+        self._store.set(f"{_HERE}{self.me}", "")
+        keys = [f"{_HERE}{rank}" for rank in members]
+        try:
+            self._store.wait(keys, timeout)
+        except RuntimeError as error:
+            missing = _some(rank for rank, key in zip(members, keys, strict=True) if not self._store.check([key]))
+            raise RingTimeout(
+                f"Ring: expected a call on every rank, got none on global ranks {missing} (waited "
+                f"{timeout.total_seconds()} s)"
+            ) from error
+        for rank, text in zip(members, self._store.multi_get(keys), strict=True):
+            if text:
+                raise RotationError(f"Ring: it cannot be made on global rank {rank}: {text.decode()}")
 
     def add_processes(self, ranks: Sequence[int], processes: Sequence[Process | None], hosts: Sequence[int]) -> None:
         """Adds the processes of those `ranks` that are on the host of this rank to `neighbours`."""

@@ -1,9 +1,11 @@
-"""Process groups of torch.distributed, made and destroyed by some ranks of the world alone."""
+"""Process groups of torch.distributed, made and destroyed by some ranks of the world alone, and the room that a process
+has for them."""
 
 from __future__ import annotations
 
 import datetime
 import os
+import threading
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +13,38 @@ import torch.distributed as dist
 from rtp_ext.dtensor_hooks import GROUPS_ARE_COUNTED, counted_groups
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.14
+
+
+_THREADS, _FILES = 3, 6  # of a group of Gloo, besides a connection to each rank
+_MORE_THREADS, _MORE_FILES = 8, 24  # of a ring besides its groups
+
+
+def lacks_room(groups: int, ranks: int) -> str | None:
+    """Returns why this process cannot make so many groups of Gloo between `ranks` and what else a ring needs; None: it
+    can. Gloo ends the process (std::terminate) where a thread or a descriptor is missing half-way."""
+    threads, files = groups * _THREADS + _MORE_THREADS, groups * (_FILES + ranks) + _MORE_FILES
+    opened: list[int] = []
+    started: list[threading.Thread] = []
+    over = threading.Event()
+    try:
+        while len(opened) < files:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+        while len(started) < threads:
+            thread = threading.Thread(target=over.wait)
+            thread.start()
+            started.append(thread)
+        return None
+    except (OSError, RuntimeError, MemoryError) as error:
+        return (
+            f"expected room for {files} more descriptors and {threads} more threads, got {len(opened)} and "
+            f"{len(started)}: {error}"
+        )
+    finally:
+        over.set()
+        for file in opened:
+            os.close(file)
+        for thread in started:
+            thread.join()
 
 
 def make_group(members: list[int], backend: str, timeout: datetime.timedelta) -> dist.ProcessGroup:

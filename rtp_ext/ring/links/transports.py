@@ -16,6 +16,7 @@ from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.host import CONNECTIONS
 from rtp_ext.ring.links.communicator import Communicator
+from rtp_ext.ring.links.groups import lacks_room
 from rtp_ext.ring.links.host_address import own_address
 from rtp_ext.ring.links.options import TransportOptions
 
@@ -57,7 +58,7 @@ class Candidate:
 
 def candidates(ring: Communicator, options: TransportOptions) -> list[Candidate]:
     """Returns the transports for the device of `ring`, the preferred one first."""
-    c10d = Candidate("c10d", "any backend of torch.distributed", lambda: None, _make_c10d)
+    c10d = Candidate("c10d", "any backend of torch.distributed", lambda: lacks_room(2, ring.size), _make_c10d)
     if ring.device.type == "cpu":
         shm = Candidate("shm", "memory shared by CPU processes of one host", lambda: ring.placed.spread, _make_shm)
         tcp = Candidate("tcp", "sockets between CPUs of any hosts", lambda: None, _make_tcp)
@@ -161,7 +162,7 @@ def _try(ring: Communicator, candidate: Candidate) -> tuple[Any, str | None]:
     native = None
     try:
         native = candidate.make(ring)
-    except RuntimeError as error:
+    except Exception as error:
         problem = str(error)
     problem = _first(ring.exchange(problem))
     return (native, None) if problem is None else (None, problem)
@@ -185,7 +186,7 @@ def _make_shm(ring: Communicator) -> Any:
     problem = None
     try:
         native.connect([addresses[rank] for rank in here])
-    except RotationError as error:
+    except Exception as error:  # memory may be missing, too
         problem = str(error)
     refuse_any(ring.exchange(problem))  # no rank may free its memory before: others would report it missing
     return native
@@ -198,7 +199,7 @@ def _offer(ring: Communicator, make: Callable[[], Any]) -> tuple[Any, Sequence[A
     try:
         native = make()
         address = native.address()
-    except RotationError as error:
+    except Exception as error:  # memory may be missing, too
         problem = str(error)
     addresses, problems = zip(*ring.exchange((address, problem)), strict=True)
     refuse_any(problems)
@@ -281,7 +282,7 @@ def unique_ids(ring: Communicator, count: int, per_host: int | None = None) -> l
     try:
         if ring.rank == first:
             ids = [_native.nccl_unique_id() for _ in range(count)]
-    except RotationError as error:
+    except Exception as error:  # memory may be missing, too
         problem = str(error)
     every, problems = zip(*ring.exchange((ids, problem)), strict=True)
     refuse_any(problems)
@@ -294,7 +295,7 @@ def _ring_end(ring: Communicator) -> Any:
     try:
         news = _native.PeerStatus(ring.rank, ring.size)
         address = news.address()
-    except RotationError as error:
+    except Exception as error:  # memory may be missing, too
         problem = str(error)
     addresses = ring.exchange(address)
     heard = 0 if news is None else news.connect(addresses)
