@@ -76,7 +76,8 @@ class _Ranks:
 
 
 @pytest.mark.parametrize(
-    "mine, others, blocking", [(23007, [23007], True), (23007, [22809], True), (23007, [22803], False), (22803, [23100], False)]
+    "mine, others, blocking",
+    [(23007, [23007], True), (23007, [22809], True), (23007, [22803], False), (22803, [23100], False)],
 )
 def test_communicators_are_blocking_where_every_rank_can_end_their_calls(monkeypatch, mine, others, blocking):
     monkeypatch.setattr(transports._native, "nccl_versions", lambda: (22100, mine))
