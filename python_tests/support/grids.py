@@ -23,7 +23,7 @@ def few(enough: Sequence[Any], everything: Sequence[Any]) -> Sequence[Any]:
 
 
 # torch 2.11: stage_backward_weight of torch.distributed.pipelining fails behind any autograd.Function in Python
-# ("Attribute '_input_metadata' is invalid"), and a V schedule over Gloo sends to its own rank ("Pair is not connected").
+# ("Attribute '_input_metadata' is invalid"); a V schedule over Gloo sends to its own rank ("Pair is not connected").
 SPLITS_BACKWARDS = torch.__version__ >= (2, 13)
 needs_split_backwards = pytest.mark.skipif(
     not SPLITS_BACKWARDS, reason="torch before 2.13 fails in zero-bubble schedules with any autograd.Function in Python"

@@ -31,7 +31,7 @@ def _named(look):
 
 def test_functions_that_are_looked_up_have_a_version():
     assert _named(LOOKED_UP) == SINCE.keys()
-    assert BLOCKING_SINCE == SINCE["ncclCommRevoke"]
+    assert SINCE["ncclCommRevoke"] == BLOCKING_SINCE
     simulated = (ROOT / "python_tests" / "simulators" / "simulated_cuda" / "nccl" / "windows.cpp").read_text()
     assert {name: int(since) for name, since in re.findall(r'\{"(nccl\w+)", \{(\d+),', simulated)} == SINCE
 
