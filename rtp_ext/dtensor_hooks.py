@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import inspect
 import itertools
 import logging
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -219,33 +219,31 @@ def on_registration(hook: Callable[[torch.nn.Module, str, Any], None]) -> None:
 
 # -- other parts of torch ----------------------------------------------------------------------------------------------
 
-# Whether torch derives the names of new process groups from their number.
+# Whether torch derives the names of groups with local synchronization from the number of groups that were made. Before
+# torch 2.14, it derives them from the number that exist in this process.
 GROUPS_ARE_COUNTED = "group_count" in dist.distributed_c10d._hash_ranks_to_str.__code__.co_names
-
-# For each world, how many groups of rings were made there over the same ranks.
-_groups_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def counted_groups(members: list[int]) -> Iterator[None]:
-    """`group_count` of torch.distributed, while a ring makes a group: any torch with GROUPS_ARE_COUNTED, as 2.14.1.
+def named_groups(members: list[int]) -> Iterator[None]:
+    """`_process_group_name` of torch.distributed, while a ring makes a group of `members`: torch 2.11 to 2.15.
 
-    torch names a group by the number of groups that its process has made, and members wait for each other under that
-    name. Processes may make different numbers of rings, as stages of a pipeline do, or ranks outside of all rings: the
-    next group with members of both would never be made. Groups of rings therefore count by their members, and leave
-    torch's count as it is.
+    The members of a group wait for each other's addresses under its name in the store. torch derives the name from the
+    number of groups that its process has, or has made. Processes may have different numbers, as stages of a pipeline
+    or ranks outside of all rings do: a group with members of both would never be made. And before torch 2.14, a group
+    that takes the place of a destroyed one gets its name, and finds the addresses of sockets that are closed.
+
+    With the patch the name holds how many groups of rings this rank has made with the same members. The count lies in
+    the store, beside the addresses, so that both end with their world.
     """
-    if not GROUPS_ARE_COUNTED:
-        yield
-        return
-    state: Any = dist.distributed_c10d._world
-    counts = _groups_made.setdefault(dist.group.WORLD, Counter())
-    counts[tuple(members)] += 1
-    before, state.group_count = state.group_count, -counts[tuple(members)]  # torch's own counts are not negative
+    module: Any = dist.distributed_c10d
+    made = module._get_default_store().add(f"rtp_ext groups of {dist.get_rank()} in {members}", 1)
+    name = hashlib.sha1(f"rtp_ext {members} {made}".encode(), usedforsecurity=False).hexdigest()
+    stock, module._process_group_name = module._process_group_name, lambda ranks, use_hashed_name: name
     try:
         yield
     finally:
-        state.group_count = before
+        module._process_group_name = stock
 
 
 @functools.cache

@@ -1,13 +1,14 @@
-"""Pythons and torches that the package is built with and tried: a wheel of the source archive, and a quickstart.
+"""Pythons and torches that the package is built with and tried: a wheel of the source archive, a quickstart, and tests.
 
     python benchmarks/compatibility/versions.py         # every pair; takes an hour and more
     python benchmarks/compatibility/versions.py --python 3.12 --torch 2.11.0,2.14.1
     python benchmarks/compatibility/versions.py --page  # run nothing: write the table of docs/limits.md
 
 For each pair: an environment of its own, torch from the registry, a wheel built from the source archive (without CUDA),
-installed, `doctor`, examples/quickstart.py on two ranks, and uninstalled again. A Python that is not there, or a torch
-that the registry has not got for it, is a line that says so. Lines are appended to results/MACHINE/versions.jsonl; the
-table has the last of each pair. Exit status 1 where a pair that could be had does not work.
+installed, `doctor`, examples/quickstart.py on two ranks, and uninstalled again. With the first Python of each torch,
+the tests of FOLDERS run against the installed wheel. A Python that is not there, or a torch that the registry has not
+got for it, is a line that says so. Lines are appended to results/MACHINE/versions.jsonl; the table has the last of each
+pair. Exit status 1 where a pair that could be had does not work.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from itertools import product
@@ -41,6 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "limits.md"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.11.0", "2.13.0", "newest")
+FOLDERS = ("ring", "convert", "outer")  # of python_tests: half an hour of two cores
 BUILDS_WITH = ("setuptools>=77", "wheel", "cmake", "ninja", "pybind11")
 
 
@@ -52,10 +55,13 @@ class Missing(Exception):
     """A version of Python or torch that is not available here."""
 
 
+def environment() -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**inherited, "RTP_WITH_CUDA": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
 def call(*command: str, **options: Any) -> str:
-    environment = {**os.environ, "RTP_WITH_CUDA": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, **options)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), **options)
     if done.returncode != 0:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
         raise Failed(f"{Path(command[0]).name} {' '.join(command[1:4])}: {said[-1] if said else done.returncode}")
@@ -74,8 +80,32 @@ def find_python(version: str) -> str:
     raise Missing("no such Python here")
 
 
-def attempt(python: str, wanted: str, folder: Path) -> dict[str, Any]:
-    """Returns the result of one pair of versions. Raises Failed or Missing."""
+def counts(said: str) -> dict[str, int]:
+    """Returns how many tests passed, failed and were skipped, by the last line of pytest; errors are failures."""
+    number = dict.fromkeys(("passed", "failed", "skipped"), 0)
+    for count, what in re.findall(r"(\d+) (passed|failed|skipped|error)", said.strip().rpartition("\n")[2]):
+        number["failed" if what == "error" else what] += int(count)
+    return number
+
+
+def run_tests(here: str, archive: Path, folder: Path) -> dict[str, int]:
+    """Returns the counts of the tests of FOLDERS, from the archive without its package. Raises Failed."""
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder / "source", filter="data")
+    (source,) = (folder / "source").iterdir()
+    shutil.rmtree(source / "rtp_ext")
+    options = ("-q", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", "--tb=line")
+    command = (here, "-m", "pytest", *options, *(f"python_tests/{each}" for each in FOLDERS))
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=source)
+    found = counts(done.stdout)
+    if done.returncode not in (0, 1) or not found["passed"]:
+        raise Failed(f"tests: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}")
+    print(*re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE), sep="\n", end="", flush=True)
+    return found
+
+
+def attempt(python: str, wanted: str, folder: Path, tested: bool) -> dict[str, Any]:
+    """Returns the result of one pair of versions, `tested`: and of the tests. Raises Failed or Missing."""
     call(python, "-m", "venv", str(folder / "venv"))
     here = str(folder / "venv" / "bin" / "python")
     pip = (here, "-m", "pip", "--quiet", "--disable-pip-version-check")
@@ -100,12 +130,17 @@ def attempt(python: str, wanted: str, folder: Path) -> dict[str, Any]:
     said = re.findall(r"loss (\S+), (\d+) parameters", call(here, *ranks, cwd=folder))
     if len(said) != 2 or not all(float(loss) < 5.0 for loss, _ in said):
         raise Failed(f"quickstart: expected two losses below 5, got {said}")
+    tests = None
+    if tested:
+        call(*pip, "install", f"{wheel}[dev]", f"torch=={found[1].partition('+')[0]}")
+        tests = run_tests(here, archive, folder)
     call(*pip, "uninstall", "-y", "rtp-ext")
     left = list((folder / "venv").rglob("rtp_ext*"))
     if left:
         raise Failed(f"uninstall: left {left[0]}")
     return {
-        "outcome": "works",
+        "outcome": f"{tests['failed']} tests fail" if tests and tests["failed"] else "works",
+        "tests": tests,
         "python": found[0],
         "torch": found[1],
         "loss": float(said[0][0]),
@@ -129,11 +164,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     tried = [row for row in rows if "outcome" in row]
     if not tried:
         return "\nNot tried yet: `make versions`.\n\n"
-    lines = [["Python", "torch", "result", "wheel, MiB"]]
+    lines = [["Python", "torch", "result", f"tests of {', '.join(FOLDERS)}", "wheel, MiB"]]
     for row in rows:
         size = f"{row['wheel_bytes'] / 2**20:.1f}" if row.get("wheel_bytes") else ""
         python, torch = (row.get(key) or row[f"wanted_{key}"] for key in ("python", "torch"))
-        lines.append([python, torch, row.get("outcome", "not tried"), size])
+        tests = ", ".join(f"{count} {what}" for what, count in (row.get("tests") or {}).items() if count)
+        lines.append([python, torch, row.get("outcome", "not tried"), tests, size])
     return block(tried, "Tried", "; builds without CUDA.", lines)
 
 
@@ -154,12 +190,14 @@ def main() -> int:
     path, command = RESULTS / machine_name(torch.device("cpu")) / "versions.jsonl", command_line()
     if (refusal := refusal_to_write(path)) is not None:
         parser.error(refusal)
-    failed = False
+    failed, tested = False, set()
     for version, wanted in product(args.python.split(","), args.torch.split(",")):
         line: dict[str, Any] = {"python": None, "torch": None}  # those of the card are others
         try:
             with tempfile.TemporaryDirectory() as folder:
-                line |= attempt(find_python(version), wanted, Path(folder))
+                line |= attempt(find_python(version), wanted, Path(folder), wanted not in tested)
+            tested.add(wanted)
+            failed |= line["outcome"] != "works"
         except Failed as problem:
             line["outcome"], failed = str(problem), True
         except Missing as problem:

@@ -128,6 +128,9 @@ def _policies(rank, ranks):
             assert_same(ours, theirs, 2.0**-7, "the same roundings")
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="the control, fully_shard of a list with a policy, fails in torch 2.11"
+)
 def test_policies_of_lists():
     run_ranks(_policies, 2)
 

@@ -4,6 +4,7 @@ import importlib.util
 import math
 from pathlib import Path
 
+from grids import needs_split_backwards
 from harness import run_ranks
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/pipeline.py"
@@ -16,6 +17,7 @@ def _trains(rank, ranks):
     return module.train(steps=15), module.VOCABULARY
 
 
+@needs_split_backwards
 def test_it_learns():
     found = run_ranks(_trains, 4)
     assert [len(losses) for losses, _ in found] == [0, 0, 15, 15]

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from autograd_subjects import SUBJECTS, Subject, converted, features, numbers
+from grids import needs_split_backwards
 from harness import Cases, run_ranks
 from reference import assert_same, chunk, differs, full, local, random, wholes
 from test_autograd import named, weighed
@@ -240,6 +241,7 @@ def _splits(rank, ranks):
     cases.finish()
 
 
+@needs_split_backwards
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_backwards_in_two_parts(ranks):
     run_ranks(_splits, ranks)

@@ -121,11 +121,13 @@ def test_torch_still_needs_the_rules_of_its_compiler():
 
 
 def test_torch_still_names_groups_by_their_number(monkeypatch):
-    """Two processes that have made different numbers of groups give one group two names."""
-    c10d = torch.distributed.distributed_c10d
-    monkeypatch.setattr(c10d, "_world", types.SimpleNamespace(group_count=3))
-    first, second = c10d._process_group_name([0, 1], False), c10d._process_group_name([0, 1], False)
-    assert first != second, needed("counted_groups")
+    """Two processes that have made different numbers of groups, or have them, give one group two names."""
+    c10d, names = torch.distributed.distributed_c10d, []
+    for others in (1, 2):
+        world = types.SimpleNamespace(group_count=others, pg_names=dict.fromkeys(range(others)))
+        monkeypatch.setattr(c10d, "_world", world)
+        names.append(c10d._process_group_name([0, 1], True))
+    assert names[0] != names[1], needed("named_groups")
 
 
 def test_torch_still_needs_the_patch_of_pipeline_stages():
@@ -201,7 +203,7 @@ def test_no_other_file_patches_torch():
     """Searches for the usual forms of patches."""
     look = re.compile(
         r"DTensor\.\w+ = |_custom_op_handlers|register_optimizer_step_p|trace_rules|_state_dict_utils\.\w+ =|"
-        r"\.group_count = "
+        r"\._process_group_name = "
     )
     package = Path(rtp_ext.__file__).parent
     found = [str(file.relative_to(package)) for file in package.rglob("*.py") if look.search(file.read_text())]

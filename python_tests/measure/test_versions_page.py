@@ -1,7 +1,7 @@
 """The table of Pythons and torches is what the committed results say."""
 
 import pytest
-from compatibility.versions import PAGE, PYTHONS, TORCHES, last_of_each, page, table
+from compatibility.versions import PAGE, PYTHONS, TORCHES, counts, last_of_each, page, table
 from shared.card import RESULTS
 
 
@@ -20,8 +20,18 @@ def test_every_pair_has_a_row(tmp_path):
         f'{{"wanted_python": "3.10", "wanted_torch": "newest", "python": null, "torch": null, {card}, '
         '"outcome": "no such Python here"}\n'
         f'{{"wanted_python": "3.13", "wanted_torch": "2.11.0", "python": "3.13.0", "torch": "2.11.0+cpu", {card}, '
-        '"outcome": "works", "wheel_bytes": 2097152}\n'
+        '"outcome": "works", "wheel_bytes": 2097152, "tests": {"passed": 12, "failed": 0, "skipped": 3}}\n'
     )
     made = table(last_of_each(path))
-    assert "| 3.10 | newest | no such Python here |  |" in made and "| 3.13.0 | 2.11.0+cpu | works | 2.0 |" in made
+    assert "| 3.10 | newest | no such Python here |  |  |" in made
+    assert "| 3.13.0 | 2.11.0+cpu | works | 12 passed, 3 skipped | 2.0 |" in made
     assert made.count("| not tried |") == len(PYTHONS) * len(TORCHES) - 2
+
+
+def test_counts_are_those_of_the_last_line():
+    assert counts("3 failed\n1 failed, 219 passed, 2 skipped, 3 errors in 5.0s (0:00:05)\n") == {
+        "passed": 219,
+        "failed": 4,
+        "skipped": 2,
+    }
+    assert counts("") == {"passed": 0, "failed": 0, "skipped": 0}

@@ -84,7 +84,7 @@ def batch(place: int, step: int) -> tuple[Tensor, Tensor]:
     """Returns all micro-batches of one place of a ring: ids and targets [MICRO * ROWS, TOKENS]."""
     generator = torch.Generator().manual_seed(1000 * place + step)
     ids = torch.randint(VOCABULARY, (MICRO * ROWS, TOKENS + 1), generator=generator)
-    return ids[:, :-1], ids[:, 1:]
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # stages of torch 2.11 compare strides
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ step, whatever the schedule; tensor parallelism cuts the layers of stages."""
 
 import torch
 import torch.distributed as dist
-from grids import few
+from grids import few, schedules
 from harness import Cases, run_ranks
 from pipeline_models import Pipeline, trains_like_one_process
 from reference import local
@@ -21,8 +21,9 @@ ENOUGH = [
     (ScheduleInterleavedZeroBubble, AllReduce, 2, False),
 ]
 # backwards in two parts under ZeroOuter are in outer/test_zero_outer.py too
-SCHEDULES = few(ENOUGH, [*ENOUGH, (ScheduleInterleavedZeroBubble, ZeroOuter, 2, False)])
-TENSOR_PARALLEL = few([ScheduleInterleavedZeroBubble], [ScheduleInterleavedZeroBubble, Schedule1F1B])
+SCHEDULES = schedules(few(ENOUGH, [*ENOUGH, (ScheduleInterleavedZeroBubble, ZeroOuter, 2, False)]), ENOUGH)
+BOTH = [ScheduleInterleavedZeroBubble, Schedule1F1B]
+TENSOR_PARALLEL = schedules(few(BOTH[:1], BOTH), BOTH)
 
 
 def bytes_of_a_step(stage, outer, mesh):

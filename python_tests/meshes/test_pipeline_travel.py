@@ -3,6 +3,7 @@ backwards that are split in two. The reference is one process that rounds in the
 rounding."""
 
 import torch
+from grids import needs_split_backwards
 from harness import Cases, run_ranks
 from pipeline_models import MICRO, ROWS, TOLERANCE, Pipeline, batch, loss_of, make_parts, trains_like_one_process
 from reference import assert_same, full, local, own_part
@@ -80,5 +81,6 @@ def _splits(rank, ranks):
     cases.finish()
 
 
+@needs_split_backwards
 def test_backwards_in_two_parts_with_fewer_bytes():
     run_ranks(_splits, 6, timeout=300.0)

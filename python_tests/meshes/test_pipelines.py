@@ -2,6 +2,7 @@
 one process, clipped by the norm of all stages. Zero-bubble schedules compute the gradients of inputs and of parameters
 in two backwards."""
 
+from grids import schedules as possible
 from harness import Cases, run_ranks
 from pipeline_models import MICRO, Pipeline, trains_like_one_process
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +32,7 @@ def _trains(rank, ranks, meshes):
 
 
 def test_like_one_process():
-    for counted in run_ranks(_trains, 4, [((2, 2), SCHEDULES)]):
+    for counted in run_ranks(_trains, 4, [((2, 2), possible(SCHEDULES, SCHEDULES))]):
         for (schedule, index), (weights, gradients, sent, used, _) in counted.items():
             assert sent == used > 0, f"{schedule}, stage {index}: {used} of {sent} hops that were sent ahead were used"
             if schedule != ScheduleInterleavedZeroBubble.__name__:
@@ -47,4 +48,6 @@ def test_like_one_process():
 
 def test_three_stages_and_rings_of_three():
     three_stages = [(Schedule1F1B, 3, 3, False), (ScheduleInterleavedZeroBubble, 6, 3, True)]
-    run_ranks(_trains, 6, [((3, 2), three_stages), ((2, 3), [(ScheduleInterleavedZeroBubble, 4, 3, False)])])
+    three_places = [(ScheduleInterleavedZeroBubble, 4, 3, False)]
+    meshes = [((3, 2), possible(three_stages, three_stages)), ((2, 3), possible(three_places, SCHEDULES))]
+    run_ranks(_trains, 6, meshes)

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from grids import few
+from grids import few, schedules
 from harness import Cases, run_ranks
 from pipeline_models import LARGEST_NORM, Pipeline, adamw, batch, loss_of, make_parts
 from reference import assert_same, differs, full
@@ -60,7 +60,7 @@ def _trains(rank, ranks):
     cases = Cases()
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "replicas", "ring"))
     shape, replica = tuple(mesh.shape[1:]), mesh.get_local_rank("replicas")
-    for schedule, policy, act in few(POLICIES[2:], POLICIES):
+    for schedule, policy, act in schedules(few(POLICIES[2:], POLICIES), POLICIES):
         what = f"{schedule.__name__}, {policy()!r}"
         pipeline = Pipeline(schedule, mesh, PARTS, outer=policy)
         for step in range(STEPS):

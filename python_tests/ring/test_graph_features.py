@@ -6,7 +6,7 @@ import contextlib
 import pytest
 import torch
 from autograd_subjects import SUBJECTS
-from grids import few
+from grids import few, needs_split_backwards
 from harness import Cases, run_ranks
 from local_training_cases import gather_all
 from reference import assert_same, differs
@@ -45,6 +45,7 @@ def _parts(rank, ranks):
     cases.finish()
 
 
+@needs_split_backwards
 @pytest.mark.parametrize("ranks", few([2], [2, 3]))
 def test_split_backwards_and_checkpoints(ranks):
     run_ranks(_parts, ranks, timeout=600.0)

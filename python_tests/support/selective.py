@@ -23,12 +23,11 @@ MATRICES = [aten.mm.default, aten.addmm.default, *SDPA]
 
 def every_other_product() -> Callable[..., CheckpointPolicy]:
     """Saves the operations that torchtitan saves: every other matrix product, attention, and communication."""
-    products = 0
+    products = {False: 0, True: 0}  # torch 2.11 asks in the recomputation, too
 
-    def policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        nonlocal products
-        products += operator in MATRICES[:2]
-        skipped = operator in MATRICES[:2] and products % 2 == 0
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        products[context.is_recompute] += operator in MATRICES[:2]
+        skipped = operator in MATRICES[:2] and products[context.is_recompute] % 2 == 0
         saved = [*MATRICES, aten.max.default, torch.ops._c10d_functional.reduce_scatter_tensor.default]
         return CheckpointPolicy.MUST_SAVE if operator in saved and not skipped else CheckpointPolicy.PREFER_RECOMPUTE
 

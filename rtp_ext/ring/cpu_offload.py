@@ -154,7 +154,24 @@ class _Arrivals:
                 gradients.append(lay_out(total))
         self._of.clear()
         if parameters:
-            torch.autograd.backward(parameters, gradients)
+            with torch.enable_grad():
+                torch.autograd.backward(_Delivery.apply(gradients, *parameters))
+
+
+class _Delivery(torch.autograd.Function):
+    """Passes on gradients without keeping them: autograd copies those that something else refers to, and torch 2.11
+    gathers a DTensor with uneven shards to copy it."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *_parameters: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given = (None, *ctx.gradients)
+        ctx.gradients.clear()
+        return given
 
 
 _arrivals: weakref.WeakValueDictionary[int, _Arrivals] = weakref.WeakValueDictionary()  # by graph task

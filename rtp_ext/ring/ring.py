@@ -111,7 +111,7 @@ class Ring:
         checksum: every hop carries a CRC-32C; a changed one raises a RotationError that names the hop. For CPUs.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: SMs that NCCL may take for each of two communicators
             (default of the maximum: 8; 0: NCCL chooses). `blocking`: no thread for each group of NCCL's calls (default:
-            with NCCL >= 2.30, see docs/gpu.md). `registered`: slots registered with NCCL, which `nccl` moves without
+            with NCCL >= 2.28.7, see docs/gpu.md). `registered`: slots registered with NCCL, which `nccl` moves without
             copies of its own (default: where that works). `delay_us`: delays hops at random, for race tests (default:
             RTP_DEBUG_DELAY_US). `ce_mode`: `push` by senders, `pull` by receivers, or `auto`: pull on route `direct`.
 

@@ -9,7 +9,7 @@
 namespace rtp {
 namespace {
 
-// Declarations missing from older headers: puts and signals were added in 2.29.
+// Declarations missing from older headers: puts and signals were added in 2.29.2.
 struct WaitDescription {  // ncclWaitSignalDesc_t
   int count;
   int peer;

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from graph_cases import compare, step
+from graph_cases import compare, in_graphs, step
 from grids import few
 from harness import Cases, run_ranks
 from models import make_batch
@@ -131,6 +131,7 @@ def _with_inductor(rank, ranks, folder):
     cases.finish()
 
 
+@in_graphs
 @pytest.mark.parametrize("ranks", few([2], [2, 3]))
 def test_inductor_cold_warm_and_written_to(ranks, tmp_path):
     run_ranks(_with_inductor, ranks, str(tmp_path), timeout=600.0)

@@ -7,6 +7,7 @@ import pytest
 import replica_models
 import tensor_models
 import torch
+from graph_cases import in_graphs
 from grids import few
 from harness import Cases, run_ranks
 from reference import assert_same, differs, local
@@ -100,6 +101,7 @@ ALL_PLANS = [  # and `dynamic` of torch.compile: see docs/compile.md
 ]
 
 
+@in_graphs
 @pytest.mark.parametrize("backend", few(["aot_eager"], ["aot_eager", "inductor"]))
 @pytest.mark.parametrize("shape", few([(2, 2)], [(2, 2), (2, 3)]))
 def test_replicas_and_tensor_parallelism_break_graphs(shape, backend):

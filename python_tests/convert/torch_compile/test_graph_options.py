@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from graph_cases import Mixed, compare, step
+from graph_cases import Mixed, compare, in_graphs, step
 from grids import few
 from harness import Cases, run_ranks
 from models import make_batch
@@ -140,6 +140,7 @@ def _under(autocast, call, *arguments):
         return call(*arguments)
 
 
+@in_graphs
 @pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_options_in_one_graph(ranks):
     run_ranks(_options, ranks, "aot_eager", few(ENOUGH, list(OPTIONS)), timeout=600.0)
@@ -209,5 +210,6 @@ def _between(rank, ranks, backend):
     cases.finish()
 
 
+@in_graphs
 def test_what_happens_between_layers_that_travel_together():
     run_ranks(_between, 2, "aot_eager", timeout=600.0)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graph_cases import Mixed, compare
+from graph_cases import Mixed, compare, in_graphs
 from grids import few
 from harness import Cases, run_ranks
 from models import make_batch, make_model
@@ -48,6 +48,7 @@ def _graphs(rank, ranks, backend):
     cases.finish()
 
 
+@in_graphs
 @pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_one_graph_is_the_eager_model(ranks):
     run_ranks(_graphs, ranks, "aot_eager", timeout=600.0)
@@ -84,6 +85,7 @@ def _refused(rank, ranks):
     cases.finish()
 
 
+@in_graphs
 def test_what_cannot_be_in_a_graph_breaks_it_or_is_refused():
     run_ranks(_refused, 2, timeout=600.0)
 
@@ -131,5 +133,6 @@ def _written(rank, ranks, backend):
     cases.finish()
 
 
+@in_graphs
 def test_an_input_that_is_written_to_between_layers_that_travel_together():
     run_ranks(_written, 2, "aot_eager", timeout=600.0)

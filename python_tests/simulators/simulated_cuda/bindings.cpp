@@ -254,6 +254,8 @@ void bind_transports(py::module_& m) {
       },
       py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"),
       py::arg("registered") = false, py::arg("blocking") = false, py::arg("max_ctas") = 0);
+  // The extension has the class only where it is built with CUDA.
+  if (py::detail::get_type_info(typeid(RingEnd)) == nullptr) py::class_<RingEnd>(m, "RingEnd");
   // The ends and the transports of a rank in a ring of two levels.
   m.def(
       "levels",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rtp_ext.dtensor_hooks import GROUPS_ARE_COUNTED, counted_groups
+from rtp_ext.dtensor_hooks import GROUPS_ARE_COUNTED, named_groups
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.14
 
@@ -49,7 +49,7 @@ def lacks_room(groups: int, ranks: int) -> str | None:
 
 def make_group(members: list[int], backend: str, timeout: datetime.timedelta) -> dist.ProcessGroup:
     """Creates a process group of `members`, ranks of the world. Collective over these alone."""
-    with counted_groups(members):
+    with named_groups(members):
         group: Any = dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=True)
     return group
 
@@ -58,7 +58,8 @@ def destroy(groups: list[dist.ProcessGroup], world: Any, owner: int, unclosed: b
     """Destroys the process groups of a ring, and empties the list. Does nothing in a process other than `owner`, or
     once their world was destroyed.
 
-    `unclosed`: the ring was garbage collected, perhaps on this rank alone, so that nothing may wait for other ranks.
+    `unclosed`: the ring was garbage collected, perhaps on this rank alone, so that nothing may wait for other ranks,
+    nor change the names of groups that are made later, as it would before torch 2.14: there its groups stay.
     """
     mine, groups[:] = groups[:], []
     if os.getpid() != owner or not dist.is_initialized() or world is not dist.group.WORLD:

@@ -26,7 +26,7 @@ logger = logging.getLogger("rtp_ext")
 NETWORKED = ("tcp", "c10d", "shm+tcp", "shm+c10d")
 FEW_CONNECTIONS = 16  # of at most 32 connections of CUDA; streams share the existing ones
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # variable of NCCL 2.26 or newer
-BLOCKING_SINCE = 23000  # the first NCCL that can end a call of a blocking communicator: ncclCommRevoke
+BLOCKING_SINCE = 22807  # the first NCCL that can end a call of a blocking communicator: ncclCommRevoke
 MOST_CTAS = 8  # default maximum of SMs for each of the two communicators of a ring; products get the rest
 REGISTERED_SINCE = 22300  # the first NCCL that moves registered memory between GPUs of a host without own copies
 

@@ -232,7 +232,8 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t* config) {
   called("ncclCommInitRankConfig");
   std::unique_lock lock(world().mutex);
-  if (config->blocking < 0 || config->blocking > 1 || config->magic != NCCL_API_MAGIC || config->splitShare != 0)
+  const ncclConfig_t known = NCCL_CONFIG_INITIALIZER;
+  if (config->blocking < 0 || config->blocking > 1 || config->magic != known.magic || config->splitShare != 0)
     return ncclInvalidArgument;
   auto& clique = book().cliques[id.internal];
   if (clique == nullptr) clique = std::make_shared<Clique>();

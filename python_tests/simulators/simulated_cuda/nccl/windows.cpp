@@ -227,13 +227,13 @@ ncclResult_t ncclCommDeregister(const ncclComm_t comm, void*) {
 
 void* rtp::find_nccl_function(const char* name) {
   static const std::map<std::string, std::pair<int, void*>> functions{
-      {"ncclCommWindowRegister", {22700, reinterpret_cast<void*>(&register_window)}},
-      {"ncclCommWindowDeregister", {22700, reinterpret_cast<void*>(&deregister_window)}},
-      {"ncclGetPeerDevicePointer", {22900, reinterpret_cast<void*>(&peer_pointer)}},
-      {"ncclPutSignal", {22900, reinterpret_cast<void*>(&put_signal)}},
-      {"ncclSignal", {22900, reinterpret_cast<void*>(&signal)}},
-      {"ncclWaitSignal", {22900, reinterpret_cast<void*>(&wait_signal)}},
-      {"ncclCommRevoke", {23000, reinterpret_cast<void*>(&revoke_all)}},
+      {"ncclCommWindowRegister", {22703, reinterpret_cast<void*>(&register_window)}},
+      {"ncclCommWindowDeregister", {22703, reinterpret_cast<void*>(&deregister_window)}},
+      {"ncclGetPeerDevicePointer", {22902, reinterpret_cast<void*>(&peer_pointer)}},
+      {"ncclPutSignal", {22902, reinterpret_cast<void*>(&put_signal)}},
+      {"ncclSignal", {22902, reinterpret_cast<void*>(&signal)}},
+      {"ncclWaitSignal", {22902, reinterpret_cast<void*>(&wait_signal)}},
+      {"ncclCommRevoke", {22807, reinterpret_cast<void*>(&revoke_all)}},
   };
   const std::lock_guard lock(world().mutex);
   const auto found = functions.find(name);
