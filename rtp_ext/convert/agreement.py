@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from rtp_ext._native import RotationError
+from rtp_ext.convert.containers import leaves_of
 from rtp_ext.convert.modules.bundled import BundledMLP
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import frozen_of, held
@@ -85,7 +85,7 @@ def want_gradients(arguments: Any) -> bool | None:
     args, keywords = arguments
     leaves = [*args, *keywords.values()]
     if not all([isinstance(value, (torch.Tensor, NoneType)) for value in leaves]):
-        leaves = tree_leaves(arguments)
+        leaves = leaves_of(arguments)
     return any([isinstance(value, torch.Tensor) and value.requires_grad for value in leaves])
 
 

@@ -70,7 +70,7 @@ def _class_name(module: nn.Module) -> str | None:
 def is_transposed_linear(module: nn.Module) -> bool:
     """Returns whether a module is transformers' Conv1D, a linear layer with a weight [in_features, out_features]."""
     package = sys.modules.get("transformers.pytorch_utils")
-    return package is not None and type(module) is package.Conv1D
+    return package is not None and type(module) is package.Conv1D and has_same_forward(module, package.Conv1D)
 
 
 def is_linear(module: Any) -> bool:
@@ -111,6 +111,8 @@ class MLPBlock:
 
 def mlp_block(module: nn.Module) -> MLPBlock | None:
     """Returns the MLP of a block of a supported class with plain linear layers and a supported activation, or None."""
+    if "forward" in module.__dict__:  # replaced on the instance
+        return None
     if type(module) is nn.Sequential:
         found: Any = _sequential(module)
     elif type(module) in _TORCH_LAYERS:

@@ -27,15 +27,15 @@ def has_same_forward(module: Any, base: Any) -> bool:
     """Returns whether a module is a `base`, a layer class of torch, or of a subclass with the same forward.
 
     A subclass may redefine initialisation, printing and loading, and may have more attributes; it must not redefine an
-    attribute that the forward of `base` reads.
+    attribute that the forward of `base` reads. An instance whose forward was replaced computes in its own way.
     """
     cls = type(module)
+    if not issubclass(cls, base) or _CALLS & module.__dict__.keys():
+        return False
     if cls is base:
         return True
     # nn.MultiheadAttention reads the weights of its out_proj, a NonDynamicallyQuantizableLinear, without calling it
-    if not issubclass(cls, base) or issubclass(cls, (ShardedModule, NonDynamicallyQuantizableLinear)):
-        return False
-    if "forward" in module.__dict__ or is_parametrized(module):
+    if issubclass(cls, (ShardedModule, NonDynamicallyQuantizableLinear)) or is_parametrized(module):
         return False
     settings = {*getattr(base, "__constants__", ()), *inspect.signature(base.__init__).parameters} - {"device", "dtype"}
     between = cls.__mro__[: cls.__mro__.index(base)]

@@ -19,6 +19,7 @@ from rtp_ext.convert.agreement import Mode, agree_on_model, checksums, compare_w
 from rtp_ext.convert.apply_plan import apply_plan
 from rtp_ext.convert.methods.save_pretrained import install_save_pretrained
 from rtp_ext.convert.plan.inspect_model import inspect_model
+from rtp_ext.convert.plan.layers import own_parameters
 from rtp_ext.convert.plan.request import TIMEOUT, Options, Request
 from rtp_ext.convert.plan.rotation_plan import ROTATED, RotationPlan
 from rtp_ext.convert.scopes import is_inside, ring_of_module
@@ -180,7 +181,9 @@ def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: Infer
     for key, parameter in made.items():
         parameter.__dict__.update(old[key].__dict__)
     for part in model.modules():
-        part._parameters.update({n: made[id(p)] for n, p in part._parameters.items() if id(p) in made})
+        for name, parameter in own_parameters(part).items():
+            if id(parameter) in made:
+                part._parameters[name] = made[id(parameter)]
         if request.offloads:
             part._buffers.update({n: b.to(ring.device) for n, b in part._buffers.items() if b is not None})
     ring.whole_bytes = sum(p.nbytes for p in model.parameters() if not isinstance(p, DTensor))

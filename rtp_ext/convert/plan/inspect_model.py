@@ -193,6 +193,8 @@ class Inspection:
             if base is None:
                 return self._gathered(name, part, "it is not a layer that rotates")
             why = f"it does not compute as nn.{base.__name__}, of which it is a subclass, does"
+            if type(part) is base:
+                why = f"its forward is not that of nn.{base.__name__}: it was replaced on the instance"
             return self._gathered(name, part, why, notice="unlike")
         problem = getattr(cls, "refusal", stray_parameters)(part)
         if problem is not None:

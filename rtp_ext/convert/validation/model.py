@@ -49,6 +49,8 @@ def validate(plan: RotationPlan, request: Request) -> None:
         _refuse_offload(request)
     _refuse_whole_tables(request)
     _refuse_foreign(request)
+    if request.trains:
+        _refuse_scripts(request)
     _check_devices(request)
     _check_extended(request)
     modules = list(request.modules())
@@ -196,6 +198,20 @@ def _refuse_foreign(request: Request) -> None:
                     "converted without it: modules that share a parameter have to be converted in one call, "
                     "fully_rotate(model) or fully_rotate([module, other module])"
                 )
+
+
+def _refuse_scripts(request: Request) -> None:
+    """Raises ValueError for parameters that a graph of torch.jit holds, which is no Python code that could gather
+    them."""
+    for name, part in request.modules():
+        if isinstance(part, torch.jit.ScriptModule) and not request.ignored.issuperset(
+            map(id, own_parameters(part).values())
+        ):
+            raise ValueError(
+                f"fully_rotate: expected modules of Python code, got {name or 'the model'} ({part.original_name}) of "
+                "torch.jit, whose parameters can be neither rotated nor gathered: convert the plain module, or pass its "
+                "parameters in ignored_params"
+            )
 
 
 def _check_devices(request: Request) -> None:
