@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -95,7 +95,9 @@ def facts_of(modules: Iterable[nn.Module], named: Named) -> tuple[list[tuple], l
     return _parameters(named), _rotations(modules)
 
 
-def agree_on_model(root: nn.Module, ring: Ring, mode: Mode, *, allow_meta: bool = False) -> None:
+def agree_on_model(
+    root: nn.Module, ring: Ring, mode: Mode, *, allow_meta: bool = False, settings: Sequence[tuple[str, str]] = ()
+) -> None:
     """Compares the models of all ranks. Raises ValueError on every rank where they differ, or, a RotationError as well,
     where parameters are still on the meta device, unless `allow_meta`.
 
@@ -103,11 +105,11 @@ def agree_on_model(root: nn.Module, ring: Ring, mode: Mode, *, allow_meta: bool 
     torch's layers (the arguments of their constructors: strides, heads, eps, p, ...); the `extra_repr` of other
     classes, except ranks, devices and the like; names, shapes and dtypes of buffers that are saved (others are caches,
     which may grow with a rank's own batch); which blocks rotate as bundles, in which dtypes, in place or not; and the
-    state of torch.autocast. Operations of the model's modules then need no comparison before their forwards.
-    Collective.
+    state of torch.autocast; and `settings`, (name, value) in words. Operations of the model's modules then need no
+    comparison before their forwards. Collective.
     """
-    settings = [("torch.autocast", str(mode.autocast)), ("offload_policy", repr(ring.offload_policy))]
-    mine = (_parameters(root.named_parameters()), [*settings, *_modules(root)])
+    modes = [("torch.autocast", str(mode.autocast)), ("offload_policy", repr(ring.offload_policy))]
+    mine = (_parameters(root.named_parameters()), [*modes, *settings, *_modules(root)])
     answers = ring.exchange(hashlib.sha256(repr(mine).encode()).digest())
     differ = any(theirs != answers[0] for theirs in answers)
     every = ring.exchange(mine) if differ else [mine]
