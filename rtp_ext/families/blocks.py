@@ -48,8 +48,6 @@ _SHARED_INPUTS = {
     "BertSelfAttention": ("query", "key", "value"),
 }
 
-_EXPERTS = ("GptOssExperts", "MixtralExperts", "Qwen2MoeExperts", "Qwen3MoeExperts")
-
 # models whose forward computes `lm_head` and then `loss_function`, with nothing in between
 CAUSAL_MODELS = (
     "GPT2LMHeadModel",
@@ -154,11 +152,6 @@ def shared_inputs(module: nn.Module) -> tuple[str, ...] | None:
     if names is None or not all(is_linear(getattr(module, name, None)) for name in names):
         return None
     return names
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Returns whether a module is a stack of experts of transformers, such as MixtralExperts."""
-    return _class_name(module) in _EXPERTS
 
 
 def causal_model(module: nn.Module) -> bool:

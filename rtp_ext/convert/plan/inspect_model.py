@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from rtp_ext._native import shard_sizes
-from rtp_ext.convert.adapters import adapter_modules
+from rtp_ext.convert.adapters import adapted_modules, adapter_modules
 from rtp_ext.convert.plan.converted import (
     BESIDE_IGNORED,
     EMULATED,
@@ -46,6 +46,7 @@ from rtp_ext.convert.scopes import is_inside
 from rtp_ext.convert.tensor_parallel import GATHERED as REPLICATED_STYLE
 from rtp_ext.convert.tensor_parallel import on_tensor_mesh, style_of
 from rtp_ext.families import blocks
+from rtp_ext.families.experts import is_experts
 from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.families.weight_reads import modules_read_by
 from rtp_ext.nn import RotatedEmbedding, RotatedExperts
@@ -109,6 +110,8 @@ class Inspection:
         their parameters itself, which needs whole ones. Weights in 4 bits and those cut by tensor parallelism have no
         whole values to gather."""
         found = dict.fromkeys(self.request.gathered, "the option gather names it")
+        if not self.request.trains:  # other ranks read the shards
+            found |= {id(part): "an adapter changes its parameters" for part in adapted_modules(self.request.root)}
         for _, part in self.modules:
             for read in modules_read_by(part):
                 if not is_taken(read) and self.styles.get(id(read)) is None:
@@ -189,7 +192,7 @@ class Inspection:
         if name in heads:
             transposed = blocks.is_transposed_linear(part)
             return self._rotated(name, part, "head", {"weight": int(transposed), "bias": 0}, transposed=transposed)
-        if blocks.is_experts(part):
+        if is_experts(part):
             problem = RotatedExperts.refusal(part)
             if problem is not None:
                 return self._gathered(name, part, problem, notice="refused")
