@@ -58,9 +58,7 @@ def walk(root: nn.Module) -> tuple[list[nn.Module], list[tuple[str, nn.Parameter
             if parameter is not None and id(parameter) not in known:
                 known.add(id(parameter))
                 named.append((prefix + key, parameter))
-        children = module._modules
-        for key in reversed(children):
-            child = children[key]
+        for key, child in reversed([*module._modules.items()]):
             if child is not None:
                 left.append((f"{prefix}{key}.", child))
     return modules, named

@@ -20,7 +20,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> 
             return change(value)
         fields = _fields(value)
         new = {name: map_tensors(change, before) for name, before in fields.items()}
-        if all(new[name] is before for name, before in fields.items()):
+        if all(after is before for after, before in zip(tree_leaves(new), tree_leaves(fields), strict=True)):
             return value
         twin = copy.copy(value)
         for name, after in new.items():

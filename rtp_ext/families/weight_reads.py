@@ -57,7 +57,7 @@ def modules_read_by(part: nn.Module) -> Iterator[nn.Module]:
 
 
 def _may_be(part: nn.Module, test: str, outcome: bool) -> bool:
-    """Returns whether a condition of constants and plain attributes of a module may have an outcome."""
+    """Returns whether a condition may have an outcome, as far as constants and plain attributes of the module say."""
     try:
         return bool(_value_of(ast.parse(test, mode="eval").body, part)) == outcome
     except (LookupError, AttributeError, TypeError):
@@ -68,19 +68,33 @@ def _value_of(node: ast.expr, part: nn.Module) -> Any:
     """Evaluates an expression. Raises LookupError for any that is not known before a forward."""
     if isinstance(node, ast.Constant):
         return node.value
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr != "training":
+    of_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    if isinstance(node, ast.Attribute) and of_self and node.attr != "training":
         value = part.__dict__[node.attr]
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return not _value_of(node.operand, part)
     if isinstance(node, ast.BoolOp):
-        join = all if isinstance(node.op, ast.And) else any
-        return join(_value_of(each, part) for each in node.values)
+        return _joined(node, part)
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
         compare = _COMPARISONS[type(node.ops[0])]
         return compare(_value_of(node.left, part), _value_of(node.comparators[0], part))
     raise LookupError(ast.dump(node))
+
+
+def _joined(node: ast.BoolOp, part: nn.Module) -> bool:
+    """Evaluates `and` or `or`, of which one known operand may decide."""
+    deciding, unknown = isinstance(node.op, ast.Or), None
+    for each in node.values:
+        try:
+            if bool(_value_of(each, part)) == deciding:
+                return deciding
+        except LookupError as error:
+            unknown = error
+    if unknown is not None:
+        raise unknown
+    return not deciding
 
 
 def _resolve(part: nn.Module, path: tuple[str, ...]) -> list[nn.Module]:
@@ -152,7 +166,6 @@ class _Method(ast.NodeVisitor):
         self.reads: set[_Read] = set()
         self.mentioned: set[str] = set()
         self.harmless: set[int] = set()  # ids of expressions whose values are not used
-        self.self = tree.args.args[0].arg
         self.tests: tuple[tuple[str, bool], ...] = ()  # around the node that is visited
         count = -1
         while count != len(self.paths):  # a name may be bound below its use, in a loop
@@ -213,10 +226,9 @@ class _Method(ast.NodeVisitor):
 
     def visit_If(self, node: ast.If) -> None:
         self.visit(node.test)
-        around, names = self.tests, {each.id for each in ast.walk(node.test) if isinstance(each, ast.Name)}
+        around = self.tests
         for outcome, statements in ((True, node.body), (False, node.orelse)):
-            if names == {self.self}:
-                self.tests = (*around, (ast.unparse(node.test), outcome))
+            self.tests = (*around, (ast.unparse(node.test), outcome))
             for statement in statements:
                 self.visit(statement)
             self.tests = around
