@@ -39,6 +39,19 @@ class MergingAdapter:
         with implicit_replication():
             return super().unmerge(*arguments, **keywords)  # type: ignore[misc]
 
+    def get_delta_weight(self: Any, name: str, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        """Returns what an adapter adds to the whole weight. Outside of a forward it gathers factors of a ParamWrapper,
+        whose experts torch could not take apart in shards."""
+        factors = [table[name] for table in (self.lora_A, self.lora_B)] if hasattr(self, "parameter_name") else []
+        gathered = [factor for factor in factors if isinstance(factor.weight, DTensor)]
+        for factor in gathered:
+            factor.__dict__["weight"] = factor.weight.full_tensor()
+        try:
+            return super().get_delta_weight(name, *arguments, **keywords)  # type: ignore[misc]
+        finally:
+            for factor in gathered:
+                del factor.__dict__["weight"]
+
     @contextlib.contextmanager
     def _activate_lora(self: Any, active_adapters: Iterable[str]) -> Iterator[None]:
         """Adds a LoRA of a parameter (peft's ParamWrapper) to the whole parameter of a gathered module, or to this
@@ -54,12 +67,18 @@ class MergingAdapter:
         together = base.__dict__.get("together")
         if together is not None:
             together.separate()  # its other layers compute with their own weights
-        in_shards = isinstance(base, RotatedModule)
-        base.__dict__[key] = _adapted_shard(self, base, parameter, adapters) if in_shards else _adapted(self, adapters)
+        rotates = isinstance(base, RotatedModule)  # and looks for its parameters where they are registered
+        if rotates:
+            base._parameters[key] = _adapted_shard(self, base, parameter, adapters)
+        else:
+            base.__dict__[key] = _adapted(self, adapters)
         try:
             yield
         finally:
-            del base.__dict__[key]
+            if rotates:
+                base._parameters[key] = parameter
+            else:
+                del base.__dict__[key]
 
     def _refuse_blocks(self: Any, what: str, key: str = "weight") -> None:
         frozen = frozen_of(getattr(self.get_base_layer(), key, None))

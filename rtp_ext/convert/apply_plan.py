@@ -195,7 +195,11 @@ class Application:
         for (notice, kind, reason), count in grouped.items():
             level = logging.WARNING if notice == "unlike" else logging.INFO
             logger.log(
-                level, "fully_rotate: %d x %s: gathered whole while in use, and not rotated, since %s", count, kind, reason
+                level,
+                "fully_rotate: %d x %s: gathered whole while in use, and not rotated, since %s",
+                count,
+                kind,
+                reason,
             )
         if self.request.trains:
             log_shares("fully_rotate", self.plan, self.plan, "gathered while in use")

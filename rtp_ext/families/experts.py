@@ -10,7 +10,6 @@ from torch import nn
 
 from rtp_ext.families.activations import FUNCTIONS
 from rtp_ext.families.same_values import computes
-from rtp_ext.functional.experts import CLAMPED_SWIGLU
 from rtp_ext.functional.mlp import ACTIVATIONS
 
 _PACKAGES = ("transformers", "transformers_modules")  # the second one: code that a checkpoint brings along

@@ -28,8 +28,9 @@ def computes(
 ) -> bool:
     """Returns whether a module computes `expected(parameters, *inputs)`, with parameters by name.
 
-    inputs: makes the inputs of several calls, for the small sizes, each with whether the module may refuse it. sizes: small values of its sizes, in the shapes of
-    its parameters and in its attributes. key: of the operation that `expected` computes.
+    inputs: makes the inputs of several calls, for the small sizes, each with whether the module may refuse it. sizes:
+    small values of its sizes, in the shapes of its parameters and in its attributes. key: of the operation that
+    `expected` computes.
     """
     if "forward" in module.__dict__ or any(buffer is not None for buffer in module.buffers()):
         return False
@@ -51,10 +52,15 @@ def _implementations(module: Any) -> tuple[str, ...]:
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """Runs on the CPU in plain autograd, whatever the caller's modes are, and leaves its random numbers alone."""
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-        with torch.autocast("cpu", enabled=False):
-            torch.manual_seed(0)
-            yield
+    with (
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        torch.random.default_generator.manual_seed(0)  # that of the CPU alone
+        yield
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ source) are not found: torch then raises an error in the forward.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import operator
@@ -19,9 +20,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 # Attributes of a tensor, and functions, whose result does not depend on its values.
-_PROPERTIES = frozenset(
-    "dtype device shape requires_grad ndim is_meta is_cuda layout size dim numel nelement element_size stride itemsize "
-    "nbytes is_contiguous is_floating_point is_complex type is_sparse is_quantized __class__".split()
+_PROPERTIES = (
+    *("dtype", "device", "shape", "requires_grad", "ndim", "is_meta", "is_cuda", "layout", "itemsize", "nbytes"),
+    *("size", "dim", "numel", "nelement", "element_size", "stride", "type", "__class__"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_sparse", "is_quantized"),
 )
 _QUESTIONS = ("isinstance", "hasattr", "id", "type", "len")
 # Methods that a forward may mention but that do not take part in its computation.
@@ -48,7 +50,8 @@ class _Read(NamedTuple):
 
 def modules_read_by(part: nn.Module) -> Iterator[nn.Module]:
     """Yields the modules below `part` whose parameters its forward reads itself."""
-    for read in _reads(type(part)):
+    cls: Any = type(part)
+    for read in _reads(cls):
         if not all(_may_be(part, *test) for test in read.tests):
             continue
         for module in _resolve(part, read.path):
@@ -56,45 +59,35 @@ def modules_read_by(part: nn.Module) -> Iterator[nn.Module]:
                 yield module
 
 
+_UNKNOWN = object()
+
+
 def _may_be(part: nn.Module, test: str, outcome: bool) -> bool:
     """Returns whether a condition may have an outcome, as far as constants and plain attributes of the module say."""
-    try:
-        return bool(_value_of(ast.parse(test, mode="eval").body, part)) == outcome
-    except (LookupError, AttributeError, TypeError):
-        return True
+    value = _value_of(ast.parse(test, mode="eval").body, part)
+    return value is _UNKNOWN or bool(value) == outcome
 
 
 def _value_of(node: ast.expr, part: nn.Module) -> Any:
-    """Evaluates an expression. Raises LookupError for any that is not known before a forward."""
+    """Evaluates an expression; _UNKNOWN for one whose value is not known before a forward."""
     if isinstance(node, ast.Constant):
         return node.value
-    of_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    if isinstance(node, ast.Attribute) and of_self and node.attr != "training":
-        value = part.__dict__[node.attr]
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        value = _UNKNOWN if node.attr == "training" else part.__dict__.get(node.attr, _UNKNOWN)
+        return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return not _value_of(node.operand, part)
+        value = _value_of(node.operand, part)
+        return value if value is _UNKNOWN else not value
     if isinstance(node, ast.BoolOp):
-        return _joined(node, part)
+        values, decides = [_value_of(each, part) for each in node.values], isinstance(node.op, ast.Or)
+        if any(value is not _UNKNOWN and bool(value) == decides for value in values):
+            return decides
+        return _UNKNOWN if _UNKNOWN in values else not decides
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
-        compare = _COMPARISONS[type(node.ops[0])]
-        return compare(_value_of(node.left, part), _value_of(node.comparators[0], part))
-    raise LookupError(ast.dump(node))
-
-
-def _joined(node: ast.BoolOp, part: nn.Module) -> bool:
-    """Evaluates `and` or `or`, of which one known operand may decide."""
-    deciding, unknown = isinstance(node.op, ast.Or), None
-    for each in node.values:
-        try:
-            if bool(_value_of(each, part)) == deciding:
-                return deciding
-        except LookupError as error:
-            unknown = error
-    if unknown is not None:
-        raise unknown
-    return not deciding
+        values = [_value_of(each, part) for each in (node.left, *node.comparators)]
+        with contextlib.suppress(TypeError):  # such as None < 1, where the forward would fail
+            return _UNKNOWN if _UNKNOWN in values else _COMPARISONS[type(node.ops[0])](*values)
+    return _UNKNOWN
 
 
 def _resolve(part: nn.Module, path: tuple[str, ...]) -> list[nn.Module]:
@@ -116,7 +109,7 @@ def _innermost(module: nn.Module) -> nn.Module:
 
 
 @functools.cache
-def _reads(cls: type) -> tuple[_Read, ...]:
+def _reads(cls: Any) -> tuple[_Read, ...]:
     """Returns what the forward of a class may read. A class of torch reads nothing: its layers rotate as a whole."""
     between = [each for each in cls.__mro__ if each is not nn.Module and issubclass(each, nn.Module)]
     if any(each.__module__.startswith("torch.") for each in between[:1]):
@@ -207,18 +200,16 @@ class _Method(ast.NodeVisitor):
             return {(*path, _ELEMENT) for path in self._of(node.value)}
         if isinstance(node, ast.IfExp):
             return self._of(node.body) | self._of(node.orelse)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr == f"get_{_BASE}":
-                return {(*path, _BASE) for path in self._of(node.func.value)}
+        getter = node.func if isinstance(node, ast.Call) else None
+        if isinstance(getter, ast.Attribute) and getter.attr == f"get_{_BASE}":
+            return {(*path, _BASE) for path in self._of(getter.value)}
         return set()
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if node.attr in _PROPERTIES:
             self.harmless.add(id(node.value))
         paths = self._of(node.value)
-        if () in paths:
-            self.mentioned.add(node.attr)
-        elif _is_super(node.value):
+        if () in paths or _is_super(node.value):
             self.mentioned.add(node.attr)
         if isinstance(node.ctx, ast.Load) and id(node) not in self.harmless:
             self.reads |= {_Read(path, node.attr, self.tests) for path in paths if path}

@@ -181,7 +181,7 @@ class RotatedExperts(RotatedModule, nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        gate = {} if self.clamp is None else dict(zip(("alpha", "limit"), self.clamp, strict=True))
+        gate: dict[str, Any] = {} if self.clamp is None else dict(zip(("alpha", "limit"), self.clamp, strict=True))
         return rotated_experts(
             self._cast(hidden_states),
             top_k_index,

@@ -162,7 +162,9 @@ class Inspection:
             return []
         models: list[tuple[str, Any]] = [(name, part) for name, part in self.modules if blocks.causal_model(part)]
         heads = [(name, model.lm_head) for name, model in models]
-        return [(name, self.names[id(head)]) for name, head in heads if id(head) in self.names.keys() - self.kept.keys()]
+        return [
+            (name, self.names[id(head)]) for name, head in heads if id(head) in self.names.keys() - self.kept.keys()
+        ]
 
     # -- one module --------------------------------------------------------------------------------------------------
 

@@ -162,7 +162,9 @@ def _gathered_by(given: Any, root: nn.Module) -> frozenset[int]:
     found: set[int] = set()
     for each in given:
         if not isinstance(each, (str, nn.Module)):
-            raise TypeError(f"fully_rotate: expected gather to be modules or names of them, got {each!r:.100} among them")
+            raise TypeError(
+                f"fully_rotate: expected gather to be modules or names of them, got {each!r:.100} among them"
+            )
         part = by_name.get(each) if isinstance(each, str) else inside.get(id(each))
         what = repr(each) if isinstance(each, str) else f"a {type(each).__name__} that is not in it"
         if part is None:

@@ -209,8 +209,8 @@ def _refuse_scripts(request: Request) -> None:
         ):
             raise ValueError(
                 f"fully_rotate: expected modules of Python code, got {name or 'the model'} ({part.original_name}) of "
-                "torch.jit, whose parameters can be neither rotated nor gathered: convert the plain module, or pass its "
-                "parameters in ignored_params"
+                "torch.jit, whose parameters can be neither rotated nor gathered: convert the plain module, or pass "
+                "these in ignored_params"
             )
 
 

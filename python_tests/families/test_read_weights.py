@@ -162,7 +162,7 @@ def _option(rank, ranks):
     plain = Helped().double()
     with cases.case("control: it is not found"):
         model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=ring)
-        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             model(_x(rank))
     for gather, expected in (
         (lambda m: ["proj"], {"proj"}),
