@@ -6,35 +6,22 @@ imported here: a model of it has imported it already.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from rtp_ext.families.activations import LIBRARIES as ACTIVATION_LIBRARIES
 from rtp_ext.families.activations import activation_of
+from rtp_ext.families.mlps import computes_mlp
 from rtp_ext.families.same_forward import has_same_forward
+from rtp_ext.families.same_values import is_of_package
+from rtp_ext.functional.mlp import ACTIVATIONS
 
-_PACKAGE = "transformers.models."
-
-# class name: (kind, up, down, gate, activation)
-_GATED = ("forward", "up_proj", "down_proj", "gate_proj", "act_fn")
-_MLP_BLOCKS: dict[str, tuple[str, str, str, str | None, str]] = {
-    "LlamaMLP": _GATED,
-    "MistralMLP": _GATED,
-    "Qwen2MLP": _GATED,
-    "Qwen3MLP": _GATED,
-    "GPT2MLP": ("dropout", "c_fc", "c_proj", None, "act"),
-    "ViTMLP": ("forward", "fc1", "fc2", None, "activation_fn"),
-    "BertLayer": (
-        "bert",
-        "intermediate.dense",
-        "output.dense",
-        None,
-        "intermediate.intermediate_act_fn",
-    ),
-}
 _TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -61,8 +48,7 @@ CAUSAL_MODELS = (
 
 def _class_name(module: nn.Module) -> str | None:
     """Returns the class name of a module of the transformers package; None for any other module."""
-    cls = type(module)
-    return cls.__name__ if cls.__module__.startswith(_PACKAGE) else None
+    return type(module).__name__ if is_of_package(module) else None
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
@@ -108,34 +94,93 @@ class MLPBlock:
 
 
 def mlp_block(module: nn.Module) -> MLPBlock | None:
-    """Returns the MLP of a block of a supported class with plain linear layers and a supported activation, or None."""
+    """Returns the MLP of a block of plain linear layers with a supported activation, or None: of torch's own layers,
+    and of modules of the transformers package that compute an MLP, whatever their names."""
     if "forward" in module.__dict__:  # replaced on the instance
         return None
     if type(module) is nn.Sequential:
         found: Any = _sequential(module)
     elif type(module) in _TORCH_LAYERS:
-        found = ("transformer", "linear1", "linear2", None, "activation")
+        found = ("transformer", "linear1", "linear2", "activation")
     else:
-        found = _MLP_BLOCKS.get(_class_name(module) or "")
+        return _recognised(module) if is_of_package(module) else None
     if found is None:
         return None
-    kind, up, down, gate, activation_path = found
-    try:
-        layers = [module.get_submodule(path) for path in (up, down, gate) if path is not None]
-    except AttributeError:
-        return None
-    function: Any = module
-    for name in activation_path.split("."):
-        function = getattr(function, name, None)
-    activation = activation_of(function, gate is not None)
-    if activation is None or not all(is_linear(layer) for layer in layers):
-        return None
-    if len(set(map(is_transposed_linear, layers))) > 1 or len({id(layer) for layer in layers}) < len(layers):
-        return None
-    if gate is not None and (layers[2].bias is None) != (layers[0].bias is None):
+    kind, up, down, activation_path = found
+    layers = [module.get_submodule(path) for path in (up, down)]
+    activation = activation_of(getattr(module, activation_path, None), False)
+    if activation is None or not _are_layers(layers):
         return None
     between = (activation_path, "dropout") if kind == "transformer" else (activation_path,)
-    return MLPBlock(kind, MLPSpec(up, down, activation, gate, between))
+    return MLPBlock(kind, MLPSpec(up, down, activation, None, between))
+
+
+def _are_layers(layers: Sequence[nn.Module]) -> bool:
+    """Returns whether modules are different linear layers that store their weights alike."""
+    return (
+        all(map(is_linear, layers))
+        and len(set(map(is_transposed_linear, layers))) == 1
+        and len(set(map(id, layers))) == len(layers)
+    )
+
+
+def _recognised(module: Any) -> MLPBlock | None:
+    """Returns the MLP that a module of the transformers package computes, or None."""
+    if hasattr(type(module), "feed_forward_chunk"):
+        return _recognised_bert(module)
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    layers = [name for name, child in children.items() if is_linear(child)]
+    others = {name: child for name, child in children.items() if name not in layers}
+    own = any(parameter is not None for parameter in module._parameters.values())
+    if own or len(layers) not in (2, 3) or not _are_layers([children[name] for name in layers]):
+        return None
+    if len(inspect.signature(type(module).forward).parameters) != 2 or not all(map(_is_between, others.values())):
+        return None
+    between = tuple(name for name in (*others, *_functions(module)) if name != "dropout")
+    dropouts = [name for name, child in others.items() if isinstance(child, nn.Dropout)]
+    kinds = ("forward", "dropout") if "dropout" in dropouts else ("forward",)
+    transposed = is_transposed_linear(children[layers[0]])
+    for *first, down in itertools.permutations(layers):
+        for kind, activation in itertools.product(kinds, ACTIVATIONS):
+            if ACTIVATIONS[activation][1] != (len(first) == 2):
+                continue
+            gate, up = first if len(first) == 2 else (None, *first)
+            if computes_mlp(module, kind, (gate, up, down), activation, dropouts, transposed):
+                between = between if kind == "dropout" else (*between, *({"dropout"} & others.keys()))
+                return MLPBlock(kind, MLPSpec(up, down, activation, gate, between))
+    return None
+
+
+def _recognised_bert(module: Any) -> MLPBlock | None:
+    """Returns the MLP of a layer of BERT's family, which adds a residual and a norm to it, or None."""
+    up, down, dropout, activation_path = (
+        "intermediate.dense",
+        "output.dense",
+        "output.dropout",
+        "intermediate.intermediate_act_fn",
+    )
+    parts = dict(module.named_modules())
+    if not is_linear(parts.get(up)) or not is_linear(parts.get(down)) or type(parts.get(dropout)) is not nn.Dropout:
+        return None
+    if type(parts.get("output.LayerNorm")) is not nn.LayerNorm or not _are_layers([parts[up], parts[down]]):
+        return None
+    activation = activation_of(getattr(module.intermediate, "intermediate_act_fn", None), False)
+    if activation is None or not computes_mlp(
+        module, "bert", (None, up, down), activation, [dropout], is_transposed_linear(parts[up])
+    ):
+        return None
+    return MLPBlock("bert", MLPSpec(up, down, activation, None, (activation_path,)))
+
+
+def _is_between(module: nn.Module) -> bool:
+    """Returns whether a module may stand between the layers of an MLP: an activation or dropout of torch or
+    transformers, or nothing."""
+    kind = type(module)
+    return isinstance(module, (nn.Dropout, nn.Identity)) or kind.__module__ in ACTIVATION_LIBRARIES
+
+
+def _functions(module: nn.Module) -> list[str]:
+    return [name for name, value in module.__dict__.items() if inspect.isroutine(value)]
 
 
 def _sequential(module: nn.Sequential) -> tuple | None:
@@ -143,7 +188,7 @@ def _sequential(module: nn.Sequential) -> tuple | None:
     if len(module) != 3 or len(module._modules) != 3:
         return None
     first, middle, last = module._modules
-    return "forward", first, last, None, middle
+    return "forward", first, last, middle
 
 
 def shared_inputs(module: nn.Module) -> tuple[str, ...] | None:

@@ -9,15 +9,13 @@ import torch
 from torch import nn
 
 from rtp_ext.families.activations import FUNCTIONS
-from rtp_ext.families.same_values import computes
+from rtp_ext.families.same_values import computes, is_of_package
 from rtp_ext.functional.mlp import ACTIVATIONS
-
-_PACKAGES = ("transformers", "transformers_modules")  # the second one: code that a checkpoint brings along
 
 
 def is_experts(module: nn.Module) -> bool:
     """Returns whether a module of the transformers package holds stacked weights of experts, such as MixtralExperts."""
-    if type(module).__module__.split(".")[0] not in _PACKAGES:
+    if not is_of_package(module):
         return False
     weights = [module._parameters.get(name) for name in ("gate_up_proj", "up_proj", "down_proj")]
     return weights[2] is not None and any(weight is not None and weight.dim() == 3 for weight in weights[:2])
@@ -60,7 +58,13 @@ def computes_experts(
         spread = torch.rand(7, experts).topk(chosen).indices
         none = spread.clone()
         none[::2, 0] = experts
-        every = [(spread, 0.1), (spread, 10.0), (torch.zeros_like(spread[:, :1]).expand(7, 1), 1.0), (none, 1.0)]
+        every = [
+            (spread, 0.1),
+            (spread, 10.0),
+            (spread, 1e3),
+            (torch.zeros_like(spread[:, :1]).expand(7, 1), 1.0),
+            (none, 1.0),
+        ]
         return [
             (
                 (

@@ -11,12 +11,21 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+_PACKAGES = ("transformers", "transformers_modules")  # the second one: code that a checkpoint brings along
+
 _known: dict[Any, bool] = {}  # results, by class, sizes and settings of a module
+
+
+def is_of_package(module: nn.Module) -> bool:
+    """Returns whether a module's class is of the transformers package. Other code is never compared: it may have
+    effects that its values do not show."""
+    return type(module).__module__.partition(".")[0] in _PACKAGES
 
 
 def computes(
@@ -25,21 +34,40 @@ def computes(
     expected: Callable[..., torch.Tensor],
     sizes: Mapping[int, int],
     key: Any = (),
+    *,
+    method: str = "forward",
+    instead: Mapping[str, nn.Module] = MappingProxyType({}),
+    varies: bool = False,
 ) -> bool:
-    """Returns whether a module computes `expected(parameters, *inputs)`, with parameters by name.
+    """Returns whether a method of a module computes `expected(parameters, *inputs)`, with parameters by name.
 
     inputs: makes the inputs of several calls, for the small sizes, each with whether the module may refuse it. sizes:
     small values of its sizes, in the shapes of its parameters and in its attributes. key: of the operation that
-    `expected` computes.
+    `expected` computes. instead: modules in place of some of its own, by path, for the comparison alone. varies: whether
+    no number among its attributes may matter, such as a probability of dropout, because these may change.
     """
-    if "forward" in module.__dict__ or any(buffer is not None for buffer in module.buffers()):
+    replaced = any("forward" in part.__dict__ for part in module.modules())
+    if replaced or any(buffer is not None for buffer in module.buffers()):
         return False
     ways = _implementations(module)
-    seen = (type(module), key, ways, _settings(module), tuple(sizes.items()))
+    seen = (type(module), key, ways, method, tuple(instead), varies, _settings(module), tuple(sizes.items()))
     if seen not in _known:
         with _alone():
-            _known[seen] = any(_is_same(small_twin(module, sizes, way), inputs(), expected) for way in ways)
+            twins = [[_twin(module, sizes, way, instead, other) for other in {False, varies}] for way in ways]
+            _known[seen] = any(all(_is_same(twin, method, inputs(), expected) for twin in each) for each in twins)
     return _known[seen]
+
+
+def _twin(module: Any, sizes: Mapping[int, int], way: str, instead: Mapping[str, nn.Module], other: bool) -> Any:
+    """Returns the small twin with the modules of `instead`, and, if `other`, with other numbers in its attributes."""
+    twin = small_twin(module, sizes, way)
+    for path, part in instead.items():
+        above, _, name = path.rpartition(".")
+        twin.get_submodule(above)._modules[name] = part
+    for part in twin.modules() if other else ():
+        numbers = {key: value for key, value in part.__dict__.items() if type(value) is float}
+        part.__dict__.update({key: 0.5 if value != 0.5 else 0.25 for key, value in numbers.items()})
+    return twin
 
 
 def _implementations(module: Any) -> tuple[str, ...]:
@@ -86,8 +114,10 @@ def small_twin(module: Any, sizes: Mapping[int, int], way: str) -> Any:
     for key, value in module.__dict__.items():
         if type(value) is int:
             value = sizes.get(value, value)
+        elif type(value) is tuple:  # of a norm
+            value = tuple(sizes.get(each, each) if type(each) is int else each for each in value)
         elif isinstance(value, dict):
-            value = value.copy()
+            value = type(value)() if key.endswith("_hooks") else value.copy()
         twin.__dict__[key] = value
     if "config" in twin.__dict__:
         twin.__dict__["config"] = _Configuration(way)
@@ -107,20 +137,25 @@ class _Configuration:
         self._experts_implementation = way
 
 
-def _is_same(twin: Any, inputs: Any, expected: Callable[..., torch.Tensor]) -> bool:
+def _is_same(twin: Any, method: str, inputs: Any, expected: Callable[..., torch.Tensor]) -> bool:
     calls = itertools.product((True, False), inputs)
-    return all(_same(twin, training, each, expected, may_fail) for training, (each, may_fail) in calls)
+    return all(_same(twin, method, training, each, expected, may_fail) for training, (each, may_fail) in calls)
 
 
 def _same(
-    twin: Any, training: bool, inputs: tuple[Any, ...], expected: Callable[..., torch.Tensor], may_fail: bool
+    twin: Any,
+    method: str,
+    training: bool,
+    inputs: tuple[Any, ...],
+    expected: Callable[..., torch.Tensor],
+    may_fail: bool,
 ) -> bool:
     for part in twin.modules():
         part.training = training
     state = _state(twin)
     parameters = dict(twin.named_parameters())
     try:
-        actual = type(twin).forward(twin, *inputs)
+        actual = getattr(type(twin), method)(twin, *inputs)
     except Exception:  # any error of code that is not known
         return may_fail
     wanted = [x for x in (*inputs, *parameters.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -131,7 +166,8 @@ def _same(
         return False
     cotangent = torch.randn_like(reference)
     ours, theirs = (torch.autograd.grad(y, wanted, cotangent, allow_unused=True) for y in (reference, actual))
-    return all(a is not None and b is not None and _close(a, b) for a, b in zip(ours, theirs, strict=True))
+    pairs = zip(ours, theirs, strict=True)
+    return all(_close(a, b) if a is not None and b is not None else a is b for a, b in pairs)
 
 
 def _close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
