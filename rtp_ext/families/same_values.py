@@ -43,8 +43,8 @@ def computes(
 
     inputs: makes the inputs of several calls, for the small sizes, each with whether the module may refuse it. sizes:
     small values of its sizes, in the shapes of its parameters and in its attributes. key: of the operation that
-    `expected` computes. instead: modules in place of some of its own, by path, for the comparison alone. varies: whether
-    no number among its attributes may matter, such as a probability of dropout, because these may change.
+    `expected` computes. instead: modules in place of some of its own, by path, for the comparison alone. varies:
+    whether no number among its attributes may matter, such as a probability of dropout, because these may change.
     """
     replaced = any("forward" in part.__dict__ for part in module.modules())
     if replaced or any(buffer is not None for buffer in module.buffers()):

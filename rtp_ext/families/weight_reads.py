@@ -225,8 +225,11 @@ class _Method(ast.NodeVisitor):
             self.tests = around
 
     def visit_Call(self, node: ast.Call) -> None:
-        if isinstance(node.func, ast.Name) and node.func.id in _QUESTIONS:
+        name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        if isinstance(node.func, ast.Name) and name in _QUESTIONS:
             self.harmless.update(map(id, node.args))
+        if name == "grad":  # torch.autograd.grad, which takes the registered parameters
+            self.harmless.update(id(part) for each in node.args[1:] for part in ast.walk(each))
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
