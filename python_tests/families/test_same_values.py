@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rtp_ext
+from rtp_ext.families.blocks import mlp_block
 from rtp_ext.families.experts import is_experts
 from rtp_ext.nn import RotatedExperts
 
@@ -201,3 +202,121 @@ def test_every_detail_counts(sizes):
     module = Experts()
     module.forward = module.forward
     assert "something else" in RotatedExperts.refusal(module), "replaced on the instance"
+
+
+class Config:
+    """The configuration of any MLP."""
+
+    hidden_size = num_hidden_layers = D
+    intermediate_size = 9
+    hidden_act = hidden_activation = activation_function = "gelu_pytorch_tanh"
+    mlp_bias = attention_bias = False
+    resid_pdrop = layer_norm_eps = 0.1
+
+
+# module, class, arguments, the kind of the block
+MLPS = (
+    ("gemma3", "Gemma3MLP", (), "forward"),
+    ("siglip", "SiglipMLP", (), "forward"),
+    ("lfm2", "Lfm2MLP", (), "forward"),
+    ("gpt2", "GPT2MLP", (9,), "dropout"),
+    ("granite", "GraniteMLP", (), "forward"),
+)
+
+
+class SwiGLU(nn.Module):
+    """An MLP under other names; subclasses change one detail."""
+
+    function = staticmethod(F.silu)
+
+    def __init__(self):
+        super().__init__()
+        self.b, self.c, self.a = nn.Linear(D, 9), nn.Linear(9, D), nn.Linear(D, 9)
+        self.drop, self.rate = nn.Dropout(0.0), 0.0
+
+    def forward(self, states):
+        return self.c(self.function(self.a(states)) * self.b(states))
+
+
+class Softer(SwiGLU):
+    function = staticmethod(F.mish)
+
+
+class Limited(SwiGLU):
+    function = staticmethod(lambda x: F.silu(x).clamp(max=40.0))
+
+
+class Added(SwiGLU):
+    def forward(self, states):
+        return super().forward(states) + states
+
+
+class Flat(SwiGLU):
+    def forward(self, states):
+        return super().forward(states.flatten(0, -2))
+
+
+class Between(SwiGLU):
+    def forward(self, states):
+        return self.c(self.drop(F.silu(self.a(states)) * self.b(states)))
+
+
+class Rated(SwiGLU):
+    def forward(self, states):
+        return F.dropout(super().forward(states), self.rate, self.training)
+
+
+class TwoInputs(SwiGLU):
+    def forward(self, states, more=None):
+        return super().forward(states)
+
+
+def test_mlps_in_every_detail():
+    for cls in (SwiGLU, Softer, Limited, Added, Flat, Between, Rated, TwoInputs):
+        module, plain = cls(), cls.__module__
+        assert mlp_block(module) is None, "of another package"
+        cls.__module__ = "transformers.models.other"
+        try:
+            block = mlp_block(module)
+        finally:
+            cls.__module__ = plain
+        if cls is not SwiGLU:
+            assert block is None, cls
+            continue
+        spec = block.spec
+        assert (block.kind, spec.gate, spec.up, spec.down, spec.activation) == ("forward", "a", "b", "c", "swiglu")
+        assert set(spec.between) == {"drop"}
+
+
+def _mlps(rank, ranks):
+    cases = Cases()
+    ring = rtp_ext.Ring(timeout=30.0)
+
+    def check(plain, model, inputs):
+        output = model(inputs(rank))
+        assert_same(output, plain(inputs(rank)), LIMIT, "output")
+        output.square().sum().backward()
+        sum(plain(inputs(other)).square().sum() for other in range(ranks)).div(ranks).backward()
+        for key, parameter in plain.named_parameters():
+            assert_same(full(model.get_parameter(key).grad), parameter.grad, LIMIT, key)
+
+    for family, name, arguments, kind in MLPS:
+        with cases.case(name):
+            cls = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+            config = LfmConfig() if family == "lfm2" else Config()
+            plain = cls(*arguments, config).double().eval()
+            assert mlp_block(plain).kind == kind
+            model = rtp_ext.fully_rotate(nn.ModuleList([copy.deepcopy(plain)]), mesh=ring)
+            assert model[0].intact
+            before = ring.hops("weight")
+            check(plain, model[0], lambda r: random(2, 3 + r, D, dtype=torch.float64, seed=70 + r))
+            assert ring.hops("weight") - before <= 2 * ranks, "one rotation a pass"
+    cases.finish()
+
+
+class LfmConfig:
+    hidden_size, intermediate_size, block_auto_adjust_ff_dim = D, 9, False
+
+
+def test_mlps_rotate_whatever_their_name():
+    run_ranks(_mlps, 3)

@@ -34,8 +34,9 @@ from rtp_ext.convert.plan.rotation_plan import (
 from rtp_ext.convert.tensor_parallel import parallel_class
 from rtp_ext.nn import Flyweight, RotatedExperts
 from rtp_ext.nn._base import RotatedModule
+from rtp_ext.nn.embedding import RotatedRows
 from rtp_ext.nn.linear import RotatedTransposedLinear
-from rtp_ext.parameters.sharded_module import ShardedModule, Tie, mixed_class
+from rtp_ext.parameters.sharded_module import ShardedModule, Tie, class_above, mixed_class
 from rtp_ext.ring import Ring
 
 logger = logging.getLogger("rtp_ext")
@@ -131,7 +132,8 @@ class Application:
             self.ring.traceable = False  # a compiler would look into the parameter
             for frozen in options["frozen"].values():
                 self.counts[f"weights in blocks of {frozen.format}"] += 1
-        part.__class__ = mixed if type(part) in DROP_INS else mixed_class(mixed, type(part))
+        make = class_above if mixed is RotatedRows else mixed_class
+        part.__class__ = mixed if type(part) in DROP_INS else make(mixed, type(part))
         part._rotate(
             self.ring,
             name=module.label,

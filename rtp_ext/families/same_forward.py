@@ -8,6 +8,7 @@ from typing import Any
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
+from rtp_ext.families.weight_reads import adds_to_forward
 from rtp_ext.parameters.sharded_module import ShardedModule
 
 # Methods that take part in a forward of torch's layers.
@@ -29,14 +30,26 @@ def has_same_forward(module: Any, base: Any) -> bool:
     A subclass may redefine initialisation, printing and loading, and may have more attributes; it must not redefine an
     attribute that the forward of `base` reads. An instance whose forward was replaced computes in its own way.
     """
+    if type(module) is base:
+        return not _CALLS & module.__dict__.keys()
+    return _keeps(module, base, _CALLS)
+
+
+def wraps_forward(module: Any, base: Any) -> bool:
+    """Returns whether a module is of a subclass of `base` that differs as `has_same_forward` allows, and in a forward
+    that calls the one of `base` and reads no weight itself: a rotated layer may take the place of `base` below it."""
+    return _keeps(module, base, _CALLS - {"forward"}) and adds_to_forward(type(module), base)
+
+
+def _keeps(module: Any, base: Any, calls: set[str]) -> bool:
+    """Returns whether a module is of a subclass of `base` that redefines none of the methods `calls`, and nothing else
+    that the forward of `base` reads."""
     cls = type(module)
-    if not issubclass(cls, base) or _CALLS & module.__dict__.keys():
+    if cls is base or not issubclass(cls, base) or _CALLS & module.__dict__.keys():
         return False
-    if cls is base:
-        return True
     # nn.MultiheadAttention reads the weights of its out_proj, a NonDynamicallyQuantizableLinear, without calling it
     if issubclass(cls, (ShardedModule, NonDynamicallyQuantizableLinear)) or is_parametrized(module):
         return False
     settings = {*getattr(base, "__constants__", ()), *inspect.signature(base.__init__).parameters} - {"device", "dtype"}
     between = cls.__mro__[: cls.__mro__.index(base)]
-    return not any((_CALLS | settings | {"weight"}) & vars(each).keys() for each in between)
+    return not any((calls | settings | {"weight"}) & vars(each).keys() for each in between)

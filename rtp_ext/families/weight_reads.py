@@ -59,6 +59,15 @@ def modules_read_by(part: nn.Module) -> Iterator[nn.Module]:
                 yield module
 
 
+def adds_to_forward(cls: Any, base: type[nn.Module]) -> bool:
+    """Returns whether the forward of a subclass of `base` calls that of `base`, and reads no weight itself: it changes
+    inputs and outputs, as a scaled embedding does."""
+    between = cls.__mro__[: cls.__mro__.index(base)]
+    functions = [function for each in between if (function := _function_of(vars(each).get("forward"))) is not None]
+    reads = any(read.path == () and read.key in ("weight", "_parameters", "parameters") for read in _reads(cls))
+    return bool(functions) and all(_facts(function)[2] for function in functions) and not reads
+
+
 _UNKNOWN = object()
 
 
@@ -124,7 +133,7 @@ def _reads(cls: Any) -> tuple[_Read, ...]:
             function = _function_of(vars(each).get(name))
             if function is None:
                 continue
-            reads, mentioned = _facts(function)
+            reads, mentioned, _ = _facts(function)
             found.update(dict.fromkeys(reads))
             left += mentioned - known
             known |= mentioned
@@ -139,16 +148,17 @@ def _function_of(member: Any) -> Callable[..., Any] | None:
 
 
 @functools.cache
-def _facts(function: Callable[..., Any]) -> tuple[frozenset[_Read], frozenset[str]]:
-    """Returns the reads in one method, and the names of attributes of `self` that it mentions."""
+def _facts(function: Callable[..., Any]) -> tuple[frozenset[_Read], frozenset[str], bool]:
+    """Returns the reads in one method, the names of attributes of `self` that it mentions, and whether it calls the
+    same method of its base class."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
-        return frozenset(), frozenset()
+        return frozenset(), frozenset(), False
     if not isinstance(tree, ast.FunctionDef) or not tree.args.args:
-        return frozenset(), frozenset()
+        return frozenset(), frozenset(), False
     method = _Method(tree)
-    return frozenset(method.reads), frozenset(method.mentioned)
+    return frozenset(method.reads), frozenset(method.mentioned), method.calls_super
 
 
 class _Method(ast.NodeVisitor):
@@ -157,6 +167,7 @@ class _Method(ast.NodeVisitor):
     def __init__(self, tree: ast.FunctionDef) -> None:
         self.paths: dict[str, set[tuple[str, ...]]] = {tree.args.args[0].arg: {()}}
         self.reads: set[_Read] = set()
+        self.name, self.calls_super = tree.name, False
         self.mentioned: set[str] = set()
         self.harmless: set[int] = set()  # ids of expressions whose values are not used
         self.tests: tuple[tuple[str, bool], ...] = ()  # around the node that is visited
@@ -211,8 +222,9 @@ class _Method(ast.NodeVisitor):
         paths = self._of(node.value)
         if () in paths or _is_super(node.value):
             self.mentioned.add(node.attr)
+            self.calls_super = self.calls_super or (node.attr == self.name and _is_super(node.value))
         if isinstance(node.ctx, ast.Load) and id(node) not in self.harmless:
-            self.reads |= {_Read(path, node.attr, self.tests) for path in paths if path}
+            self.reads |= {_Read(path, node.attr, self.tests) for path in paths}
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
