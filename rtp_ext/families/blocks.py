@@ -1,7 +1,7 @@
 """Recognises linear layers, MLPs, experts and layers with a shared input in models of torch and transformers.
 
-Modules are recognised by exact class; all others are converted layer by layer. The transformers package is never
-imported here: a model of it has imported it already.
+Modules of transformers are recognised by what they compute, or by what the source of their forward says, never by name.
+All others are converted layer by layer. The transformers package is never imported here: a model of it has imported it.
 """
 
 from __future__ import annotations
@@ -20,38 +20,13 @@ from rtp_ext.families.activations import activation_of
 from rtp_ext.families.mlps import computes_mlp
 from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.families.same_values import is_of_package
+from rtp_ext.families.sources import called_with_one_input, loss_follows_head
 from rtp_ext.functional.mlp import ACTIVATIONS
 
 _TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
-_QKV = ("q_proj", "k_proj", "v_proj")
-_SHARED_INPUTS = {
-    "LlamaAttention": _QKV,
-    "MistralAttention": _QKV,
-    "MixtralAttention": _QKV,
-    "Qwen2Attention": _QKV,
-    "Qwen3Attention": _QKV,
-    "ViTAttention": _QKV,
-    "BertSelfAttention": ("query", "key", "value"),
-}
 
-# models whose forward computes `lm_head` and then `loss_function`, with nothing in between
-CAUSAL_MODELS = (
-    "GPT2LMHeadModel",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-
-
-def _class_name(module: nn.Module) -> str | None:
-    """Returns the class name of a module of the transformers package; None for any other module."""
-    return type(module).__name__ if is_of_package(module) else None
-
-
-def is_transposed_linear(module: nn.Module) -> bool:
+def is_transposed_linear(module: Any) -> bool:
     """Returns whether a module is transformers' Conv1D, a linear layer with a weight [in_features, out_features]."""
     package = sys.modules.get("transformers.pytorch_utils")
     return package is not None and type(module) is package.Conv1D and has_same_forward(module, package.Conv1D)
@@ -191,17 +166,29 @@ def _sequential(module: nn.Sequential) -> tuple | None:
     return "forward", first, last, middle
 
 
-def shared_inputs(module: nn.Module) -> tuple[str, ...] | None:
-    """Returns the names of the linear layers of an attention block that share one input, or None."""
-    names = _SHARED_INPUTS.get(_class_name(module) or "")
-    if names is None or not all(is_linear(getattr(module, name, None)) for name in names):
-        return None
-    return names
+def shared_inputs(module: nn.Module) -> list[tuple[str, ...]]:
+    """Returns groups of linear layers, by their names, that a module of the transformers package calls with the same
+    input, such as the projections of attention. They are computed together as long as this is so."""
+    if not is_of_package(module) or "forward" in module.__dict__:
+        return []
+    cls: Any = type(module)
+    groups = [
+        [name for name in group if is_linear(part := module._modules.get(name)) and not is_transposed_linear(part)]
+        for group in called_with_one_input(cls)
+    ]
+    return [tuple(group) for group in groups if len(group) > 1 and _have_same_inputs(module, group)]
+
+
+def _have_same_inputs(module: nn.Module, names: Sequence[str]) -> bool:
+    layers: list[Any] = [module.get_submodule(name) for name in names]
+    return len({layer.in_features for layer in layers}) == 1 and len(set(map(id, layers))) == len(layers)
 
 
 def causal_model(module: nn.Module) -> bool:
-    """Returns whether a module is a causal language model whose head and loss can be one operation."""
-    return _class_name(module) in CAUSAL_MODELS and has_usual_loss(module)
+    """Returns whether a module is a causal language model of the transformers package whose head and loss can be one
+    operation: its forward computes `lm_head` and then the standard loss, with nothing in between."""
+    cls: Any = type(module)
+    return is_of_package(module) and loss_follows_head(cls) and has_usual_loss(module)
 
 
 def vocabulary_heads(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -13,11 +13,12 @@ import contextlib
 import functools
 import inspect
 import operator
-import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
+
+from rtp_ext.families.sources import parsed
 
 # Attributes of a tensor, and functions, whose result does not depend on its values.
 _PROPERTIES = (
@@ -151,11 +152,8 @@ def _function_of(member: Any) -> Callable[..., Any] | None:
 def _facts(function: Callable[..., Any]) -> tuple[frozenset[_Read], frozenset[str], bool]:
     """Returns the reads in one method, the names of attributes of `self` that it mentions, and whether it calls the
     same method of its base class."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError, SyntaxError, IndexError):
-        return frozenset(), frozenset(), False
-    if not isinstance(tree, ast.FunctionDef) or not tree.args.args:
+    tree = parsed(function)
+    if tree is None:
         return frozenset(), frozenset(), False
     method = _Method(tree)
     return frozenset(method.reads), frozenset(method.mentioned), method.calls_super

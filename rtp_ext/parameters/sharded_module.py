@@ -181,7 +181,12 @@ def class_above(mixin: Any, base: type[nn.Module]) -> Any:
             finally:
                 self._rtp_within = False
 
-        members = {"__module__": base.__module__, "__doc__": base.__doc__, "_rtp_within": False, "forward": forward}
+        members: dict[str, Any] = {
+            "__module__": base.__module__,
+            "__doc__": base.__doc__,
+            "_rtp_within": False,
+            "forward": forward,
+        }
         members |= {_MADE_OF: mixin, _ABOVE: base}
         _MIXED[mixin, base] = type(f"Rotated{base.__name__}", (base, mixin), members)
     return _MIXED[mixin, base]

@@ -148,8 +148,7 @@ class Inspection:
                 else:
                     names = tuple(self.names[id(layer)] for layer in layers)
                     found.append(BundlePlan("mlp", name, label, tuple(block.spec.paths), names, recompute, block))
-            paths = blocks.shared_inputs(part)
-            if paths is not None:
+            for paths in blocks.shared_inputs(part) if block is None else ():
                 layers = [part.get_submodule(path) for path in paths]
                 if self._is_free(part, layers, ", ".join(paths)) and not any(map(is_taken, layers)):
                     names = tuple(self.names[id(layer)] for layer in layers)

@@ -323,7 +323,7 @@ def _check_heads(plan: RotationPlan, request: Request, modules: list[tuple[str, 
             )
     if not found:
         raise ValueError(
-            f"fully_rotate: loss_head='fused' expected one of {', '.join(blocks.CAUSAL_MODELS)} of the "
-            f"transformers package with its own loss, got a {type(request.root).__name__}; other models can use "
-            "nn.RotatedLinearCrossEntropy"
+            "fully_rotate: loss_head='fused' expected a causal language model of the transformers package that "
+            f"computes lm_head and then its own loss, with nothing in between, got a {type(request.root).__name__}; "
+            "other models can use nn.RotatedLinearCrossEntropy"
         )
