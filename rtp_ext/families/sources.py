@@ -49,7 +49,8 @@ def called_with_one_input(cls: Any) -> tuple[tuple[str, ...], ...]:
         found += map(tuple, groups.values())
     mentioned = [each.attr for each in ast.walk(tree) if _is_own(each, tree)]  # type: ignore[attr-defined]
     once = {name for name in mentioned if mentioned.count(name) == 1}
-    return tuple(group for group in found if len(group) > 1 and once.issuperset(group))
+    kept = (tuple(name for name in group if name in once) for group in found)
+    return tuple(group for group in kept if len(group) > 1)
 
 
 def _bodies(tree: ast.AST) -> Iterator[list[ast.stmt]]:
