@@ -114,9 +114,9 @@ def fully_rotate(
             names (F.linear(x, self.proj.weight)), it is found without this option.
         in_place: the local shards themselves travel, with one slot instead of two.
         bundle: rotate MLP blocks (torch's transformer layers, nn.Sequential of linear, activation, linear, and modules
-            of transformers that compute an MLP) as bundles, and layers that these call with one input, such as the q, k
-            and v projections of attention, together; "recompute": bundled MLPs and experts keep no hidden value for backward.
-            The log has one line for each kind of module with its conversion.
+            of transformers that compute an MLP) as bundles, and layers that its modules call with one input, such as
+            the q, k and v projections of attention, together; "recompute": bundled MLPs and experts keep no hidden
+            value for backward. The log has one line for each kind of module with its conversion.
         loss_head: "fused": causal language models of the transformers package compute vocabulary head and loss in one
             operation when labels are given; their output then has no logits.
         frozen: "nf4", "mxfp4" or "int8": weights of linear layers and experts that require no gradient are stored, and
