@@ -19,6 +19,7 @@ _T = TypeVar("_T")
 _TRACED = (
     "compilers.py",
     "convert/agreement.py",
+    "convert/containers.py",
     "convert/methods/fully_shard.py",
     "convert/modules/bundled.py",
     "convert/modules/gathered.py",

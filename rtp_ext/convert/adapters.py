@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from rtp_ext.dtensor_hooks import on_registration
+from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.sharded_module import mixed_class
-from rtp_ext.parameters.sharding import frozen_of
+from rtp_ext.parameters.sharding import frozen_of, local_shard
+from rtp_ext.ring.mesh import own_bounds, own_part
 
 
 class MergingAdapter:
@@ -35,13 +39,86 @@ class MergingAdapter:
         with implicit_replication():
             return super().unmerge(*arguments, **keywords)  # type: ignore[misc]
 
-    def _refuse_blocks(self: Any, what: str) -> None:
-        frozen = frozen_of(getattr(self.get_base_layer(), "weight", None))
+    def get_delta_weight(self: Any, name: str, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        """Returns what an adapter adds to the whole weight. Outside of a forward it gathers factors of a ParamWrapper,
+        whose experts torch could not take apart in shards."""
+        factors = [table[name] for table in (self.lora_A, self.lora_B)] if hasattr(self, "parameter_name") else []
+        gathered = [factor for factor in factors if isinstance(factor.weight, DTensor)]
+        for factor in gathered:
+            factor.__dict__["weight"] = factor.weight.full_tensor()
+        try:
+            return super().get_delta_weight(name, *arguments, **keywords)  # type: ignore[misc]
+        finally:
+            for factor in gathered:
+                del factor.__dict__["weight"]
+
+    @contextlib.contextmanager
+    def _activate_lora(self: Any, active_adapters: Iterable[str]) -> Iterator[None]:
+        """Adds a LoRA of a parameter (peft's ParamWrapper) to the whole parameter of a gathered module, or to this
+        rank's shard, which then rotates with it: the stacked weights of experts never exist as a whole."""
+        base, key = self.get_base_layer(), self.parameter_name
+        adapters = [name for name in active_adapters or () if name in self.lora_A]
+        parameter = base._parameters.get(key)
+        if not adapters or not isinstance(parameter, DTensor):
+            with super()._activate_lora(active_adapters):  # type: ignore[misc]
+                yield
+            return
+        self._refuse_blocks("forward", key)
+        together = base.__dict__.get("together")
+        if together is not None:
+            together.separate()  # its other layers compute with their own weights
+        rotates = isinstance(base, RotatedModule)  # and looks for its parameters where they are registered
+        if rotates:
+            base._parameters[key] = _adapted_shard(self, base, parameter, adapters)
+        else:
+            base.__dict__[key] = _adapted(self, adapters)
+        try:
+            yield
+        finally:
+            if rotates:
+                base._parameters[key] = parameter
+            else:
+                del base.__dict__[key]
+
+    def _refuse_blocks(self: Any, what: str, key: str = "weight") -> None:
+        frozen = frozen_of(getattr(self.get_base_layer(), key, None))
         if frozen is not None:
             raise ValueError(
                 f"{what}: expected a base weight in a floating-point dtype, got blocks of {frozen.format}, whose "
                 "codes cannot hold the sum: merge into the plain model, with the values of rtp_ext.frozen_weights"
             )
+
+
+def _adapted(wrapper: Any, adapters: Sequence[str]) -> torch.Tensor:
+    """Returns a whole parameter with the adapters of a ParamWrapper."""
+    whole = wrapper.get_param()
+    for name in adapters:
+        whole = whole + wrapper.get_delta_weight(name)
+    return whole
+
+
+def _adapted_shard(wrapper: Any, base: RotatedModule, parameter: DTensor, adapters: Sequence[str]) -> DTensor:
+    """Returns a sharded parameter with the adapters of a ParamWrapper, of which each rank adds its own part."""
+    local, spec = local_shard(parameter), parameter._spec
+    for name in adapters:
+        if wrapper.num_experts > 1:
+            left, right, scaling = wrapper.get_delta_factors(name)
+            experts = [(*factor.shape[:1], *parameter.shape[1:]) for factor in (left, right)]
+            left, right = (
+                factor.narrow(0, *own_bounds(shape, spec.mesh, spec.placements)[0])
+                for factor, shape in zip((left, right), experts, strict=True)
+            )
+            part = scaling * (left @ right)
+        else:
+            part = own_part(wrapper.get_delta_weight(name), spec.mesh, spec.placements)
+        # The shard's gradient is the mean over the ranks, and no other rank has one of this part: the reduction of the
+        # adapter's gradient, a mean as well, divides by their number once more.
+        if part.requires_grad:
+            part.register_hook(lambda gradient: gradient * base.ring.size)
+        local = local + part
+    return DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 class UnmergedAdapter:
@@ -101,6 +178,11 @@ def adapter_modules(root: nn.Module) -> set[int]:
     for part in _tuners(root):
         found |= {id(each) for each in part.modules()} - {id(each) for each in part.get_base_layer().modules()}
     return found
+
+
+def adapted_modules(root: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules of which an adapter changes a parameter itself (peft's ParamWrapper), such as experts."""
+    yield from (part.get_base_layer() for part in _tuners(root) if hasattr(part, "parameter_name"))
 
 
 def _tuners(root: nn.Module) -> Iterator[Any]:

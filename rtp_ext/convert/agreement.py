@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from rtp_ext._native import RotationError
+from rtp_ext.convert.containers import leaves_of
 from rtp_ext.convert.modules.bundled import BundledMLP
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import frozen_of, held
@@ -58,9 +58,7 @@ def walk(root: nn.Module) -> tuple[list[nn.Module], list[tuple[str, nn.Parameter
             if parameter is not None and id(parameter) not in known:
                 known.add(id(parameter))
                 named.append((prefix + key, parameter))
-        children = module._modules
-        for key in reversed(children):
-            child = children[key]
+        for key, child in reversed([*module._modules.items()]):
             if child is not None:
                 left.append((f"{prefix}{key}.", child))
     return modules, named
@@ -85,7 +83,7 @@ def want_gradients(arguments: Any) -> bool | None:
     args, keywords = arguments
     leaves = [*args, *keywords.values()]
     if not all([isinstance(value, (torch.Tensor, NoneType)) for value in leaves]):
-        leaves = tree_leaves(arguments)
+        leaves = leaves_of(arguments)
     return any([isinstance(value, torch.Tensor) and value.requires_grad for value in leaves])
 
 
@@ -95,7 +93,9 @@ def facts_of(modules: Iterable[nn.Module], named: Named) -> tuple[list[tuple], l
     return _parameters(named), _rotations(modules)
 
 
-def agree_on_model(root: nn.Module, ring: Ring, mode: Mode, *, allow_meta: bool = False) -> None:
+def agree_on_model(
+    root: nn.Module, ring: Ring, mode: Mode, *, allow_meta: bool = False, settings: Sequence[tuple[str, str]] = ()
+) -> None:
     """Compares the models of all ranks. Raises ValueError on every rank where they differ, or, a RotationError as well,
     where parameters are still on the meta device, unless `allow_meta`.
 
@@ -103,11 +103,11 @@ def agree_on_model(root: nn.Module, ring: Ring, mode: Mode, *, allow_meta: bool 
     torch's layers (the arguments of their constructors: strides, heads, eps, p, ...); the `extra_repr` of other
     classes, except ranks, devices and the like; names, shapes and dtypes of buffers that are saved (others are caches,
     which may grow with a rank's own batch); which blocks rotate as bundles, in which dtypes, in place or not; and the
-    state of torch.autocast. Operations of the model's modules then need no comparison before their forwards.
-    Collective.
+    state of torch.autocast; and `settings`, (name, value) in words. Operations of the model's modules then need no
+    comparison before their forwards. Collective.
     """
-    settings = [("torch.autocast", str(mode.autocast)), ("offload_policy", repr(ring.offload_policy))]
-    mine = (_parameters(root.named_parameters()), [*settings, *_modules(root)])
+    modes = [("torch.autocast", str(mode.autocast)), ("offload_policy", repr(ring.offload_policy))]
+    mine = (_parameters(root.named_parameters()), [*modes, *settings, *_modules(root)])
     answers = ring.exchange(hashlib.sha256(repr(mine).encode()).digest())
     differ = any(theirs != answers[0] for theirs in answers)
     every = ring.exchange(mine) if differ else [mine]

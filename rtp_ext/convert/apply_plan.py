@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -33,8 +34,9 @@ from rtp_ext.convert.plan.rotation_plan import (
 from rtp_ext.convert.tensor_parallel import parallel_class
 from rtp_ext.nn import Flyweight, RotatedExperts
 from rtp_ext.nn._base import RotatedModule
+from rtp_ext.nn.embedding import RotatedRows
 from rtp_ext.nn.linear import RotatedTransposedLinear
-from rtp_ext.parameters.sharded_module import ShardedModule, Tie, mixed_class
+from rtp_ext.parameters.sharded_module import ShardedModule, Tie, class_above, mixed_class
 from rtp_ext.ring import Ring
 
 logger = logging.getLogger("rtp_ext")
@@ -130,7 +132,8 @@ class Application:
             self.ring.traceable = False  # a compiler would look into the parameter
             for frozen in options["frozen"].values():
                 self.counts[f"weights in blocks of {frozen.format}"] += 1
-        part.__class__ = mixed if type(part) in DROP_INS else mixed_class(mixed, type(part))
+        make = class_above if mixed is RotatedRows else mixed_class
+        part.__class__ = mixed if type(part) in DROP_INS else make(mixed, type(part))
         part._rotate(
             self.ring,
             name=module.label,
@@ -185,11 +188,49 @@ class Application:
     def _log(self) -> None:
         for line, count in self.counts.items():
             logger.info("fully_rotate: %d x %s", count, line)
+        grouped: Counter[tuple[str, str, str | None]] = Counter()
         for module in self.new:
             if module.notice == "refused":
                 logger.warning("fully_rotate: %s is gathered while in use: %s", module.name, module.reason)
-        unlike = [(each.kind, each.reason) for each in self.new if each.notice == "unlike"]
-        for (kind, reason), count in Counter(unlike if self.ring.mesh is not None else ()).items():
-            logger.warning(
-                "fully_rotate: %d x %s: gathered whole while in use, and not rotated, since %s", count, kind, reason
+            elif module.notice in ("kept", "unlike") and self.ring.mesh is not None:
+                grouped[module.notice, module.kind, module.reason] += 1
+        for (notice, kind, reason), count in grouped.items():
+            level = logging.WARNING if notice == "unlike" else logging.INFO
+            logger.log(
+                level,
+                "fully_rotate: %d x %s: gathered whole while in use, and not rotated, since %s",
+                count,
+                kind,
+                reason,
             )
+        if self.request.trains:
+            log_shares("fully_rotate", self.plan, self.plan, "gathered while in use")
+
+
+_LARGE = 256 << 20  # bytes of a parameter that no rank should hold whole without a word
+
+
+def log_shares(call: str, plan: RotationPlan, applied: RotationPlan, others: str) -> None:
+    """Logs which part of a model's parameters rotates, and warns of large ones that do not. `applied`: the modules of
+    the plan that it is applied to; `others`: what happens to other parameters."""
+    names = {module.name for module in applied.modules}
+    sizes: Counter[bool] = Counter()
+    largest = (0, "")
+    for module in plan.modules:
+        for owned in module.parameters:
+            if owned.tied_to is None and owned.moved != IGNORED:
+                count, rotates = math.prod(owned.shape), owned.moved == ROTATED and module.name in names
+                sizes[rotates] += count
+                if not rotates:
+                    name = f"{module.name}.{owned.key}" if module.name else owned.key
+                    largest = max(largest, (count * owned.dtype.itemsize, name))
+    if not sizes:
+        return
+    share = 100.0 * sizes[True] / max(sizes.total(), 1)
+    text = f"{call}: {share:.1f} % of the parameters rotate, {100.0 - share:.1f} % are {others}"
+    if largest[1]:
+        text += f", the largest {largest[1]}, {largest[0] / 2**20:.1f} MiB"
+    if largest[0] > _LARGE:
+        logger.warning("%s: every rank holds all of it at once; rtp_ext.explain says why", text)
+    else:
+        logger.info("%s", text)

@@ -35,6 +35,7 @@ def explain(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    gather: Iterable[str | nn.Module] | None = None,
     in_place: bool = False,
     bundle: bool | str = True,
     loss_head: str | None = None,
@@ -67,8 +68,8 @@ def explain(
 
     Args:
         module: a model, on any device; or a list of modules as `fully_rotate` takes it.
-        mesh, dims, outer, mp_policy, offload_policy, ignored_params, in_place, bundle, loss_head: see `fully_rotate`.
-        frozen, route, gradient_route, gradient_travel, transport, travel, timeout: see `fully_rotate`.
+        mesh, dims, outer, mp_policy, offload_policy, ignored_params, gather, in_place, bundle: see `fully_rotate`.
+        loss_head, frozen, route, gradient_route, gradient_travel, transport, travel, timeout: see `fully_rotate`.
         ranks, rank: for a plain model and a ring that does not exist: its size, and the rank whose bytes are counted.
             Default: those of `mesh`, or of the default process group.
         device: the device type of such a ring; default: that of the parameters, `cuda` if these are on meta.

@@ -49,6 +49,7 @@ def fully_rotate(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    gather: Iterable[str | nn.Module] | None = None,
     in_place: bool = False,
     bundle: bool | str = True,
     loss_head: str | None = None,
@@ -108,11 +109,14 @@ def fully_rotate(
         ignored_params: parameters that stay unchanged, with the modules that own them: the same objects, plain and not
             averaged, so that they may differ between ranks. `clip_grad_norm_` needs a separate call for them, foreach
             and fused optimizers a separate parameter group.
+        gather: modules, or their names in named_modules(), that are gathered while in use instead of rotated, with all
+            modules in them: for code that reads the weight of a layer without calling it. Where a forward does so by
+            names (F.linear(x, self.proj.weight)), it is found without this option.
         in_place: the local shards themselves travel, with one slot instead of two.
-        bundle: rotate MLP blocks (torch's transformer layers, nn.Sequential of linear, activation, linear, and the
-            blocks of transformers' GPT-2, Llama, Mistral, Mixtral, Qwen, BERT and ViT) as bundles, and the q, k and v
-            projections of attention together; "recompute": bundled MLPs and experts keep no hidden value for backward.
-            The log has one line for each kind of module with its conversion.
+        bundle: rotate MLP blocks (torch's transformer layers, nn.Sequential of linear, activation, linear, and modules
+            of transformers that compute an MLP) as bundles, and layers that its modules call with one input, such as
+            the q, k and v projections of attention, together; "recompute": bundled MLPs and experts keep no hidden
+            value for backward. The log has one line for each kind of module with its conversion.
         loss_head: "fused": causal language models of the transformers package compute vocabulary head and loss in one
             operation when labels are given; their output then has no logits.
         frozen: "nf4", "mxfp4" or "int8": weights of linear layers and experts that require no gradient are stored, and

@@ -6,18 +6,18 @@ import copy
 import logging
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 from rtp_ext.compilers import eager
 from rtp_ext.convert.adapters import extend_adapters
 from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew, walk, want_gradients
+from rtp_ext.convert.containers import map_tensors
 from rtp_ext.convert.modules.bundled import OWN_HOOKS
 from rtp_ext.convert.modules.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
 from rtp_ext.convert.modules.refused import refuse_additions
@@ -344,7 +344,7 @@ def open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple,
     policy = state.mp_policy
     if policy.param_dtype is None or not policy.cast_forward_inputs:
         return None
-    return tree_map(_caster(policy.param_dtype), (arguments, keywords))
+    return map_tensors(_caster(policy.param_dtype), (arguments, keywords))
 
 
 def close_root(root: nn.Module, _arguments: Any, output: Any) -> Any:
@@ -355,15 +355,15 @@ def close_root(root: nn.Module, _arguments: Any, output: Any) -> Any:
     else:
         _close_eagerly(state)
     dtype = state.mp_policy.output_dtype
-    return output if dtype is None else tree_map(_caster(dtype), output)
+    return output if dtype is None else map_tensors(_caster(dtype), output)
 
 
 for _hook in (OpenScope, _Close):
     setattr(_hook, OWN_HOOKS, True)
 
 
-def _caster(dtype: torch.dtype) -> Any:
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
 
     return cast

@@ -20,7 +20,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 _PLAIN = (F.relu, F.gelu, F.silu, torch.relu)
-_LIBRARIES = ("torch.nn.modules.activation", "transformers.activations")
+LIBRARIES = ("torch.nn.modules.activation", "transformers.activations")
 
 
 def activation_of(function: Any, gated: bool) -> str | None:
@@ -30,7 +30,7 @@ def activation_of(function: Any, gated: bool) -> str | None:
     values in float64. Other code is never matched: it may have effects that its values do not show.
     """
     if isinstance(function, nn.Module):
-        known = type(function).__module__ in _LIBRARIES
+        known = type(function).__module__ in LIBRARIES
         if not known or function._parameters or function._buffers or function._modules:
             return None
     elif function not in _PLAIN:

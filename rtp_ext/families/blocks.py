@@ -1,76 +1,35 @@
 """Recognises linear layers, MLPs, experts and layers with a shared input in models of torch and transformers.
 
-Modules are recognised by exact class; all others are converted layer by layer. The transformers package is never
-imported here: a model of it has imported it already.
+Modules of transformers are recognised by what they compute, or by what the source of their forward says, never by name.
+All others are converted layer by layer. The transformers package is never imported here: a model of it has imported it.
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from rtp_ext.families.activations import LIBRARIES as ACTIVATION_LIBRARIES
 from rtp_ext.families.activations import activation_of
+from rtp_ext.families.mlps import computes_mlp
 from rtp_ext.families.same_forward import has_same_forward
+from rtp_ext.families.same_values import is_of_package
+from rtp_ext.families.sources import called_with_one_input, loss_follows_head
+from rtp_ext.functional.mlp import ACTIVATIONS
 
-_PACKAGE = "transformers.models."
-
-# class name: (kind, up, down, gate, activation)
-_GATED = ("forward", "up_proj", "down_proj", "gate_proj", "act_fn")
-_MLP_BLOCKS: dict[str, tuple[str, str, str, str | None, str]] = {
-    "LlamaMLP": _GATED,
-    "MistralMLP": _GATED,
-    "Qwen2MLP": _GATED,
-    "Qwen3MLP": _GATED,
-    "GPT2MLP": ("dropout", "c_fc", "c_proj", None, "act"),
-    "ViTMLP": ("forward", "fc1", "fc2", None, "activation_fn"),
-    "BertLayer": (
-        "bert",
-        "intermediate.dense",
-        "output.dense",
-        None,
-        "intermediate.intermediate_act_fn",
-    ),
-}
 _TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
-_QKV = ("q_proj", "k_proj", "v_proj")
-_SHARED_INPUTS = {
-    "LlamaAttention": _QKV,
-    "MistralAttention": _QKV,
-    "MixtralAttention": _QKV,
-    "Qwen2Attention": _QKV,
-    "Qwen3Attention": _QKV,
-    "ViTAttention": _QKV,
-    "BertSelfAttention": ("query", "key", "value"),
-}
 
-_EXPERTS = ("GptOssExperts", "MixtralExperts", "Qwen2MoeExperts", "Qwen3MoeExperts")
-
-# models whose forward computes `lm_head` and then `loss_function`, with nothing in between
-CAUSAL_MODELS = (
-    "GPT2LMHeadModel",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-
-
-def _class_name(module: nn.Module) -> str | None:
-    """Returns the class name of a module of the transformers package; None for any other module."""
-    cls = type(module)
-    return cls.__name__ if cls.__module__.startswith(_PACKAGE) else None
-
-
-def is_transposed_linear(module: nn.Module) -> bool:
+def is_transposed_linear(module: Any) -> bool:
     """Returns whether a module is transformers' Conv1D, a linear layer with a weight [in_features, out_features]."""
     package = sys.modules.get("transformers.pytorch_utils")
-    return package is not None and type(module) is package.Conv1D
+    return package is not None and type(module) is package.Conv1D and has_same_forward(module, package.Conv1D)
 
 
 def is_linear(module: Any) -> bool:
@@ -110,32 +69,93 @@ class MLPBlock:
 
 
 def mlp_block(module: nn.Module) -> MLPBlock | None:
-    """Returns the MLP of a block of a supported class with plain linear layers and a supported activation, or None."""
+    """Returns the MLP of a block of plain linear layers with a supported activation, or None: of torch's own layers,
+    and of modules of the transformers package that compute an MLP, whatever their names."""
+    if "forward" in module.__dict__:  # replaced on the instance
+        return None
     if type(module) is nn.Sequential:
         found: Any = _sequential(module)
     elif type(module) in _TORCH_LAYERS:
-        found = ("transformer", "linear1", "linear2", None, "activation")
+        found = ("transformer", "linear1", "linear2", "activation")
     else:
-        found = _MLP_BLOCKS.get(_class_name(module) or "")
+        return _recognised(module) if is_of_package(module) else None
     if found is None:
         return None
-    kind, up, down, gate, activation_path = found
-    try:
-        layers = [module.get_submodule(path) for path in (up, down, gate) if path is not None]
-    except AttributeError:
-        return None
-    function: Any = module
-    for name in activation_path.split("."):
-        function = getattr(function, name, None)
-    activation = activation_of(function, gate is not None)
-    if activation is None or not all(is_linear(layer) for layer in layers):
-        return None
-    if len(set(map(is_transposed_linear, layers))) > 1 or len({id(layer) for layer in layers}) < len(layers):
-        return None
-    if gate is not None and (layers[2].bias is None) != (layers[0].bias is None):
+    kind, up, down, activation_path = found
+    layers = [module.get_submodule(path) for path in (up, down)]
+    activation = activation_of(getattr(module, activation_path, None), False)
+    if activation is None or not _are_layers(layers):
         return None
     between = (activation_path, "dropout") if kind == "transformer" else (activation_path,)
-    return MLPBlock(kind, MLPSpec(up, down, activation, gate, between))
+    return MLPBlock(kind, MLPSpec(up, down, activation, None, between))
+
+
+def _are_layers(layers: Sequence[nn.Module]) -> bool:
+    """Returns whether modules are different linear layers that store their weights alike."""
+    return (
+        all(map(is_linear, layers))
+        and len(set(map(is_transposed_linear, layers))) == 1
+        and len(set(map(id, layers))) == len(layers)
+    )
+
+
+def _recognised(module: Any) -> MLPBlock | None:
+    """Returns the MLP that a module of the transformers package computes, or None."""
+    if hasattr(type(module), "feed_forward_chunk"):
+        return _recognised_bert(module)
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    layers = [name for name, child in children.items() if is_linear(child)]
+    others = {name: child for name, child in children.items() if name not in layers}
+    own = any(parameter is not None for parameter in module._parameters.values())
+    if own or len(layers) not in (2, 3) or not _are_layers([children[name] for name in layers]):
+        return None
+    if len(inspect.signature(type(module).forward).parameters) != 2 or not all(map(_is_between, others.values())):
+        return None
+    between = tuple(name for name in (*others, *_functions(module)) if name != "dropout")
+    dropouts = [name for name, child in others.items() if isinstance(child, nn.Dropout)]
+    kinds = ("forward", "dropout") if "dropout" in dropouts else ("forward",)
+    transposed = is_transposed_linear(children[layers[0]])
+    for *first, down in itertools.permutations(layers):
+        for kind, activation in itertools.product(kinds, ACTIVATIONS):
+            if ACTIVATIONS[activation][1] != (len(first) == 2):
+                continue
+            gate, up = first if len(first) == 2 else (None, *first)
+            if computes_mlp(module, kind, (gate, up, down), activation, dropouts, transposed):
+                between = between if kind == "dropout" else (*between, *({"dropout"} & others.keys()))
+                return MLPBlock(kind, MLPSpec(up, down, activation, gate, between))
+    return None
+
+
+def _recognised_bert(module: Any) -> MLPBlock | None:
+    """Returns the MLP of a layer of BERT's family, which adds a residual and a norm to it, or None."""
+    up, down, dropout, activation_path = (
+        "intermediate.dense",
+        "output.dense",
+        "output.dropout",
+        "intermediate.intermediate_act_fn",
+    )
+    parts = dict(module.named_modules())
+    if not is_linear(parts.get(up)) or not is_linear(parts.get(down)) or type(parts.get(dropout)) is not nn.Dropout:
+        return None
+    if type(parts.get("output.LayerNorm")) is not nn.LayerNorm or not _are_layers([parts[up], parts[down]]):
+        return None
+    activation = activation_of(getattr(module.intermediate, "intermediate_act_fn", None), False)
+    if activation is None or not computes_mlp(
+        module, "bert", (None, up, down), activation, [dropout], is_transposed_linear(parts[up])
+    ):
+        return None
+    return MLPBlock("bert", MLPSpec(up, down, activation, None, (activation_path,)))
+
+
+def _is_between(module: nn.Module) -> bool:
+    """Returns whether a module may stand between the layers of an MLP: an activation or dropout of torch or
+    transformers, or nothing."""
+    kind = type(module)
+    return isinstance(module, (nn.Dropout, nn.Identity)) or kind.__module__ in ACTIVATION_LIBRARIES
+
+
+def _functions(module: nn.Module) -> list[str]:
+    return [name for name, value in module.__dict__.items() if inspect.isroutine(value)]
 
 
 def _sequential(module: nn.Sequential) -> tuple | None:
@@ -143,25 +163,32 @@ def _sequential(module: nn.Sequential) -> tuple | None:
     if len(module) != 3 or len(module._modules) != 3:
         return None
     first, middle, last = module._modules
-    return "forward", first, last, None, middle
+    return "forward", first, last, middle
 
 
-def shared_inputs(module: nn.Module) -> tuple[str, ...] | None:
-    """Returns the names of the linear layers of an attention block that share one input, or None."""
-    names = _SHARED_INPUTS.get(_class_name(module) or "")
-    if names is None or not all(is_linear(getattr(module, name, None)) for name in names):
-        return None
-    return names
+def shared_inputs(module: nn.Module) -> list[tuple[str, ...]]:
+    """Returns groups of linear layers, by their names, that a module of the transformers package calls with the same
+    input, such as the projections of attention. They are computed together as long as this is so."""
+    if not is_of_package(module) or "forward" in module.__dict__:
+        return []
+    cls: Any = type(module)
+    groups = [
+        [name for name in group if is_linear(part := module._modules.get(name)) and not is_transposed_linear(part)]
+        for group in called_with_one_input(cls)
+    ]
+    return [tuple(group) for group in groups if len(group) > 1 and _have_same_inputs(module, group)]
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Returns whether a module is a stack of experts of transformers, such as MixtralExperts."""
-    return _class_name(module) in _EXPERTS
+def _have_same_inputs(module: nn.Module, names: Sequence[str]) -> bool:
+    layers: list[Any] = [module.get_submodule(name) for name in names]
+    return len({layer.in_features for layer in layers}) == 1 and len(set(map(id, layers))) == len(layers)
 
 
 def causal_model(module: nn.Module) -> bool:
-    """Returns whether a module is a causal language model whose head and loss can be one operation."""
-    return _class_name(module) in CAUSAL_MODELS and has_usual_loss(module)
+    """Returns whether a module is a causal language model of the transformers package whose head and loss can be one
+    operation: its forward computes `lm_head` and then the standard loss, with nothing in between."""
+    cls: Any = type(module)
+    return is_of_package(module) and loss_follows_head(cls) and has_usual_loss(module)
 
 
 def vocabulary_heads(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -16,9 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext.convert.adapters import UnmergedAdapter, extend_adapters, follow_adapters
 from rtp_ext.convert.agreement import Mode, agree_on_model, checksums, compare_weights
-from rtp_ext.convert.apply_plan import apply_plan
+from rtp_ext.convert.apply_plan import apply_plan, log_shares
 from rtp_ext.convert.methods.save_pretrained import install_save_pretrained
 from rtp_ext.convert.plan.inspect_model import inspect_model
+from rtp_ext.convert.plan.layers import own_parameters
 from rtp_ext.convert.plan.request import TIMEOUT, Options, Request
 from rtp_ext.convert.plan.rotation_plan import ROTATED, RotationPlan
 from rtp_ext.convert.scopes import is_inside, ring_of_module
@@ -41,6 +43,7 @@ def rotate_for_inference(
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     transport: str = "auto",
     weights: str | None = None,
+    gather: Iterable[str | nn.Module] | None = None,
     offload: bool = False,
     timeout: float | datetime.timedelta = TIMEOUT,
 ) -> _Model:
@@ -79,6 +82,8 @@ def rotate_for_inference(
         weights: None, "int8", "nf4" or "mxfp4": weights of linear layers and experts are stored and read in blocks of
             codes with a scale, and are widened where a product needs them; see docs/frozen.md for the formats and for
             weights that keep their dtype. `Linear4bit` layers of bitsandbytes keep their bits, with and without it.
+        gather: modules, or their names in named_modules(), that stay whole on every rank, with all modules in them: see
+            fully_rotate.
         offload: for GPUs: shards lie in pinned memory of the host, once for all of its ranks, and copy engines copy
             each one, this rank's own too, into one of two slots while the product before runs. The model may be on the
             host. Parameters that stay whole, and buffers, go to the GPU. It has not run on a GPU yet. On CPUs, where
@@ -91,13 +96,14 @@ def rotate_for_inference(
     each other's memory. Backward through a layer raises ValueError: `fully_rotate` is for training.
     """
     policy = CPUOffloadPolicy(pin_memory=False) if offload else None
-    given = {"mesh": mesh, "frozen": weights, "timeout": timeout, "offload_policy": policy}
+    given = {"mesh": mesh, "frozen": weights, "gather": gather, "timeout": timeout, "offload_policy": policy}
     options = Options.of({**_DEFAULTS, **given})
     of_ring: dict[str, Any] = {"transport": transport, "timeout": timeout, "offload": offload}
     with refused_together(mesh, timeout=timeout):
         _check_arguments(model, transport, weights)
         request = dataclasses.replace(read_call(model, options), trains=False)
-        plan = _rotating(inspect_model(request), model)
+        planned = inspect_model(request)
+        plan = _rotating(planned, model)
         kind = type(model).__name__
         if not plan.modules:
             raise ValueError(f"rotate_for_inference: expected a layer that can be cut, got none in a {kind}")
@@ -110,6 +116,7 @@ def rotate_for_inference(
     ring = InferenceRing(mesh, **of_ring)
     with ring.communicator.released_on_error():
         _convert(model, plan, request, ring)
+    log_shares("rotate_for_inference", planned, plan, "whole on every rank")
     return model
 
 
@@ -165,7 +172,8 @@ def _rotating(plan: RotationPlan, model: nn.Module) -> RotationPlan:
 
 
 def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: InferenceRing) -> None:
-    agree_on_model(model, ring, Mode.now(ring), allow_meta=True)  # of the plain model: its plan follows from it
+    cuts = [(f"conversion of {module.label}", f"{module.layer} {module.cuts}") for module in plan.modules]
+    agree_on_model(model, ring, Mode.now(ring), allow_meta=True, settings=cuts)
     values = checksums(model, (), ring)
     apply_plan(plan, request, ring, {})
     old: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
@@ -180,7 +188,9 @@ def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: Infer
     for key, parameter in made.items():
         parameter.__dict__.update(old[key].__dict__)
     for part in model.modules():
-        part._parameters.update({n: made[id(p)] for n, p in part._parameters.items() if id(p) in made})
+        for name, parameter in own_parameters(part).items():
+            if id(parameter) in made:
+                part._parameters[name] = made[id(parameter)]
         if request.offloads:
             part._buffers.update({n: b.to(ring.device) for n, b in part._buffers.items() if b is not None})
     ring.whole_bytes = sum(p.nbytes for p in model.parameters() if not isinstance(p, DTensor))

@@ -98,16 +98,38 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
             if output is not None:
                 return output
         return rotated_embedding(
-            input, self.weight, shard_dim=self.shard_dims["weight"], padding_idx=self.padding_idx, **self._rotation()
+            input,
+            self._parameters["weight"],  # type: ignore[arg-type]
+            shard_dim=self.shard_dims["weight"],
+            padding_idx=self.padding_idx,
+            **self._rotation(),
         )
 
     def _bound(self, _operation: str) -> Bound:
         def prepare(call: Call, _inputs: list[torch.Tensor]) -> tuple[list[ShardedParameter], tuple[Any, ...]]:
             shard_dim = self.shard_dims["weight"]
-            local, (shape, padding) = prepare_embedding(call, self._prepared, self.weight, shard_dim, self.padding_idx)
+            table: Any = self._parameters["weight"]
+            local, (shape, padding) = prepare_embedding(call, self._prepared, table, shard_dim, self.padding_idx)
             return [local], (shape, shard_dim, padding)
 
         return Bound(self.ring, self.qualified_name, self.in_place, self.mp_policy.reduce_dtype, prepare)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ring={self.ring.size}, shard_dim={self.shard_dims['weight']}"
+
+
+class RotatedRows(RotatedEmbedding):
+    """The base class that a subclass of nn.Embedding gets in a converted model, if its forward changes the rows that
+    nn.Embedding returns, as transformers' scaled embeddings do."""
+
+    _rtp_within: bool  # whether its forward runs
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The parameter; within the forward, which reads its dtype, shape or device, a stand-in without values that has
+        the compute dtype."""
+        table: Any = self._parameters["weight"]
+        dtype = self.mp_policy.param_dtype if self._rtp_within else None
+        if dtype is None or dtype == table.dtype:
+            return table
+        return torch.empty(1, dtype=dtype, device=table.device).expand(table.shape)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rtp_ext.families.activations import FUNCTIONS, activation_of
+from rtp_ext.families.experts import computes_experts
 from rtp_ext.functional import rotated_experts
 from rtp_ext.functional.experts import CLAMPED_SWIGLU
 from rtp_ext.functional.mlp import ACTIVATIONS
@@ -44,6 +45,7 @@ class RotatedExperts(RotatedModule, nn.Module):
     activation: str
     recompute: bool
     down_proj: nn.Parameter
+    clamp: tuple[float, float] | None = None  # alpha and limit of clamped_swiglu
     # Attributes of experts modules of transformers: whether weights are [E, D, 2 H] and [E, H, D]; whether the rows of
     # gate precede those of up, instead of alternating with them.
     is_transposed = False
@@ -117,10 +119,10 @@ class RotatedExperts(RotatedModule, nn.Module):
                 f"got {', '.join(own) or 'none'}"
             )
         gated, biased = up_name == "gate_up_proj", len(own) > 2
-        clamped = gated and _has_clamped_gate(module)
+        clamp = _clamped_gate(module) if gated else None
         for name, expected in _LAYOUT.items():
             actual = getattr(module, name, expected)
-            if actual != expected and not (name == "is_concatenated" and clamped):
+            if actual != expected and not (name == "is_concatenated" and clamp):
                 return f"expected {name} {expected}, got {actual}"
         for name, expected in (("has_gate", gated), ("has_bias", biased)):
             if getattr(module, name, expected) != expected:
@@ -135,7 +137,7 @@ class RotatedExperts(RotatedModule, nn.Module):
                 f"{' and '.join(map(str, shapes.values()))}"
             )
         gate = getattr(type(module), "_apply_gate", None)
-        if gated and not clamped and gate is not None and gate.__name__ != "_default_apply_gate":
+        if gated and clamp is None and gate is not None and gate.__name__ != "_default_apply_gate":
             return f"it has a gate of its own, {gate.__qualname__}"
         others = [name for name, _ in module.named_children() if name != "act_fn"]
         if others:
@@ -144,16 +146,23 @@ class RotatedExperts(RotatedModule, nn.Module):
         if len(arguments) != 3:
             return f"expected a forward of hidden states, indices and weights, got one of {', '.join(arguments)}"
         act_fn = getattr(module, "act_fn", None)
-        if not clamped and activation_of(act_fn, gated) is None:
+        activation = CLAMPED_SWIGLU if clamp else activation_of(act_fn, gated)
+        if activation is None:
             return f"expected an act_fn that computes one of {', '.join(FUNCTIONS)}, got {act_fn}"
+        options: dict[str, Any] = {
+            "transposed": _is_transposed(module),
+            "interleaved": not getattr(module, "is_concatenated", True),
+            "clamp": clamp,
+        }
+        if not computes_experts(module, activation, **options):
+            return "its forward computes something else than rotated_experts with these parameters"
         return None
 
     def _rotate(self, ring: Ring, *, activation: str | None = None, recompute: bool = False, **options: Any) -> None:
         gated = "gate_up_proj" in self._parameters
-        if activation is None:
-            _check(self)
-            clamped = gated and _has_clamped_gate(self)
-            activation = CLAMPED_SWIGLU if clamped else activation_of(self.act_fn, gated)
+        if activation is None:  # an existing module, which `refusal` has accepted
+            self.clamp = _clamped_gate(self) if gated else None
+            activation = CLAMPED_SWIGLU if self.clamp else activation_of(self.act_fn, gated)
         self.activation = activation  # type: ignore[assignment]
         self.recompute = recompute
         self._adopt(ring, dict.fromkeys(self._parameters, 0), **options)
@@ -172,9 +181,7 @@ class RotatedExperts(RotatedModule, nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        gate: dict[str, Any] = {}
-        if self.activation == CLAMPED_SWIGLU:
-            gate = {"alpha": self.alpha, "limit": self.limit}
+        gate: dict[str, Any] = {} if self.clamp is None else dict(zip(("alpha", "limit"), self.clamp, strict=True))
         return rotated_experts(
             self._cast(hidden_states),
             top_k_index,
@@ -227,14 +234,20 @@ def _expected_shapes(
     return shapes
 
 
-def _has_clamped_gate(module: Any) -> bool:
-    """Returns whether the gate, of a class of transformers, computes the same values in float64 as that of GPT-OSS."""
+def _clamped_gate(module: Any) -> tuple[float, float] | None:
+    """Returns alpha and limit of the gate, of a class of transformers, where it computes the same values in float64 as
+    that of GPT-OSS; else None."""
     gate = getattr(type(module), "_apply_gate", None)
-    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
     if gate is None or not gate.__module__.startswith("transformers.models."):
-        return False
-    if not isinstance(alpha, (int, float)) or not isinstance(limit, (int, float)):
-        return False
+        return None
+    for prefix in ("", "swiglu_"):
+        alpha, limit = getattr(module, f"{prefix}alpha", None), getattr(module, f"{prefix}limit", None)
+        if isinstance(alpha, (int, float)) and isinstance(limit, (int, float)):
+            return (float(alpha), float(limit)) if _clamps(module, gate, alpha, limit) else None
+    return None
+
+
+def _clamps(module: Any, gate: Any, alpha: float, limit: float) -> bool:
     points = torch.linspace(-3.0, 3.0, 61, dtype=torch.float64, device="cpu") * max(abs(limit), 1.0)
     first, second = (side.reshape(-1) for side in torch.meshgrid(points, points, indexing="ij"))
     bounded = first.clamp(max=limit)

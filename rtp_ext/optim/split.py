@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from rtp_ext.families.blocks import is_experts, is_transposed_linear, vocabulary_heads
+from rtp_ext.families.blocks import is_transposed_linear, vocabulary_heads
+from rtp_ext.families.experts import is_experts
 from rtp_ext.nn import RotatedExperts, RotatedLinearCrossEntropy
 from rtp_ext.nn.linear import RotatedTransposedLinear
 
@@ -38,7 +39,7 @@ def matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 def _hidden(module: nn.Module) -> Iterator[nn.Parameter]:
     linear = isinstance(module, (nn.Linear, RotatedTransposedLinear)) or is_transposed_linear(module)
-    experts = isinstance(module, RotatedExperts) or is_experts(module)
+    experts = isinstance(module, RotatedExperts) or (is_experts(module) and RotatedExperts.refusal(module) is None)
     for name, parameter in module.named_parameters(recurse=False):
         attention = isinstance(module, nn.MultiheadAttention) and name.endswith("proj_weight")
         if not parameter.is_floating_point():

@@ -168,6 +168,30 @@ def mixed_class(mixin: type, base: type[nn.Module]) -> Any:
     return _MIXED[mixin, base]
 
 
+def class_above(mixin: Any, base: type[nn.Module]) -> Any:
+    """Returns the class of a converted module of class `base`, whose own forward runs, and gets that of `mixin` as the
+    forward of its base class."""
+    if (mixin, base) not in _MIXED:
+
+        @functools.wraps(base.forward)
+        def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            self._rtp_within = True
+            try:
+                return base.forward(self, *arguments, **keywords)
+            finally:
+                self._rtp_within = False
+
+        members: dict[str, Any] = {
+            "__module__": base.__module__,
+            "__doc__": base.__doc__,
+            "_rtp_within": False,
+            "forward": forward,
+        }
+        members |= {_MADE_OF: mixin, _ABOVE: base}
+        _MIXED[mixin, base] = type(f"Rotated{base.__name__}", (base, mixin), members)
+    return _MIXED[mixin, base]
+
+
 _EXTENDED: dict[type, Any] = {}
 
 
@@ -205,6 +229,7 @@ def _copied(self: Any, memo: dict) -> Any:
 
 
 _MADE_OF = "_rtp_made_of"  # attribute of a mixed class: its mixin
+_ABOVE = "_rtp_above"  # attribute of a class that `class_above` made: the class that it was made of
 
 
 def mixin_of(module: Any) -> type:
@@ -220,5 +245,5 @@ def plain_class(module: nn.Module) -> type:
     """The class that a module had before it was converted."""
     cls = type(module)
     while issubclass(cls, ShardedModule):
-        cls = cls.__bases__[-1]
+        cls = cls.__dict__.get(_ABOVE) or cls.__bases__[-1]
     return cls

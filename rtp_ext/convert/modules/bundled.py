@@ -125,17 +125,19 @@ def _replaceable(block: nn.Module, path: str) -> bool:
 class BundledForward(BundledMLP):
     """A block whose forward is the MLP alone."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, *arguments: torch.Tensor, **keywords: torch.Tensor) -> torch.Tensor:
+        (x,) = arguments or keywords.values()  # one, whatever its name
         return self.bundled(x) if self.is_intact() else super().forward(x)  # type: ignore[misc]
 
 
 class BundledDropoutForward(BundledMLP):
     """A block whose forward ends with `self.dropout`."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, *arguments: torch.Tensor, **keywords: torch.Tensor) -> torch.Tensor:
+        (x,) = arguments or keywords.values()
         if not self.is_intact():
-            return super().forward(hidden_states)  # type: ignore[misc]
-        return self.dropout(self.bundled(hidden_states))  # type: ignore[attr-defined]
+            return super().forward(x)  # type: ignore[misc]
+        return self.dropout(self.bundled(x))  # type: ignore[attr-defined]
 
 
 class BundledBertLayer(BundledMLP):

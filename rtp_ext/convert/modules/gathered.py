@@ -257,7 +257,11 @@ def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict
 
 
 def _gathered_property(name: str) -> property:
-    return property(lambda self: self._rtp_scope.parameter(self, name))
+    def read(self: Any) -> Any:
+        adapted = self.__dict__.get(name)  # by an adapter, for the forward that runs
+        return self._rtp_scope.parameter(self, name) if adapted is None else adapted
+
+    return property(read)
 
 
 _WATCHED = "_rtp_averaged"  # attribute of a whole parameter: the serial of the ring that averages its gradient

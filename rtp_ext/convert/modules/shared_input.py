@@ -46,6 +46,11 @@ class SharedInput:
         self._source = self._key = None
         self._waiting.clear()
 
+    def separate(self) -> None:
+        """Makes the layers rotate one by one from now on."""
+        self.shared = False
+        self.clear()
+
     def forward(self, layer: RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
         """Returns the output of `layer` for `x`, or None where it has to rotate on its own."""
         if not self.shared or not isinstance(x, torch.Tensor) or x.is_inference():
@@ -55,8 +60,7 @@ class SharedInput:
         if self._source is not None and self._source() is x and self._key == key and place in self._waiting:
             return self._waiting.pop(place)
         if self._waiting:
-            self.shared = False
-            self.clear()
+            self.separate()
             logger.info("%s: its layers are called with different inputs and rotate one by one", self.name)
             return None
         options = {**layer._rotation(), "name": self.name, "prepared": self.prepared}

@@ -19,7 +19,7 @@ _LAYERS = ("linear", "head", "experts")
 
 def is_taken(part: nn.Module) -> bool:
     """Returns whether the weight of a linear layer is in blocks already, those of another package."""
-    return _of_package(part._parameters.get("weight"), part) is not None
+    return _of_package(own_parameters(part).get("weight"), part) is not None
 
 
 def _of_package(parameter: Any, part: nn.Module) -> FrozenWeight | None:

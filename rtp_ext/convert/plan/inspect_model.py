@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from rtp_ext._native import shard_sizes
-from rtp_ext.convert.adapters import adapter_modules
+from rtp_ext.convert.adapters import adapted_modules, adapter_modules
 from rtp_ext.convert.plan.converted import (
     BESIDE_IGNORED,
     EMULATED,
@@ -46,7 +46,9 @@ from rtp_ext.convert.scopes import is_inside
 from rtp_ext.convert.tensor_parallel import GATHERED as REPLICATED_STYLE
 from rtp_ext.convert.tensor_parallel import on_tensor_mesh, style_of
 from rtp_ext.families import blocks
+from rtp_ext.families.experts import is_experts
 from rtp_ext.families.same_forward import has_same_forward
+from rtp_ext.families.weight_reads import modules_read_by
 from rtp_ext.nn import RotatedEmbedding, RotatedExperts
 from rtp_ext.nn.attention import SHARD_DIMS as ATTENTION_DIMS
 from rtp_ext.parameters.frozen import FrozenWeight
@@ -76,6 +78,7 @@ class Inspection:
         self.in_blocks = InBlocks(request, self.tied, heads, projections, adapter_modules(request.root))
         self.reader = Reader(request.root, self.facts, request.not_ours)
         self.first, self.names = self.reader.first, self.reader.names
+        self.kept = self._kept_from_rotating()
         self.notes: list[str] = []
 
     def plan(self) -> RotationPlan:
@@ -102,6 +105,19 @@ class Inspection:
             notes=tuple(self.notes),
         )
 
+    def _kept_from_rotating(self) -> dict[int, str]:
+        """Returns why modules are gathered that could rotate, by id: the caller asks for it, or another module reads
+        their parameters itself, which needs whole ones. Weights in 4 bits and those cut by tensor parallelism have no
+        whole values to gather."""
+        found = dict.fromkeys(self.request.gathered, "the option gather names it")
+        if not self.request.trains:  # other ranks read the shards
+            found |= {id(part): "an adapter changes its parameters" for part in adapted_modules(self.request.root)}
+        for _, part in self.modules:
+            for read in modules_read_by(part):
+                if not is_taken(read) and self.styles.get(id(read)) is None:
+                    found.setdefault(id(read), f"{type(part).__name__} reads its parameters without calling it")
+        return found
+
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def _is_free(self, block: nn.Module, layers: list[nn.Module], what: str) -> bool:
@@ -109,7 +125,7 @@ class Inspection:
         none is ignored, a tensor subclass with its own rules, or sharded by tensor parallelism."""
         own = [id(parameter) for layer in layers for parameter in layer.parameters()]
         taken = any(others.intersection(own) for others in (self.request.ignored, self.tied, self.extended))
-        if taken:
+        if taken or any(id(layer) in self.kept for layer in layers):
             return False
         parallel = any(self.styles.get(id(layer)) for layer in layers)
         if parallel:
@@ -132,8 +148,7 @@ class Inspection:
                 else:
                     names = tuple(self.names[id(layer)] for layer in layers)
                     found.append(BundlePlan("mlp", name, label, tuple(block.spec.paths), names, recompute, block))
-            paths = blocks.shared_inputs(part)
-            if paths is not None:
+            for paths in blocks.shared_inputs(part) if block is None else ():
                 layers = [part.get_submodule(path) for path in paths]
                 if self._is_free(part, layers, ", ".join(paths)) and not any(map(is_taken, layers)):
                     names = tuple(self.names[id(layer)] for layer in layers)
@@ -145,7 +160,10 @@ class Inspection:
         if self.request.options.loss_head is None:
             return []
         models: list[tuple[str, Any]] = [(name, part) for name, part in self.modules if blocks.causal_model(part)]
-        return [(name, self.names[id(model.lm_head)]) for name, model in models if id(model.lm_head) in self.names]
+        heads = [(name, model.lm_head) for name, model in models]
+        return [
+            (name, self.names[id(head)]) for name, head in heads if id(head) in self.names.keys() - self.kept.keys()
+        ]
 
     # -- one module --------------------------------------------------------------------------------------------------
 
@@ -170,10 +188,12 @@ class Inspection:
             return self._whole(name, part, problem)
         if (special := next((p for p in own.values() if id(p) in self.extended), None)) is not None:
             return self._gathered(name, part, f"a {type_name(special)} says itself how its shards travel")
+        if id(part) in self.kept:
+            return self._gathered(name, part, self.kept[id(part)], notice="kept")
         if name in heads:
             transposed = blocks.is_transposed_linear(part)
             return self._rotated(name, part, "head", {"weight": int(transposed), "bias": 0}, transposed=transposed)
-        if blocks.is_experts(part):
+        if is_experts(part):
             problem = RotatedExperts.refusal(part)
             if problem is not None:
                 return self._gathered(name, part, problem, notice="refused")
@@ -193,6 +213,8 @@ class Inspection:
             if base is None:
                 return self._gathered(name, part, "it is not a layer that rotates")
             why = f"it does not compute as nn.{base.__name__}, of which it is a subclass, does"
+            if type(part) is base:
+                why = f"its forward is not that of nn.{base.__name__}: it was replaced on the instance"
             return self._gathered(name, part, why, notice="unlike")
         problem = getattr(cls, "refusal", stray_parameters)(part)
         if problem is not None:

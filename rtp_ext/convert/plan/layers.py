@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.families.same_forward import has_same_forward
+from rtp_ext.families.same_forward import has_same_forward, wraps_forward
 from rtp_ext.nn import (
     RotatedConv1d,
     RotatedConv2d,
@@ -18,6 +18,7 @@ from rtp_ext.nn import (
     RotatedLinear,
     RotatedMultiheadAttention,
 )
+from rtp_ext.nn.embedding import RotatedRows
 from rtp_ext.parameters.extensions import is_extended
 from rtp_ext.parameters.sharded_module import ShardedModule
 
@@ -35,12 +36,15 @@ DROP_INS: dict[type[nn.Module], type] = {
 _LAYERS: dict[type, str] = {
     RotatedLinear: "linear",
     RotatedEmbedding: "embedding",
+    RotatedRows: "embedding",
     RotatedMultiheadAttention: "attention",
 }
 
 
 def drop_in(part: nn.Module) -> type | None:
     """Returns the rotated class for a layer of torch, or for a subclass that computes like one; else None."""
+    if wraps_forward(part, nn.Embedding) and own_parameters(part).keys() == {"weight"}:
+        return RotatedRows
     return next((rotated for base, rotated in DROP_INS.items() if has_same_forward(part, base)), None)
 
 

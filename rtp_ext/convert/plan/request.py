@@ -46,6 +46,7 @@ class Options:
     mp_policy: MixedPrecisionPolicy | None = None
     offload_policy: OffloadPolicy | None = None
     ignored_params: Any = None
+    gather: Any = None
     in_place: bool = False
     bundle: bool | str = True
     loss_head: str | None = None
@@ -59,11 +60,11 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """Returns the options among `arguments`, by name. Consumes an iterator of ignored_params."""
+        """Returns the options among `arguments`, by name. Consumes iterators of ignored_params and gather."""
         given = {each.name: arguments[each.name] for each in fields(cls)}
-        ignored = given["ignored_params"]
-        if isinstance(ignored, Iterable) and not isinstance(ignored, torch.Tensor):
-            given["ignored_params"] = tuple(ignored)
+        for name in ("ignored_params", "gather"):
+            if isinstance(given[name], Iterable) and not isinstance(given[name], (torch.Tensor, str, nn.Module)):
+                given[name] = tuple(given[name])
         return cls(**given)
 
     @property
@@ -113,6 +114,7 @@ class Request:
     place: Place
     outer: OuterPolicy
     offload: OffloadPolicy
+    gathered: frozenset[int] = frozenset()  # ids of modules that must not rotate
     trains: bool = True  # False: no parameter gets a gradient, so that all count as frozen
 
     @property

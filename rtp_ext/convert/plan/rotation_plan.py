@@ -78,7 +78,8 @@ class ModulePlan:
         compute_dtype, reduce_dtype: the dtypes of computes with shards, and of gradients that travel.
         in_place: whether the local shards themselves travel.
         reason: why it does not rotate.
-        notice: the warning to log: `refused`, or `unlike` its base class, a layer of torch; None: no warning.
+        notice: what to log: `refused`, `unlike` its base class, a layer of torch (warnings), or `kept` from rotating,
+            which it could; None: nothing.
         is_new: whether this conversion changes it.
     """
 

@@ -96,6 +96,7 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
         place=place,
         outer=policy,
         offload=offload,
+        gathered=_gathered_by(options.gather, root),
     )
 
 
@@ -148,6 +149,37 @@ def _parts_of(members: list[nn.Module], root: nn.Module) -> Parts:
             found.append((name, part))
             below.update(map(id, part.modules()))
     return found
+
+
+def _gathered_by(given: Any, root: nn.Module) -> frozenset[int]:
+    """Returns the ids of the modules that the option `gather` names, and of all modules in them."""
+    if given is None:
+        return frozenset()
+    if not isinstance(given, tuple):
+        raise TypeError(f"fully_rotate: expected gather to be several modules or names of them, got {given!r:.100}")
+    by_name = dict(root.named_modules())
+    inside = {id(part): part for part in by_name.values()}
+    found: set[int] = set()
+    for each in given:
+        if not isinstance(each, (str, nn.Module)):
+            raise TypeError(
+                f"fully_rotate: expected gather to be modules or names of them, got {each!r:.100} among them"
+            )
+        part = by_name.get(each) if isinstance(each, str) else inside.get(id(each))
+        what = repr(each) if isinstance(each, str) else f"a {type(each).__name__} that is not in it"
+        if part is None:
+            raise ValueError(
+                f"fully_rotate: expected gather to be modules of {type(root).__name__}, or their names in "
+                f"named_modules(), got {what}"
+            )
+        for below in part.modules():
+            if is_inside(below):
+                raise ValueError(
+                    f"fully_rotate: expected gather to be modules that have not been converted, got {what}: give it to "
+                    "the call that converts this part"
+                )
+        found.update(map(id, part.modules()))
+    return frozenset(found)
 
 
 def _refuse_uninitialized(root: nn.Module, ignored: Collection[int]) -> None:

@@ -49,6 +49,8 @@ def validate(plan: RotationPlan, request: Request) -> None:
         _refuse_offload(request)
     _refuse_whole_tables(request)
     _refuse_foreign(request)
+    if request.trains:
+        _refuse_scripts(request)
     _check_devices(request)
     _check_extended(request)
     modules = list(request.modules())
@@ -198,6 +200,20 @@ def _refuse_foreign(request: Request) -> None:
                 )
 
 
+def _refuse_scripts(request: Request) -> None:
+    """Raises ValueError for parameters that a graph of torch.jit holds, which is no Python code that could gather
+    them."""
+    for name, part in request.modules():
+        if isinstance(part, torch.jit.ScriptModule) and not request.ignored.issuperset(
+            map(id, own_parameters(part).values())
+        ):
+            raise ValueError(
+                f"fully_rotate: expected modules of Python code, got {name or 'the model'} ({part.original_name}) of "
+                "torch.jit, whose parameters can be neither rotated nor gathered: convert the plain module, or pass "
+                "these in ignored_params"
+            )
+
+
 def _check_devices(request: Request) -> None:
     expected = {request.place.device, "meta"} | ({"cpu"} if request.offloads else set())
     for name, parameter in request.root.named_parameters():
@@ -307,7 +323,7 @@ def _check_heads(plan: RotationPlan, request: Request, modules: list[tuple[str, 
             )
     if not found:
         raise ValueError(
-            f"fully_rotate: loss_head='fused' expected one of {', '.join(blocks.CAUSAL_MODELS)} of the "
-            f"transformers package with its own loss, got a {type(request.root).__name__}; other models can use "
-            "nn.RotatedLinearCrossEntropy"
+            "fully_rotate: loss_head='fused' expected a causal language model of the transformers package that "
+            f"computes lm_head and then its own loss, with nothing in between, got a {type(request.root).__name__}; "
+            "other models can use nn.RotatedLinearCrossEntropy"
         )
