@@ -215,7 +215,7 @@ first() {
   tested tests $TESTS/test_kernels_gpu.py $TESTS/test_linear_gpu.py $TESTS/test_bundles_gpu.py $TESTS/test_routes_gpu.py \
     $TESTS/test_capture_gpu.py $TESTS/test_cupy_gpu.py $TESTS/transport/test_ce_gpu.py \
     -k 'not more_elements and not collectives_by_cupy and not given_back' &
-  { sanitized memcheck memcheck "${SWEEP[@]}" && sanitized racecheck racecheck "${SWEEP[@]}"; } &
+  { sanitized memcheck memcheck "${SWEEP[@]}"; sanitized racecheck racecheck "${SWEEP[@]}"; } &
   sanitized memcheck_layer memcheck "$PYTHON" -m pytest -q -x -p no:cacheprovider \
     "$TESTS/test_linear_gpu.py::test_emulated_ring_is_a_layer_of_repeated_shards[3-0-False]" \
     "$TESTS/test_bundles_gpu.py::test_mlp[2-torch.bfloat16-False]" &
