@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
                     row["graphs_replayed"] = trainer.ring.graphs.replayed
                 write(args.output, result_line(card, benchmark="emulated_step", tokens=tokens, **told, **row))
             trainer.close()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             refused = f"{type(error).__name__}: {str(error)[:600]}"
             write(args.output, result_line(card, benchmark="emulated_step", refused=refused, **told))
         del trainer

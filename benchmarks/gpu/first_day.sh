@@ -18,7 +18,8 @@
 #     emulated_step     a step of a rank of 8 against plain torch: 4 blocks of 8B                               45
 #     ranks     2 ranks on this GPU over ce and nccl: rotate, train, prefetch, a lost one                       60
 #     kernels   each kernel of this package against the rate of a copy, nf4 among them                          25
-#     train     one rank against fsdp2 and plain torch: a block of 8B                                           40
+#     train     one rank against fsdp2 and plain torch: a block of 8B                                           34
+#     summary   each figure beside its prediction: benchmarks/gpu/summary.py                                     6
 #   more    one GPU, at most 225 s: 4 ranks; random hops; graphs of both channels; a rank lost under 30 layers; memory of
 #           the other strategies; NCCL's CTAs 1 to 16; R = 2 and 4; replays; losses of train_lm
 #   ranks   all GPUs of a machine with several, at most 530 s: contracts and transports between GPUs; hops, push against
@@ -28,9 +29,11 @@
 # so that what earlier steps leave is its own, and what it needs more is not taken from later ones.
 #
 # .gpukit (kit/prepare.sh makes it) has the extension, NCCL 2.30.7 for several ranks on one GPU, and the commit. OUT gets
-# results.jsonl, facts.jsonl, tests.jsonl, card.json, steps.tsv, summary.txt and logs.tar.gz.
+# results.jsonl, facts.jsonl, card.json, steps.tsv and logs.tar.gz as they come; at the end summary.txt and tests.jsonl.
+# After a run that was killed, unpack the logs: benchmarks/gpu/summary.py OUT OUT/logs.
 #
 #   ONLY='overlap|host'   steps with these names (a pattern), and the setup
+#   NCCL_LIBRARY=/path/libnccl.so.2   a newer NCCL for the steps with ranks, in place of that of .gpukit
 #   PYTHON=python3        the interpreter that has torch
 #   SCALE=1               of all seconds, for a slow machine
 set -uo pipefail
@@ -42,7 +45,7 @@ case "$MODE" in
 main) LIMIT=470 ;;
 more) LIMIT=225 ;;
 ranks) LIMIT=530 ;;
-*) sed -n '2,37p' "$0" | sed 's/^# \{0,1\}//' && exit 2 ;;
+*) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit 2 ;;
 esac
 SCALE="${SCALE:-1}"
 LIMIT=$((LIMIT * SCALE))
@@ -75,8 +78,8 @@ if ((!DRY)); then
 fi
 LOGS="$WORK/logs" RESULTS="$OUT/results.jsonl"
 
-share() { # SECONDS: how much longer the next steps may take in all
-  PLAN=$((PLAN + $1 * SCALE))
+share() { # SECONDS: how much longer the next steps may take in all; what is late already is taken from the last ones
+  PLAN=$(((PLAN > SECONDS ? PLAN : SECONDS) + $1 * SCALE))
   ((!DRY)) || echo "share $1"
 }
 
@@ -86,9 +89,7 @@ step() { # NAME COMMAND...: its output goes to LOGS/NAME.log
   [[ -z "${ONLY:-}" || "$name" =~ ^(warm|import|build|card)$ || "$name" =~ $ONLY ]] || return 0
   left=$((end - SECONDS))
   if ((DRY)); then
-    printf 'step %s' "$name"
-    printf ' %q' "$@"
-    printf '\n'
+    printf 'step %s%s\n' "$name" "$(printf ' %q' "$@")" # at once: others print beside it
     return 0
   fi
   if ((left < 3)); then
@@ -119,9 +120,8 @@ tested() { # NAME PYTEST-ARGUMENTS...: results stand in the log as they come
     ${TIMEOUT[@]+"${TIMEOUT[@]}"} --junitxml="$LOGS/$name.xml" "$@"
 }
 
-keep() { # what is known so far, into OUT
+keep() { # the logs so far, into OUT, where the benchmarks write their results themselves
   ((!DRY)) || return 0
-  "$PYTHON" benchmarks/gpu/summary.py "$OUT" "$LOGS" >"$OUT/summary.txt" 2>&1
   tar -C "$WORK" -czf "$OUT/logs.tar.gz.new" logs 2>/dev/null && mv "$OUT/logs.tar.gz.new" "$OUT/logs.tar.gz"
 }
 
@@ -133,7 +133,7 @@ settled() { # waits for the steps that run side by side, and keeps what they fou
 
 finish() { # STATUS
   keep
-  ((DRY)) || cat "$OUT/summary.txt"
+  ((DRY)) || timeout 60 "$PYTHON" benchmarks/gpu/summary.py "$OUT" "$LOGS" 2>&1 | tee "$OUT/summary.txt"
   [[ -z "$HOLDER" ]] || kill "$HOLDER" 2>/dev/null
   ((DRY)) || rm -rf "$WORK"
   exit "$1"
@@ -153,14 +153,16 @@ machine() {
 }
 
 prebuilt() { # the kit's files, where they fit this tree and this Python
-  local own
+  local own="$WORK/libnccl.so.2"
   [[ -d "$KIT" ]] || return 0
   cp "$KIT"/_[CR].*.so rtp_ext/
   RTP_COMMIT="$(cat "$KIT/commit")"
   sha256sum --check --status "$KIT/files.sha256" || RTP_COMMIT="${RTP_COMMIT%-dirty}-dirty"
   export RTP_COMMIT
-  own="$WORK/libnccl.so.2"
-  [[ ! -e "$KIT/libnccl.so.2.gz" ]] || { gzip -dc "$KIT/libnccl.so.2.gz" >"$own" && NCCL_LIBRARY="${NCCL_LIBRARY:-$own}"; }
+  if [[ -e "$KIT/libnccl.so.2.gz" ]]; then
+    gzip -dc "$KIT/libnccl.so.2.gz" >"$own" &
+    NCCL_LIBRARY="${NCCL_LIBRARY:-$own}"
+  fi
 }
 
 setup() {
@@ -263,7 +265,7 @@ first() {
   # shellcheck disable=SC2086
   py kernels benchmarks/gpu/kernels.py --output "$RESULTS" $KERNEL_OPTIONS
   keep
-  share 40
+  share 34
   # shellcheck disable=SC2086
   OMP_NUM_THREADS="${OMP_NUM_THREADS_TRAIN:-16}" py train benchmarks/compare.py --device cuda --ranks 1 \
     --strategies rtp,rtp-fused,fsdp2,single --no-memory --output "$RESULTS" $TRAIN_OPTIONS
@@ -292,7 +294,7 @@ second() {
     --directions forward,backward --seconds "$SECONDS_EACH" --budget 12
   keep
   for strategy in single rtp; do
-    share 20
+    share 17
     # shellcheck disable=SC2086
     py "train_lm_$strategy" benchmarks/train_lm.py --device cuda --strategy "$strategy" --ranks 1 --dtype bfloat16 \
       --output "$RESULTS" $LM_OPTIONS
@@ -315,9 +317,9 @@ several() {
   share 60
   py hops benchmarks/gpu/hops.py --ranks "$gpus" --output "$RESULTS"
   keep
-  share 130
+  share 124
   py overlap_real "${OVERLAP[@]}" --ring real --ranks "$gpus" --shapes "$SHAPES" --tokens "$TOKENS" \
-    --seconds "$SECONDS_EACH" --budget 115
+    --seconds "$SECONDS_EACH" --budget 110
   keep
   for strategy in rtp fsdp2; do
     share 45

@@ -2,8 +2,8 @@
 
 OUT has what the steps write: results.jsonl and facts.jsonl (lines of results), card.json, steps.tsv. LOGS, by default
 OUT/logs, has a log for each step and JUnit files of tests. Files that are missing, and lines that were cut off, are
-left out. The page goes to stdout; tests that failed or were skipped go to OUT/tests.jsonl. Predictions and what to change
-where a figure is worse: expected.py.
+left out. The page goes to stdout; tests that failed or were skipped go to OUT/tests.jsonl. Predictions and what to
+change where a figure is worse: expected.py.
 """
 
 from __future__ import annotations
