@@ -33,6 +33,7 @@
 # After a run that was killed, unpack the logs: benchmarks/gpu/summary.py OUT OUT/logs.
 #
 #   ONLY='overlap|host'   steps with these names (a pattern), and the setup
+#   KIT=.gpukit           another folder of kit/prepare.sh
 #   NCCL_LIBRARY=/path/libnccl.so.2   a newer NCCL for the steps with ranks, in place of that of .gpukit
 #   PYTHON=python3        the interpreter that has torch
 #   SCALE=1               of all seconds, for a slow machine
@@ -52,7 +53,7 @@ LIMIT=$((LIMIT * SCALE))
 OUT="${2:-${OUT:-build/first_day}}"
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 cd "$ROOT" || exit 2
-KIT="$ROOT/.gpukit"
+KIT="${KIT:-$ROOT/.gpukit}"
 PYTHON="${PYTHON:-python3}"
 WORKERS="${WORKERS:-8}" RANKED="${RANKED:-3}" # tests side by side: of one process, of several ranks
 SHAPES="${SHAPES:-llama3-8b,llama3-70b}" ONE_SHAPE="${ONE_SHAPE:-llama3-8b}" TOKENS="${TOKENS:-8192,2048}"
