@@ -17,10 +17,10 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     card = environment_card(device, command_line())
     versions = _native.nccl_versions()
-    compiled, loaded = (None, None) if versions is None else map(_native.version_name, versions)
-    card |= {"nccl_compiled": compiled, "nccl_loaded": loaded}
+    card |= {"nccl_compiled": None if versions is None else _native.version_name(versions[0])}
     Path(sys.argv[1]).write_text(json.dumps(card, indent=1) + "\n")
-    print(f"{card['device']}, torch {card['torch']}, CUDA {card['cuda']}, NCCL {loaded} (compiled against {compiled})")
+    told = {name: card[name] for name in ("device", "torch", "cuda", "nccl", "nccl_compiled", "commit")}
+    print(", ".join(f"{name} {value}" for name, value in told.items()))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ No number here was measured on a GPU. The time of a forward and a backward is th
 of the host to enqueue them.
 
 - `first day`: one layer on several machines; rtp_ext/planner/rotation/seconds.py runs the executor's schedule;
+- `one GPU`: the figures of benchmarks/gpu/first_day.sh on one H100;
 - `host`: layers on eight H100, for the time of the host over each transport; the GPU's time is that of
   rtp_ext/ring/routes/route_planner.py.
 
-The host's time is a number of calls for each hop and each compute, or for a pass that is a graph, as
-`benchmarks/gpu/driver_calls.py` last counted them (results/cpu-2core/driver_calls.jsonl), times the time of a call,
-plus torch's overhead for a product. The time of a call is not measured: host times are ranges between two estimates.
+The host's time is that of benchmarks/gpu/expected.py, which also has the single figures of the table `one GPU`.
 Rates and times are those of the planner (rtp_ext/gpu_rates.py, rtp_ext/planner/constants.json, with sources).
 """
 
@@ -28,19 +27,20 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rtp_ext.planner import Cluster, RotatedOperation, TimeConstants, Weight
-from rtp_ext.planner.constants import driver_call_range, host_constant
+from rtp_ext.planner import Cluster, RotatedOperation, Weight
+from rtp_ext.planner.constants import driver_call_range
 from rtp_ext.planner.rotation.seconds import rotation_seconds
 from rtp_ext.planner.time.links import Group
 from rtp_ext.ring.routes.route_planner import Device, LayerSize, Link, predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from shared.card import RESULTS, last_command
 from shared.reports.own_pages import deliver, with_blocks
 
+from gpu import expected
+from gpu.expected import TIME, Range, hosts
+
 PAGES = [Path(__file__).resolve().parents[2] / "docs" / name for name in ("gpu.md", "gpu_calls.md")]
-CALLS = RESULTS / "cpu-2core" / "driver_calls.jsonl"
 BLOCK = re.compile(r"(<!-- gpu_on_paper: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 RANKS = 8
@@ -54,7 +54,7 @@ SHAPES = {  # outputs, inputs
 TOKENS = (1024, 2048, 4096, 8192)
 FIRST_TOKENS = (2048, 8192)
 
-H100, TIME = Cluster.preset("h100-80gb"), TimeConstants.default()
+H100 = Cluster.preset("h100-80gb")
 LINK = Link(H100.nccl_ring_bytes_per_s, TIME.nccl_base_s + TIME.nccl_intra_step_s, "NVLink 4")
 GPU = Device(
     H100.bf16_achievable_flops_per_s * TIME.gemm_fraction,
@@ -63,61 +63,6 @@ GPU = Device(
     H100.name,
     H100.hbm_bytes_per_s * TIME.hbm_fraction,
 )
-
-
-@dataclass(frozen=True)
-class Range:
-    """The least and the largest estimate, in microseconds."""
-
-    least: float
-    most: float
-
-    def text(self, digits: int = 0, scale: float = 1.0) -> str:
-        least, most = (f"{scale * each:.{digits}f}" for each in (self.least, self.most))
-        return least if least == most else f"{least} - {most}"
-
-
-@dataclass(frozen=True)
-class Host:
-    """Calls of the driver by the host for a hop, for a compute, and for a pass besides these, and microseconds of each
-    beyond these calls."""
-
-    calls: tuple[float, float, float]
-    beyond: tuple[float, float, float]
-    source: str
-
-    def parts(self) -> list[Range]:
-        least, most = (1e6 * call for call in driver_call_range())
-        return [Range(n * least + more, n * most + more) for n, more in zip(self.calls, self.beyond, strict=True)]
-
-    def step(self, hops: int, computes: int) -> Range:
-        """A forward and a backward."""
-        counts = (hops, computes, 2)
-        least = sum(count * part.least for count, part in zip(counts, self.parts(), strict=True))
-        return Range(least, sum(count * part.most for count, part in zip(counts, self.parts(), strict=True)))
-
-
-def hosts() -> dict[str, Host]:
-    counted = {}
-    for row in last_command([json.loads(line) for line in CALLS.read_text().splitlines()]):
-        counted[row["transport"], row["mode"]] = row
-    product, replay, thread = (
-        1e6 * each for each in (TIME.engine_product_s, host_constant("replay_s"), host_constant("nccl_thread_s"))
-    )
-
-    def steps(transport: str, modes: tuple[str, ...], more: float, source: str) -> Host:
-        hop, compute = (
-            max(counted[transport, mode][key] for mode in modes) for key in ("calls_per_hop", "calls_per_compute")
-        )
-        return Host((hop, compute, 0.0), (more, product, 0.0), f"{hop:g} and {compute:g} calls{source}")
-
-    pass_ = counted["ce", "replayed"]["calls_per_pass"]
-    return {
-        "ce": steps("ce", ("push", "pull", "mixed"), 0.0, ""),
-        "graphs": Host((0.0, 0.0, pass_), (0.0, 0.0, replay), f"{pass_:g} calls a pass, and the lookup of the graph"),
-        "blocking": steps("nccl", ("registered, blocking",), 0.0, ", without the calls of NCCL itself"),
-        "threads": steps("nccl", ("registered",), thread, ", and a thread for each hop"),
-    }
 
 
 NAMES = {"ce": "`ce`", "graphs": "`ce`, graphs", "blocking": "`nccl`, blocking", "threads": "`nccl`, non-blocking"}
@@ -241,7 +186,63 @@ def first_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"first day": first_table, "host": host_tables}
+# -- the figures that one GPU gives ------------------------------------------------------------------------------------
+
+
+def limiting_hop_us() -> float:
+    """The host's time of a hop from which on it limits a layer of Llama-3-8B with 2048 tokens on 8 ranks."""
+    row = next(each for each in rows() if (each.shape, each.tokens) == ("Llama-3-8B", 2048))
+    return (row.gpu - 3 * RANKS * hosts()["ce"].parts()[1].most) / (3 * (RANKS - 1))
+
+
+def one_gpu_table() -> str:
+    def cases(figures: dict[str, expected.Expected], digits: int = 2) -> str:
+        return "; ".join(f"{name} {each.text(digits)}" for name, each in figures.items())
+
+    def layers(figure: str) -> str:
+        return "; ".join(
+            f"{name.removeprefix('Llama-3-')} {tokens}: "
+            + ", ".join(
+                f"{expected.overlap(H100, *SHAPES[name], tokens, RANKS, pass_)[figure].least:.2f}"
+                for pass_ in ("forward", "backward")
+            )
+            for name in ("Llama-3-8B", "Llama-3-70B")
+            for tokens in (8192, 2048)
+        )
+
+    steps = {tokens: expected.step_ratio(H100, "rtp", 4, 32768, tokens) for tokens in (8192, 2048)}
+    memory = {name: expected.peak_bytes(H100, name, 2048).most / 2**30 for name in ("rtp", "rtp-fused", "fsdp2")}
+    told = {
+        "host": ("the host's time of a hop, us", f"{cases({'`ce`': expected.hop_us('ce')}, 1)}"),
+        "sums": (
+            "float32 sums with beta = 1 over beta = 0, [8192 x 4096]",
+            cases({f"k = {depth}": expected.sum_ratio(H100, depth) for depth in expected.SUM_DEPTHS}),
+        ),
+        "split": ("T_gR / T_g1: forward, backward", layers("split")),
+        "hidden": ("E_hide, at least", layers("hidden")),
+        "roofline": ("roofline, T_g1 / T_ov", layers("roofline")),
+        "memory": ("peak of one rank, GiB", "; ".join(f"`{name}` {size:.1f}" for name, size in memory.items())),
+        "step": (
+            "forward and backward of a rank of 8 over plain torch, 4 blocks of 8B",
+            cases({f"{tokens} tokens": each for tokens, each in steps.items()}),
+        ),
+        "kernels": ("a kernel of this package, GB/s", expected.kernel_gb_per_s(H100).text(0)),
+        "train": ("a step of one rank over plain torch", expected.TRAIN.text(1)),
+    }
+    lines = ["| figure | predicted | where it is worse |", "|---|---|---|"]
+    for name, (figure, predicted) in told.items():
+        change = expected.CHANGES[name]
+        if name == "host":
+            change = f"above {limiting_hop_us():.0f} us, 8B at 2048 tokens: {change}"
+        lines.append(f"| {figure} | {predicted} | {change} |")
+    return "\n".join(lines) + "\n"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "first day": first_table,
+    "one GPU": one_gpu_table,
+    "host": host_tables,
+}
 
 
 def rewrite(texts: list[str]) -> list[str]:

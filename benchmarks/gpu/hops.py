@@ -8,7 +8,7 @@ Times are those of the slowest rank. A line of JSON for each transport, mode and
     host_us_per_hop    microseconds of the host for a hop of `Ring.rotate`, with Python's generator; of a small shard,
                        so that the GPU is not the limit
     host_us_per_pass   microseconds of the host for the forward of a small rotated linear layer: R - 1 hops, R products
-    expected_us        what benchmarks/gpu/gpu_on_paper.py predicts for the two: [least, most] of each; GPUs only
+    expected_us        what benchmarks/gpu/expected.py predicts for the two: [least, most] of each; GPUs only
     pass_ms            milliseconds until all shards of `--mib` MiB have visited every rank, nothing computed meanwhile
     gigabytes_per_s    bytes that a rank receives, over that time
 
@@ -34,7 +34,7 @@ from shared.card import append_line, command_line, environment_card, result_line
 from shared.launch import Place, add_launch_options, everyones, launch
 
 import rtp_ext
-from gpu.gpu_on_paper import hosts
+from gpu.expected import hosts
 
 CASES = {  # transport, mode of ce, route
     "cuda": (
@@ -74,9 +74,9 @@ def _case(place: Place, args: argparse.Namespace, transport: str, mode: str, rou
             pass
 
     with torch.no_grad():
-        hop = min(_seconds(place, lambda: rotate(small), PASSES, waits=False)) / (place.ranks - 1)
-        forward = min(_seconds(place, lambda: layer(x), PASSES, waits=False))
-        whole = statistics.median(_seconds(place, lambda: rotate(large), 1, waits=True))
+        hop = min(seconds_of(place, lambda: rotate(small), PASSES, waits=False)) / (place.ranks - 1)
+        forward = min(seconds_of(place, lambda: layer(x), PASSES, waits=False))
+        whole = statistics.median(seconds_of(place, lambda: rotate(large), 1, waits=True))
     ring.close()
     return {
         **named,
@@ -88,7 +88,7 @@ def _case(place: Place, args: argparse.Namespace, transport: str, mode: str, rou
     }
 
 
-def _seconds(place: Place, work: Any, passes: int, *, waits: bool) -> list[float]:
+def seconds_of(place: Place, work: Any, passes: int, *, waits: bool) -> list[float]:
     """Returns the seconds of the slowest rank for a pass. `waits`: with the time of the GPU. Collective."""
     found = []
     for _ in range(REPEATED + 2):

@@ -235,6 +235,7 @@ def main() -> None:
         f"{'kernel':<16}{'case':<30}{'dtype':<10}{'shape':<16}{'us':>8}{'p20':>8}{'p80':>8}{'GB/s':>8}{'fraction':>10}"
     )
     rows = []
+    output = args.output or RESULTS / card["machine"] / "kernels.jsonl"
     for case in all_cases(Sizes(), device):
         if args.kernels and case.kernel not in args.kernels:
             continue
@@ -251,14 +252,12 @@ def main() -> None:
             repeats=args.repeats, checked=args.check,
         )  # fmt: skip
         rows.append(row)
+        append_line(output, row)
         print(
             f"{case.kernel:<16}{case.name:<30}{dtype:<10}{shape:<16}{median:>8.1f}{p20:>8.1f}{p80:>8.1f}"
             f"{speed / 1e9:>8.0f}{speed / rate:>10.2f}",
             flush=True,
         )
-    output = args.output or RESULTS / card["machine"] / "kernels.jsonl"
-    for row in rows:
-        append_line(output, row)
     fractions = {f"{r['kernel']} {r['case']} {r['dtype']}": r["fraction"] for r in rows}
     print(json.dumps({"copy_gb_per_s": rate / 1e9, "fractions": fractions}), flush=True)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rtp_ext import _native
 from rtp_ext.host import cores, cpu_name
 from shared.hosts import card as made_hosts
 
@@ -67,7 +68,7 @@ def environment_card(device: torch.device, command: str) -> dict[str, Any]:
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
         "cuda": torch.version.cuda if on_gpu else None,
         "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        "nccl": loaded_nccl() if on_gpu else None,
         "nccl_settings": {key: value for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")},
         "python": platform.python_version(),
         "commit": _commit(),
@@ -77,9 +78,18 @@ def environment_card(device: torch.device, command: str) -> dict[str, Any]:
     }
 
 
+def loaded_nccl() -> str | None:
+    """Returns the version of the NCCL of this process, which LD_PRELOAD can change: torch tells that of its build."""
+    versions = _native.nccl_versions()
+    return None if versions is None else _native.version_name(versions[1])
+
+
 def _commit() -> str | None:
-    """Returns the commit, with `-dirty` if tracked files other than results differ from it."""
+    """Returns the commit, with `-dirty` if tracked files other than results differ from it. A copy without git has the
+    commit that RTP_COMMIT names."""
     commit = output_of("git", "rev-parse", "--short=12", "HEAD")
+    if commit is None:
+        return os.environ.get("RTP_COMMIT") or None
     changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", *WITHOUT_RESULTS)
     return commit if changed is None else f"{commit}-dirty"
 

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from gpu import gpu_on_paper
+from gpu import expected, gpu_on_paper
 from shared.card import last_command
 
 from rtp_ext import _native
@@ -74,7 +74,7 @@ def test_the_predictions_are_those_of_the_script():
     for before, after in (("| 2048 | 0.34 | 2.68 |", "| 2048 | 0.34 | 2.69 |"), ("| 7.6 - 21.5 |", "| 7.6 |")):
         wrong = [text.replace(before, after) for text in PAGES]
         assert "".join(PAGES).count(before) == 1 and gpu_on_paper.rewrite(wrong) == PAGES, "control"
-    with pytest.raises(ValueError, match="expected the blocks first day, host, each once, got first day"):
+    with pytest.raises(ValueError, match="expected the blocks first day, one GPU, host, each once, got one GPU, first day"):
         gpu_on_paper.rewrite([text.replace("<!-- gpu_on_paper: host -->", "") for text in PAGES])
     for row in gpu_on_paper.rows():
         assert row.prediction and row.compute <= row.gpu
@@ -101,7 +101,7 @@ def test_the_expectations_of_the_first_day_are_those_of_its_assumptions():
 
 
 def test_the_planner_counts_the_calls_of_the_last_results():
-    rows = last_command([json.loads(line) for line in gpu_on_paper.CALLS.read_text().splitlines()])
+    rows = last_command([json.loads(line) for line in expected.CALLS.read_text().splitlines()])
     for transport in ("ce", "nccl"):
         found = [row for row in rows if row["transport"] == transport and row.get("calls_per_hop")]
         assert max(row["calls_per_hop"] for row in found) == host_constant(f"{transport}_hop_calls"), transport

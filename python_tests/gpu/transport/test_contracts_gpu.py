@@ -1,5 +1,5 @@
 """What the engine relies on and no simulation can show, in the order in which a failure says most. Each check prints
-what is expected and what a failure means. `benchmarks/gpu_suite.sh contracts` runs them; docs/gpu.md, 'First day'."""
+what is expected and what a failure means. `benchmarks/gpu/first_day.sh ranks` runs them; docs/gpu.md, 'First day'."""
 
 import copy
 import os
