@@ -79,6 +79,12 @@ def choose_graphs(
     return PassGraphs(executor, reason, on=on, device=ring.device, required=options.graphs == "on")
 
 
+def captured_link(link: str) -> str:
+    """Returns the link of an emulated ring whose passes are graphs: a captured copy within one GPU cannot ask for a
+    copy engine."""
+    return "sm-local" if link.startswith("ce-local") else link
+
+
 def _refusal_of(option: str) -> str:
     return f"{option} and graphs were not tried together"
 

@@ -21,7 +21,7 @@ from rtp_ext.compilers import keep_compilers_out
 from rtp_ext.ring.bootstrap import agree_on, join_ranks, late_passes, make_executor, refused_together
 from rtp_ext.ring.cpu_offload import HostMemory, host_memory
 from rtp_ext.ring.dtensor_parameters import register_mesh
-from rtp_ext.ring.graphs import choose_graphs
+from rtp_ext.ring.graphs import captured_link, choose_graphs
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.options import ROUTES, TRANSPORTS, RingOptions, check_choice
@@ -223,7 +223,8 @@ class Ring:
 
         `link`, for a GPU: `sm-local` (a plain copy within the GPU, which runs on SMs; the default), `ce-local` or
         `ce-local:N` (copies that avoid the SMs, split over N = 1, 2 or 4 streams), `nccl-self` or `nccl-self:CTAS`
-        (NCCL from the rank to itself, on at most that many thread blocks), `pcie` (through pinned host memory). An
+        (NCCL from the rank to itself, on at most that many thread blocks), `pcie` (through pinned host memory). With
+        graphs, `ce-local` copies by SMs too, and the attribute `link` is then `sm-local`. An
         unknown link raises ValueError; one that does not work on this machine raises RotationError.
         """
         if size < 1 or not 0 <= rank < size:
@@ -246,6 +247,8 @@ class Ring:
             native = _native.emulated_transport(device, link)
             connection = Connection("emulated", native, "one process stands for the ring")
             made._compose(ring, options, connection, routes, secrets.token_hex(4))
+        if made.link is not None and made.graphs.on:
+            made.link = captured_link(made.link)
         return made
 
     def _compose(
