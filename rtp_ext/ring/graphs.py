@@ -79,10 +79,9 @@ def choose_graphs(
     return PassGraphs(executor, reason, on=on, device=ring.device, required=options.graphs == "on")
 
 
-def captured_link(link: str) -> str:
-    """Returns the link of an emulated ring whose passes are graphs: a captured copy within one GPU cannot ask for a
-    copy engine."""
-    return "sm-local" if link.startswith("ce-local") else link
+def emulated_link(asked: str | None, graphs: PassGraphs) -> str:
+    """Returns the link of an emulated ring on a GPU. A captured copy within one GPU cannot ask for a copy engine."""
+    return "sm-local" if asked is None or (graphs.on and asked.startswith("ce-local")) else asked
 
 
 def _refusal_of(option: str) -> str:
