@@ -16,7 +16,7 @@ from rtp_ext.ring import mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ("quickstart", "diloco", "muon", "pipeline", "replicas", "resume", "tensor", "two_hosts")
-CALLS = {"quickstart": "main()"}
+CALLS = {"quickstart": "main()", "pipeline": "train(1)"}
 BACKENDS = {  # what torch records for a group: the device of a ring where there is a GPU
     "cuda:nccl": "cuda",  # also that of init_process_group() on a machine with a GPU
     "cpu:gloo,cuda:nccl": "cuda",
@@ -65,8 +65,7 @@ def _programs() -> dict[str, str]:
     train = train.replace("from task import count, loss_of, make", "")
     examples = {name: (ROOT / "examples" / f"{name}.py").read_text() for name in EXAMPLES}
     return {"README": quick, "tutorial": f"{task}\n{train}"} | {
-        name: f"{code.partition('if __name__')[0]}\n{'train(1)' if 'def main(' not in code else CALLS.get(name, 'main([])')}"
-        for name, code in examples.items()
+        name: f"{code.partition('if __name__')[0]}\n{CALLS.get(name, 'main([])')}" for name, code in examples.items()
     }
 
 

@@ -205,8 +205,8 @@ def _check_mesh(mesh_or_group: DeviceMesh | dist.ProcessGroup | None, dims: Rota
 
 
 def _device_of(group: dist.ProcessGroup | None) -> str:
-    """Returns `cuda` where the backend of a group for GPUs is NCCL. torch.distributed resolves a backend that the caller
-    left open by the accelerator of this machine; `get_backend` says `undefined` even so."""
+    """Returns `cuda` where the backend of a group for GPUs is NCCL. Where the caller named no backend, `get_backend`
+    says `undefined`, and only the configuration has the one that torch chose for the accelerator of this machine."""
     backends = dict(pair.partition(":")[::2] for pair in dist.get_backend_config(group).split(","))
     return "cuda" if "nccl" in backends.get("cuda", "") and torch.cuda.is_available() else "cpu"
 
