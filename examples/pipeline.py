@@ -6,6 +6,8 @@ Trains a small model to predict the next token, with an interleaved zero-bubble 
 of activations first and those of weights where the pipeline would wait.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -42,6 +44,8 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def train(steps: int) -> list[float]:
     """Returns the losses of this rank's batches, where it has the last stage."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "ring"))
     place = mesh.get_local_rank("ring")
     stages, indices = [], range(mesh.get_local_rank("pp"), STAGES, 2)

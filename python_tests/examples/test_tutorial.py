@@ -19,7 +19,7 @@ TASK, TRAIN, EXPLAIN, SAVE, EVALUATE = re.findall(r"```python\n(.*?)```", PAGE, 
 SHOWN = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
 NUMBER = re.compile(r"\d+\.\d+|\d+")
 # Ranks of tests have a process group, which outlives the program.
-MEETING = 'dist.init_process_group("gloo")\n', "dist.destroy_process_group()\n"
+MEETING = "dist.init_process_group()\n", "dist.destroy_process_group()\n"
 
 
 def rotated() -> str:

@@ -75,6 +75,17 @@ def test_a_sum_that_lies_elsewhere_is_added_without_a_copy(sim_blas):
         assert torch.equal(out, other.expand(4, 6) + 3)
 
 
+def test_without_a_kernel_of_cublaslt_the_sum_is_copied_first(sim_blas):
+    a, b = torch.ones(5, 3, dtype=torch.bfloat16), torch.full((3, 7), 2.0, dtype=torch.bfloat16)
+    out, summand = torch.full((5, 7), CANARY), torch.arange(35.0).view(5, 7)
+    sim_blas.controls.lacks_products = True
+    counted = Counter(sim_blas.calls())
+    sim_blas.gemm_widening(out, summand, a, b, 0.5)
+    counted = Counter(sim_blas.calls()) - counted
+    assert counted["cublasGemmEx_64"] == 1 and counted["cublasLtMatmul"] == 0
+    assert torch.equal(out, torch.arange(35.0).view(5, 7) + 3)
+
+
 def test_epilogues_add_the_bias_and_apply_the_gelu(sim_blas):
     """In the strided slices that a bundle keeps; rounded once. Only the tanh form is a GELU of cuBLASLt's."""
     generator = torch.Generator().manual_seed(2)
@@ -84,7 +95,8 @@ def test_epilogues_add_the_bias_and_apply_the_gelu(sim_blas):
         dtype = torch.float16 if number >= 16 else dtype
         m, n, k = (int(torch.randint(1, 40, (1,), generator=generator)) for _ in range(3))
         a, b = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, k, generator=generator).to(dtype).t()
-        bias = torch.randn(n, generator=generator).to(dtype) if biased or not activated else None
+        odd = torch.randn(n + 1, generator=generator).to(dtype)
+        bias = odd[number // 8 % 2 :][:n] if biased or not activated else None  # also at an odd address
         out = torch.full((m, n + 16), CANARY, dtype=dtype)[:, 8 : 8 + n]
         before = torch.full((m, -(-n // 8) * 8 + 16), CANARY, dtype=dtype)[:, 8 : 8 + n] if kept and activated else None
         counted = Counter(sim_blas.calls())

@@ -283,6 +283,10 @@ def test_links_are_checked_as_if_there_were_a_gpu(monkeypatch, capsys, tmp_path)
         with pytest.raises(SystemExit):
             overlap_options.parse_arguments([*options, bad])
         assert f"unknown link '{bad}'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        overlap_options.parse_arguments([*options, "sm-local,ce-local:4", "--graph"])
+    assert "expected sm-local, not ce-local" in capsys.readouterr().err
+    assert overlap_options.parse_arguments([*options, "sm-local", "--graph"]).graph
 
 
 # -- memory_per_rank.py ------------------------------------------------------------------------------------------------

@@ -233,3 +233,9 @@ def test_passes_that_are_in_use_are_kept(monkeypatch):
         graphs.run("an operation", nothing, [torch.ones(tokens)])
     assert [key[1][0] for key in graphs._passes] == [torch.Size([3]), torch.Size([1])]
     ring.close()
+
+
+def test_copies_of_graphs_are_not_called_copies_by_copy_engines():
+    asked = [None, "sm-local", "ce-local", "ce-local:4", "pcie"]
+    eager, graphs = ([module.emulated_link(link, SimpleNamespace(on=on)) for link in asked] for on in (False, True))
+    assert eager == ["sm-local", *asked[1:]] and graphs == ["sm-local"] * 4 + ["pcie"]

@@ -79,6 +79,11 @@ def choose_graphs(
     return PassGraphs(executor, reason, on=on, device=ring.device, required=options.graphs == "on")
 
 
+def emulated_link(asked: str | None, graphs: PassGraphs) -> str:
+    """Returns the link of an emulated ring on a GPU. A captured copy within one GPU cannot ask for a copy engine."""
+    return "sm-local" if asked is None or (graphs.on and asked.startswith("ce-local")) else asked
+
+
 def _refusal_of(option: str) -> str:
     return f"{option} and graphs were not tried together"
 

@@ -205,7 +205,10 @@ def _check_mesh(mesh_or_group: DeviceMesh | dist.ProcessGroup | None, dims: Rota
 
 
 def _device_of(group: dist.ProcessGroup | None) -> str:
-    return "cuda" if "nccl" in str(dist.get_backend(group)) and torch.cuda.is_available() else "cpu"
+    """Returns `cuda` where the backend of a group for GPUs is NCCL. Where the caller named no backend, `get_backend`
+    says `undefined`, and only the configuration has the one that torch chose for the accelerator of this machine."""
+    backends = dict(pair.partition(":")[::2] for pair in dist.get_backend_config(group).split(","))
+    return "cuda" if "nccl" in backends.get("cuda", "") and torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from rtp_ext.compilers import keep_compilers_out
 from rtp_ext.ring.bootstrap import agree_on, join_ranks, late_passes, make_executor, refused_together
 from rtp_ext.ring.cpu_offload import HostMemory, host_memory
 from rtp_ext.ring.dtensor_parameters import register_mesh
-from rtp_ext.ring.graphs import choose_graphs
+from rtp_ext.ring.graphs import choose_graphs, emulated_link
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.options import ROUTES, TRANSPORTS, RingOptions, check_choice
@@ -223,8 +223,9 @@ class Ring:
 
         `link`, for a GPU: `sm-local` (a plain copy within the GPU, which runs on SMs; the default), `ce-local` or
         `ce-local:N` (copies that avoid the SMs, split over N = 1, 2 or 4 streams), `nccl-self` or `nccl-self:CTAS`
-        (NCCL from the rank to itself, on at most that many thread blocks), `pcie` (through pinned host memory). An
-        unknown link raises ValueError; one that does not work on this machine raises RotationError.
+        (NCCL from the rank to itself, on at most that many thread blocks), `pcie` (through pinned host memory). With
+        graphs `ce-local` copies by SMs, and is called `sm-local`. An unknown link raises ValueError; one that does not
+        work on this machine raises RotationError.
         """
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"Ring.emulated: expected size >= 1 and 0 <= rank < size, got size {size}, rank {rank}")
@@ -236,8 +237,6 @@ class Ring:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         made = cls.__new__(cls)
-        if device.type == "cuda":
-            made.link = link or "sm-local"
         ring = Communicator(rank, size, device, options.timeout)
         ring.placed = Hosts.even(size, hosts, route)
         gradients = GradientRoutes(gradient_route, gradient_travel, "it was asked for")
@@ -246,6 +245,8 @@ class Ring:
             native = _native.emulated_transport(device, link)
             connection = Connection("emulated", native, "one process stands for the ring")
             made._compose(ring, options, connection, routes, secrets.token_hex(4))
+        if device.type == "cuda":
+            made.link = emulated_link(link, made.graphs)
         return made
 
     def _compose(

@@ -92,6 +92,8 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
         error("--max-ctas is of a real ring of GPUs; an emulated one has links such as nccl-self:4")
     if args.graph and not on_gpu:
         error("--graph needs a GPU")
+    if args.graph and any(link.startswith("ce-local") for link in args.links or ()):
+        error("--graph: a graph copies within a GPU by its SMs, not by copy engines: expected sm-local, not ce-local")
     if args.graph and args.trace:
         error("--trace cannot look into the graphs of --graph")
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")

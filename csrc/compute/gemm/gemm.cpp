@@ -2,6 +2,7 @@
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
@@ -11,6 +12,10 @@ namespace rtp {
 
 at::ScalarType accumulation_dtype(at::ScalarType dtype) {
   return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype;
+}
+
+at::Tensor aligned_bias(const at::Tensor& bias) {
+  return reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % 16 == 0 ? bias : bias.clone();
 }
 
 bool same_memory(const at::Tensor& a, const at::Tensor& b) {
@@ -31,7 +36,8 @@ void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, cons
       at::addmm_out(result, out, a, b, /*beta=*/0.0, alpha);
     } else {
       // with another handle to the same memory, addmm_out would first copy it onto itself
-      at::addmm_out(result, same_memory(in, out) ? result : in, a, b, /*beta=*/1.0, alpha);
+      const bool bias = in.dim() == 1 && a.is_cuda();
+      at::addmm_out(result, same_memory(in, out) ? result : bias ? aligned_bias(in) : in, a, b, /*beta=*/1.0, alpha);
     }
     return;
   }

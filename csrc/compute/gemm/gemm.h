@@ -16,8 +16,8 @@ at::ScalarType accumulation_dtype(at::ScalarType dtype);
 void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b, double alpha = 1.0);
 
 // The same on a GPU for a and b of one 16-bit dtype and out in float32. Uses one call of cuBLAS or, if `in` is a
-// different matrix than `out`, of cuBLASLt, which reads C and writes D. A bias, or an `in` with other strides or
-// another dtype, is first copied into `out`.
+// different matrix than `out`, of cuBLASLt, which reads C and writes D. A bias, an `in` with other strides or another
+// dtype, and any `in` where cuBLASLt has no kernel, is first copied into `out`.
 void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b, double alpha);
 
 // out = a @ b + bias, or its tanh-approximated GELU, in one cuBLASLt call on a GPU; all tensors have one 16-bit dtype.
@@ -28,6 +28,11 @@ void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor
 // backward instead of the number, and its treatment of NaNs is undocumented.
 bool gemm_epilogue(const at::Tensor& out, const at::Tensor& before, const at::Tensor& bias, const at::Tensor& a,
                    const at::Tensor& b, bool gelu_tanh);
+
+// Returns a bias that starts at a multiple of 16 bytes: itself or a copy. The preferences of cuBLASLt's heuristic have
+// no alignment of the bias. It is to follow from the address of the bias (cublasLt.h), but kernels that need 16 bytes
+// were chosen for less (pytorch/pytorch#194497); torch's fused addmm calls the same kernels.
+at::Tensor aligned_bias(const at::Tensor& bias);
 
 // Returns whether two tensors are the same view of the same memory.
 bool same_memory(const at::Tensor& a, const at::Tensor& b);

@@ -172,7 +172,7 @@ bool multiply_and_add(const Product& product, int device) {
       const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, made, left.get(), right.get(), c.get(),
                                                                    d.get(), made_preference, 1, &best, &count);
       if (status != CUBLAS_STATUS_NOT_SUPPORTED) RTP_CUBLAS_CHECK(status);
-      const bool some = status == CUBLAS_STATUS_SUCCESS && count > 0;
+      const bool some = status == CUBLAS_STATUS_SUCCESS && count > 0 && best.state == CUBLAS_STATUS_SUCCESS;
       found = known.emplace(key, some ? std::optional(best.algo) : std::nullopt).first;
     }
     algorithm = found->second;
@@ -223,10 +223,7 @@ void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor
                             CUDA_R_32F,
                             factor,
                             /*keep=*/1.0f};
-      if (!multiply_and_add(product, out.device().index())) {
-        throw CudaError("cuBLASLt has no kernel for a product of 16-bit operands in float32");
-      }
-      return;
+      if (multiply_and_add(product, out.device().index())) return;
     }
   }
   if (separate) out.copy_(in);  // broadcasts a bias
@@ -258,7 +255,8 @@ bool gemm_epilogue(const at::Tensor& out, const at::Tensor& before, const at::Te
                      : !before.defined() ? bias.defined() ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU
                      : bias.defined()    ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS
                                          : CUBLASLT_EPILOGUE_GELU_AUX;
-  if (bias.defined()) product.bias = bias.const_data_ptr();
+  const at::Tensor aligned = bias.defined() ? aligned_bias(bias) : bias;
+  if (bias.defined()) product.bias = aligned.const_data_ptr();
   if (before.defined()) {
     const auto stride = column_major_stride({before.size(1), before.size(0), before.stride(1), before.stride(0)});
     product.before = before.data_ptr();

@@ -208,9 +208,14 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
                                               cublasLtMatmulHeuristicResult_t results[], int* count) {
   called("cublasLtMatmulAlgoGetHeuristic");
   if (wanted < 1) return CUBLAS_STATUS_INVALID_VALUE;
+  if (world().controls.lacks_products) {  // the other form of a refusal: no result
+    *count = 0;
+    return CUBLAS_STATUS_SUCCESS;
+  }
   if (world().controls.lacks_epilogues && held<Operation>(operation).epilogue != CUBLASLT_EPILOGUE_DEFAULT) {
     return CUBLAS_STATUS_NOT_SUPPORTED;
   }
+  results[0].state = CUBLAS_STATUS_SUCCESS;
   held<Algorithm>(&results[0].algo) = {held<Preference>(preference).alignments,
                                        held<Operation>(operation).multiprocessors};
   *count = 1;
@@ -248,6 +253,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t operation, 
   if (keeps && (mine.aux_stride % 8 != 0 || mine.aux_stride < out.rows || reinterpret_cast<uintptr_t>(mine.aux) % 16)) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
+  if (biased && reinterpret_cast<uintptr_t>(mine.bias) % 16 != 0) note("an epilogue with a bias of less alignment");
   const Matrix bias{mine.bias, out.rows, 1, out.rows, out.type, false};
   const Epilogue epilogue = [&](int64_t row, int64_t column, float value) {
     if (biased) value += bias.at(row, 0);
