@@ -27,7 +27,7 @@ from rtp_ext.parameters.gather import GatherPlan, gather
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import held, shard_parameter
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import first_order_only, unseen
+from rtp_ext.ring.autograd import first_order_only, summing_dtype, unseen
 from rtp_ext.ring.registry import register
 from rtp_ext.ring.replicated_gradients import check_replicated_gradient
 
@@ -283,11 +283,15 @@ def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: Oute
             return None
         if isinstance(gradient, DTensor):  # a scalar that was used with DTensors of tensor parallelism has one
             gradient = gradient.full_tensor()
-        dense = ring.all_reduce(gradient.to_dense().clone(memory_format=torch.contiguous_format)).div_(ring.size)
+        # as wide as the reduction of shards, which may be asked for in fewer bits than these few numbers need
+        wide = torch.promote_types(summing_dtype(gradient.dtype), unit.reduce_dtype or torch.float32)
+        dense = gradient.to_dense().to(wide, copy=True, memory_format=torch.contiguous_format)
+        dense = ring.all_reduce(dense).div_(ring.size)
         if outer is not None:
             dense = outer.reduce_whole(dense, name, unit)
         if ring.tensor_mesh is not None and ring.parameter_mesh is not None:
             check_replicated_gradient(compared, dense, ring.parameter_mesh, ring.communicator.collectively)
+        dense = dense.to(gradient.dtype)
         return dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
 
     # A hook after accumulation would not run under torch.autograd.grad, which zero-bubble pipelines use.

@@ -118,16 +118,16 @@ def _refuse_offload(request: Request) -> None:
 
 
 def _check_dtypes(plan: RotationPlan, modules: dict[str, nn.Module]) -> None:
-    """Raises ValueError for layers that would rotate with weights that are no floating-point numbers."""
+    """Raises ValueError for layers that would rotate, or stay whole, with weights that are no floating-point numbers."""
     for module in plan.modules:
-        if module.moved != ROTATED or not module.is_new:
+        if not module.is_new or (module.moved != ROTATED and module.layer != "whole embedding"):
             continue
         for key, parameter in modules[module.name]._parameters.items():
             if key == "weight" and module.in_blocks:
                 continue
             if parameter is not None and not parameter.is_floating_point():
                 raise ValueError(
-                    f"fully_rotate: expected floating-point parameters of layers that rotate, got {parameter.dtype} "
+                    f"fully_rotate: expected floating-point parameters of layers that rotate or stay whole, got {parameter.dtype} "
                     f"for {module.name + '.' if module.name else ''}{key} of a {module.kind}: pass it in ignored_params"
                 )
 
