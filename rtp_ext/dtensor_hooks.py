@@ -3,9 +3,6 @@
 Each function makes one patch, once, and documents its versions of torch and its reason. The module that is responsible
 for the new behaviour passes it in as a callback. `python_tests/house/test_dtensor_hooks.py` runs torch without each
 patch, and fails once torch no longer needs it.
-
-Hooks of optimizer steps are not patches: torch registers them through its public functions, and they would stay without
-any patch.
 """
 
 from __future__ import annotations
@@ -93,6 +90,27 @@ def patch_data(handles: Callable[[DTensor], bool], assign: Callable[[DTensor, An
     DTensor.data = property(stock.__get__, assign_data)  # type: ignore[assignment]
 
 
+@functools.cache
+def patch_random(operators: tuple, handles: Callable[[Any], bool], draw: Callable[..., Any]) -> None:
+    """The random operators of DTensor: torch 2.11 to 2.14.
+
+    On CPUs ranks with one seed draw equal shards, so that a weight repeats its rows. For tensors that `handles`
+    accepts, `draw(operator, tensor, *arguments, **keywords)` is called instead.
+    """
+    rules = _rules()
+
+    def choose(operator: Any, args: tuple, kwargs: dict) -> Any:
+        if handles(args[0]):
+            return draw(operator, *args, **kwargs)
+        del rules[operator]
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            rules[operator] = choose
+
+    rules.update(dict.fromkeys(operators, choose))
+
+
 def patch_grad_scaler() -> None:
     """The rule of DTensor for the unscaling of GradScaler: torch 2.11 to 2.14.
 
@@ -100,17 +118,9 @@ def patch_grad_scaler() -> None:
     an overflow in another rank's shard goes unnoticed, and ranks no longer take the same steps. The patch puts sharded
     gradients first.
     """
-    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    try:
-        handlers = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
-        stock = handlers[operator]
-    except (AttributeError, KeyError):
-        logger.warning(
-            "this torch (%s) hides how GradScaler treats DTensors: do not use it with scalar parameters",
-            torch.__version__,
-        )
-        return
-    if hasattr(stock, _PATCHED):
+    operator, rules = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, _rules()
+    stock = rules.get(operator)
+    if stock is None or hasattr(stock, _PATCHED):
         return
 
     def sharded_first(op_call: Any, args: tuple, kwargs: dict) -> Any:
@@ -118,7 +128,19 @@ def patch_grad_scaler() -> None:
         return stock(op_call, (gradients, *args[1:]), kwargs)
 
     setattr(sharded_first, _PATCHED, True)
-    handlers[operator] = sharded_first
+    rules[operator] = sharded_first
+
+
+def _rules() -> dict[Any, Any]:
+    """Returns the operators that DTensor handles by functions of their own, and these functions."""
+    rules = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if rules is None:
+        logger.warning(
+            "this torch (%s) hides how DTensor treats operators: do not use GradScaler with scalar parameters, and "
+            "initialise models before fully_rotate",
+            torch.__version__,
+        )
+    return {} if rules is None else rules
 
 
 @functools.cache

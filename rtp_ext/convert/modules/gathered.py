@@ -268,6 +268,11 @@ def is_averaged(parameter: torch.Tensor, ring: Ring) -> bool:
     return parameter.__dict__.get(_WATCHED) == ring.serial
 
 
+def foreign_hooks(parameter: torch.Tensor) -> list[Any]:
+    """Returns the tensor hooks of a parameter without those of `average_gradient`."""
+    return [hook for hook in (parameter._backward_hooks or {}).values() if not hasattr(hook, _WATCHED)]
+
+
 def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: OuterPolicy | None, unit: Unit) -> bool:
     """Averages every new gradient of a whole parameter over the ring and its replicas, in each backward, even where the
     outer policy postpones others. Returns False if an earlier call has arranged this. Raises in the first backward
