@@ -36,6 +36,7 @@ from rtp_ext._native import RotationError
 logger = logging.getLogger("rtp_ext")
 
 _PATCHED = "_rtp_patched"  # attribute of functions that replace torch's
+_RULES: dict[Any, Any] = getattr(DTensor._op_dispatcher, "_custom_op_handlers", {})  # type: ignore[attr-defined]
 
 
 # -- DTensor -----------------------------------------------------------------------------------------------------------
@@ -82,10 +83,7 @@ def patch_data(handles: Callable[[DTensor], bool], assign: Callable[[DTensor, An
     stock: Any = torch.Tensor.data
 
     def assign_data(self: DTensor, values: Any) -> None:
-        if handles(self):
-            assign(self, values)
-        else:
-            stock.__set__(self, values)
+        (assign if handles(self) else stock.__set__)(self, values)
 
     DTensor.data = property(stock.__get__, assign_data)  # type: ignore[assignment]
 
@@ -97,18 +95,19 @@ def patch_random(operators: tuple, handles: Callable[[Any], bool], draw: Callabl
     On CPUs ranks with one seed draw equal shards, so that a weight repeats its rows. For tensors that `handles`
     accepts, `draw(operator, tensor, *arguments, **keywords)` is called instead.
     """
-    rules = _rules()
+    if not _RULES:
+        logger.warning("torch %s hides how DTensor treats operators: initialise models before", torch.__version__)
 
     def choose(operator: Any, args: tuple, kwargs: dict) -> Any:
         if handles(args[0]):
             return draw(operator, *args, **kwargs)
-        del rules[operator]
+        del _RULES[operator]
         try:
             return operator(*args, **kwargs)
         finally:
-            rules[operator] = choose
+            _RULES[operator] = choose
 
-    rules.update(dict.fromkeys(operators, choose))
+    _RULES.update(dict.fromkeys(operators, choose))
 
 
 def patch_grad_scaler() -> None:
@@ -118,8 +117,8 @@ def patch_grad_scaler() -> None:
     an overflow in another rank's shard goes unnoticed, and ranks no longer take the same steps. The patch puts sharded
     gradients first.
     """
-    operator, rules = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, _rules()
-    stock = rules.get(operator)
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    stock = _RULES.get(operator)
     if stock is None or hasattr(stock, _PATCHED):
         return
 
@@ -128,19 +127,7 @@ def patch_grad_scaler() -> None:
         return stock(op_call, (gradients, *args[1:]), kwargs)
 
     setattr(sharded_first, _PATCHED, True)
-    rules[operator] = sharded_first
-
-
-def _rules() -> dict[Any, Any]:
-    """Returns the operators that DTensor handles by functions of their own, and these functions."""
-    rules = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
-    if rules is None:
-        logger.warning(
-            "this torch (%s) hides how DTensor treats operators: do not use GradScaler with scalar parameters, and "
-            "initialise models before fully_rotate",
-            torch.__version__,
-        )
-    return {} if rules is None else rules
+    _RULES[operator] = sharded_first
 
 
 @functools.cache

@@ -130,8 +130,8 @@ def _check_dtypes(plan: RotationPlan, modules: dict[str, nn.Module]) -> None:
             if parameter is not None and not parameter.is_floating_point():
                 raise ValueError(
                     "fully_rotate: expected floating-point parameters of layers that rotate or stay whole, got "
-                    f"{parameter.dtype} for {module.name + '.' if module.name else ''}{key} of a {module.kind}: pass it in "
-                    "ignored_params"
+                    f"{parameter.dtype} for {module.name + '.' if module.name else ''}{key} of a {module.kind}: pass "
+                    "it in ignored_params"
                 )
 
 
