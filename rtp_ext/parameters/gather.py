@@ -32,6 +32,7 @@ def gather(
     mp_policy: MixedPrecisionPolicy,
     reduced_together: Sequence[int] | None = None,
     owners: Sequence[tuple[str, nn.Module]] | None = None,
+    sent: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """Returns whole parameters gathered from their shards, differentiable. Collective.
 
@@ -40,6 +41,7 @@ def gather(
     Args:
         reduced_together: numbers of consecutive parameters whose gradients share one reduction; None: all share one.
         owners: name and module of each parameter; required if some are tensor subclasses.
+        sent: gets this rank's part of each parameter as it travelled; stays empty if some are tensor subclasses.
     """
     with on_device(parameters):
         shards = [local_shard(parameter) for parameter in parameters]
@@ -50,7 +52,9 @@ def gather(
                 for place, shard in enumerate(shards)
             ]
             layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, cast, strict=True)]
-            every = _gather_extended(ring, layouts, cast, extended) if extended else _gather_flat(ring, layouts, cast)
+            every = (
+                _gather_extended(ring, layouts, cast, extended) if extended else _gather_flat(ring, layouts, cast, sent)
+            )
     likes = [
         shard.detach() if place in extended and summed_inside(shard, every[place]) else None
         for place, shard in enumerate(shards)
@@ -160,7 +164,9 @@ class _Layout:
         return whole.narrow(self.dim, sum(self.sizes[:owner]), self.sizes[owner])
 
 
-def _gather_flat(ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor]) -> list[torch.Tensor]:
+def _gather_flat(
+    ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor], sent: list[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
     """Gathers all shards in one collective. They travel as bytes, so that their dtypes may differ."""
     ring.settle_in_backward()
     sections = [layout.flat_bytes for layout in layouts]
@@ -168,6 +174,8 @@ def _gather_flat(ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor])
     for shard, layout, section in zip(shards, layouts, flat.split(sections), strict=True):
         if layout.dim is not None:
             section[: shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
+        if sent is not None:
+            sent.append(shard.clone() if layout.dim is None else section[: shard.nbytes])
     # [R, bytes], split below into one [R, bytes of a parameter] for each parameter
     gathered = ring.all_gather(flat) if flat.numel() else flat.expand(ring.size, -1)
     return [
