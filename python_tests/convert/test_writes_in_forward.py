@@ -128,7 +128,7 @@ def _written(rank, ranks):
     with cases.case("a copy in 16 bits"):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         model = rtp_ext.fully_rotate(make(clamp), mp_policy=policy, timeout=30.0)
-        with pytest.raises(ValueError, match="w of a Writing: .* as a copy in torch.bfloat16"):
+        with pytest.raises(ValueError, match=r"w of a Writing: .* as a copy in torch.bfloat16"):
             model(batch(0))
         rtp_ext.ring_of(model).close()
     cases.finish()
@@ -143,7 +143,7 @@ def _replicas(rank, ranks):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "ring"))
     dims = rtp_ext.RotationDims(ring="ring", replicate="replica")
     model = rtp_ext.fully_rotate(make(clamp), mesh=mesh, dims=dims, timeout=30.0)
-    with pytest.raises(ValueError, match="w of a Writing: .* with replicas"):
+    with pytest.raises(ValueError, match=r"w of a Writing: .* with replicas"):
         model(batch(0))
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from rtp_ext._native import share_version
-from rtp_ext.convert.modules.gathered_copies import GatheredCopies, expect_counted, keep_writes, version_of
+from rtp_ext.convert.modules.gathered_copies import GatheredCopies, digest_of, expect_counted, keep_writes, version_of
 from rtp_ext.functional.torch_compile import traced
 from rtp_ext.outer.policy import OuterPolicy, Unit
 from rtp_ext.parameters.extensions import is_extended, shard_extended
@@ -84,15 +84,19 @@ class ForwardScope:
                     each.__dict__["_rtp_wholes"] = None
 
     def _end_copies(self) -> None:
-        """Handles writes to gathered copies at the end of a forward. Those that no counter shows are looked for in
-        forwards 1, 2, 4, 8, ..., since it waits for the device."""
+        """Handles writes to gathered copies at the end of a forward."""
         if sys.exc_info()[1] is not self.failing or torch._C._current_graph_task_id() != -1:
             return
-        keep_writes([*self.gathered.values()], self.ring)
         self.ended += 1
+        keep_writes([*self.gathered.values()], self.ring)
+        expect_counted([*self.gathered.values()])
+
+    def _looks_for_writes(self) -> bool:
+        """Returns whether this forward looks for writes that no counter shows: 1, 2, 4, 8, ..., as it waits for the
+        device."""
+        number = self.ended + 1
         capturing = self.ring.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self.ended & (self.ended - 1) == 0 and not capturing:
-            expect_counted([*self.gathered.values()], self.ring)
+        return number & (number - 1) == 0 and not capturing and torch._C._current_graph_task_id() == -1
 
     def __deepcopy__(self, memo: dict) -> ForwardScope:
         twin = type(self)(self.ring, self.mp_policy)
@@ -142,10 +146,11 @@ class ForwardScope:
         """Gathers the parameters of several modules for the forward that runs."""
         keep_writes([self.gathered[id(each)] for each in owners if id(each) in self.gathered], self.ring)
         sent: list[torch.Tensor] = []
-        wholes, parts = self._gather(owners, sent), iter(sent)
+        wholes, parts, looks = self._gather(owners, sent), iter(sent), self._looks_for_writes()
         for each, whole in zip(owners, wholes, strict=True):
             own = {name: next(parts) for name in whole} if sent else {}
-            self.gathered[id(each)] = GatheredCopies(each, version_of(each), whole, own)
+            digests = {name: digest_of(whole[name]) for name in own} if looks else {}
+            self.gathered[id(each)] = GatheredCopies(each, version_of(each), whole, own, digests)
 
     @unseen
     def _gather(

@@ -29,6 +29,7 @@ class GatheredCopies(NamedTuple):
     version: tuple[bool, Any]
     wholes: dict[str, torch.Tensor]
     sent: dict[str, torch.Tensor]  # this rank's parts as they travelled; empty if some are tensor subclasses
+    digests: dict[str, bytes]  # of the copies as they arrived, in a forward that looks for writes
 
     def serve(self) -> bool:
         """Returns whether they are valid now. Parameters gathered with gradients also serve without them: in the first
@@ -64,6 +65,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+def digest_of(copy: torch.Tensor) -> bytes:
+    """Returns the same bytes for copies of the same values."""
+    return hashlib.sha1(_bytes(held(copy).detach()).cpu().numpy()).digest()
+
+
 def keep_writes(copies: Sequence[GatheredCopies], ring: Ring) -> None:
     """Copies what a forward has written in place to gathered copies to the shards. Collective over ranks where a
     version counter has changed, which is the same on all of them. Raises ValueError, on every rank, where that would
@@ -74,9 +80,7 @@ def keep_writes(copies: Sequence[GatheredCopies], ring: Ring) -> None:
     written = [
         (each, name, name in changed) for each in counted for changed in [{*each.written(ring)}] for name in each.sent
     ]
-    digests = [
-        hashlib.sha1(_bytes(held(each.wholes[name]).detach()).cpu().numpy()).digest() for each, name, _ in written
-    ]
+    digests = [digest_of(each.wholes[name]) for each, name, _ in written]
     every = ring.communicator.exchange([(here, digest) for (_, _, here), digest in zip(written, digests, strict=True)])
     found = [place for place in range(len(written)) if any(theirs[place][0] for theirs in every)]
     for place in found:
@@ -95,12 +99,13 @@ def keep_writes(copies: Sequence[GatheredCopies], ring: Ring) -> None:
             held(each.owner._parameters[name]).copy_(each.own(name, ring))
 
 
-def expect_counted(copies: Sequence[GatheredCopies], ring: Ring) -> None:
+def expect_counted(copies: Sequence[GatheredCopies]) -> None:
     """Raises ValueError where a forward has written to parameters, or to their gathered copies, in a way that version
     counters do not show."""
     for each in copies:
-        for name in (*each.written(ring), *each.outdated()):
-            if not each.counted():
+        if each.digests and not each.counted():
+            changed = [name for name, digest in each.digests.items() if digest_of(each.wholes[name]) != digest]
+            for name in (*changed, *each.outdated()):
                 _refuse(each, name, "through .data: expected an operation in place under torch.no_grad()")
 
 
