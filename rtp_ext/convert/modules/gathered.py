@@ -78,10 +78,10 @@ class ForwardScope:
                 self._end_copies()
             finally:
                 self.gathered.clear()
-            if self.handed:
-                self.handed = False
-                for each in self.small:
-                    each.__dict__["_rtp_wholes"] = None
+                if self.handed:
+                    self.handed = False
+                    for each in self.small:
+                        each.__dict__["_rtp_wholes"] = None
 
     def _end_copies(self) -> None:
         """Handles writes to gathered copies at the end of a forward."""
