@@ -3,9 +3,6 @@
 Each function makes one patch, once, and documents its versions of torch and its reason. The module that is responsible
 for the new behaviour passes it in as a callback. `python_tests/house/test_dtensor_hooks.py` runs torch without each
 patch, and fails once torch no longer needs it.
-
-Hooks of optimizer steps are not patches: torch registers them through its public functions, and they would stay without
-any patch.
 """
 
 from __future__ import annotations
@@ -39,6 +36,7 @@ from rtp_ext._native import RotationError
 logger = logging.getLogger("rtp_ext")
 
 _PATCHED = "_rtp_patched"  # attribute of functions that replace torch's
+_RULES: dict[Any, Any] = getattr(DTensor._op_dispatcher, "_custom_op_handlers", {})  # type: ignore[attr-defined]
 
 
 # -- DTensor -----------------------------------------------------------------------------------------------------------
@@ -85,12 +83,31 @@ def patch_data(handles: Callable[[DTensor], bool], assign: Callable[[DTensor, An
     stock: Any = torch.Tensor.data
 
     def assign_data(self: DTensor, values: Any) -> None:
-        if handles(self):
-            assign(self, values)
-        else:
-            stock.__set__(self, values)
+        (assign if handles(self) else stock.__set__)(self, values)
 
     DTensor.data = property(stock.__get__, assign_data)  # type: ignore[assignment]
+
+
+@functools.cache
+def patch_random(operators: tuple, handles: Callable[[Any], bool], draw: Callable[..., Any]) -> None:
+    """The random operators of DTensor: torch 2.11 to 2.14.
+
+    On CPUs ranks with one seed draw equal shards, so that a weight repeats its rows. For tensors that `handles`
+    accepts, `draw(operator, tensor, *arguments, **keywords)` is called instead.
+    """
+    if not _RULES:
+        logger.warning("torch %s hides how DTensor treats operators: initialise models before", torch.__version__)
+
+    def choose(operator: Any, args: tuple, kwargs: dict) -> Any:
+        if handles(args[0]):
+            return draw(operator, *args, **kwargs)
+        del _RULES[operator]
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            _RULES[operator] = choose
+
+    _RULES.update(dict.fromkeys(operators, choose))
 
 
 def patch_grad_scaler() -> None:
@@ -101,16 +118,8 @@ def patch_grad_scaler() -> None:
     gradients first.
     """
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    try:
-        handlers = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
-        stock = handlers[operator]
-    except (AttributeError, KeyError):
-        logger.warning(
-            "this torch (%s) hides how GradScaler treats DTensors: do not use it with scalar parameters",
-            torch.__version__,
-        )
-        return
-    if hasattr(stock, _PATCHED):
+    stock = _RULES.get(operator)
+    if stock is None or hasattr(stock, _PATCHED):
         return
 
     def sharded_first(op_call: Any, args: tuple, kwargs: dict) -> Any:
@@ -118,7 +127,7 @@ def patch_grad_scaler() -> None:
         return stock(op_call, (gradients, *args[1:]), kwargs)
 
     setattr(sharded_first, _PATCHED, True)
-    handlers[operator] = sharded_first
+    _RULES[operator] = sharded_first
 
 
 @functools.cache

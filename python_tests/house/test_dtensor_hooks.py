@@ -53,6 +53,10 @@ def _torch_alone(rank, ranks):
         weight = parameter(torch.zeros(4), Shard(0))
         weight.data = torch.ones(4)
         assert (weight.to_local() == 0).all(), needed("patch_data")
+    with cases.case("random operators"):
+        torch.manual_seed(0)
+        first = nn.init.normal_(parameter(torch.zeros(2 * ranks), Shard(0))).full_tensor()
+        assert torch.equal(first[:2], first[2:4]), needed("patch_random")
     with cases.case("GradScaler"):
         assert not _overflow_seen(parameter, rank) or rank == 1, needed("patch_grad_scaler")
         assert _overflow_seen(parameter, rank, sharded_first=True), "control: it is seen by a sharded gradient"

@@ -149,7 +149,8 @@ def assert_same(
     assert actual.shape == expected.shape, f"{what}: expected shape {tuple(expected.shape)}, got {tuple(actual.shape)}"
     if expected.numel() == 0:
         return
-    actual, expected = actual.detach().double(), expected.detach().double()
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    actual, expected = actual.detach().to(wide), expected.detach().to(wide)
     assert torch.isfinite(actual).all(), f"{what}: not finite"
     scale = expected.abs().max().item() if scale is None else scale
     error = (actual - expected).abs().max().item()

@@ -36,6 +36,7 @@ from rtp_ext.nn import Flyweight, RotatedExperts
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.embedding import RotatedRows
 from rtp_ext.nn.linear import RotatedTransposedLinear
+from rtp_ext.parameters.initial import draw_as_whole
 from rtp_ext.parameters.sharded_module import ShardedModule, Tie, class_above, mixed_class
 from rtp_ext.ring import Ring
 
@@ -66,6 +67,7 @@ class Application:
 
     def run(self) -> None:
         guard_parametrizations()
+        draw_as_whole()
         if extended_parameters(self.modules, self.request.ignored):  # a compiler would look into their classes
             self.ring.traceable = False
         inside = {id(part) for _, f in self.modules if isinstance(f, Flyweight) for part in f.modules()}

@@ -53,7 +53,6 @@ class RotationState(ForwardScope):
         self.around: list[weakref.ref[RotationState]] = []
         self.began = False  # whether this state has started a forward of the ring
         self.forwards = 0  # number of forwards that it has started
-        self.failing: Any = None  # the exception that was being handled when the forward began
         self.agreed: Any = None  # facts of the model that the ranks have compared
         self.modes: set[Mode] = set()  # modes that the ranks have compared with these facts
         self.splits: dict[bool, str] = {}  # values of `split` that the ranks have compared
@@ -329,8 +328,10 @@ def _open_eagerly(state: RotationState, root: nn.Module, split: bool | None) -> 
 @eager
 @unseen
 def _close_eagerly(state: RotationState) -> None:
-    state.leave()
-    state.end()
+    try:
+        state.leave()
+    finally:
+        state.end()
 
 
 def open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict] | None:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.parameters import bitsandbytes, torchao
 from rtp_ext.parameters.frozen import FrozenWeight, freeze, keep
+from rtp_ext.parameters.initial import draw_as_whole
 from rtp_ext.parameters.sharded_module import ShardedModule, mixed_class
 from rtp_ext.parameters.sharding import init_weights, shallow_copy, shard_parameter
 from rtp_ext.ring import Prepared, Ring
@@ -51,6 +52,7 @@ class RotatedModule(ShardedModule):
         `frozen`: by name, the weights that are stored in blocks; one that is in blocks already, of another package,
         keeps its bits."""
         assert isinstance(self, nn.Module)
+        draw_as_whole()
         self.ring = ring
         self.in_place = in_place
         self.qualified_name = name or type(self).__name__

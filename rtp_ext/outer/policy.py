@@ -21,7 +21,7 @@ from rtp_ext.outer.replicas import Replicas
 from rtp_ext.parameters.pieces import is_piece, local_shape
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import GRADIENT_HANDLER, unrounded
+from rtp_ext.ring.autograd import GRADIENT_HANDLER, summing_dtype, unrounded
 
 logger = logging.getLogger("rtp_ext")
 
@@ -87,7 +87,7 @@ class Member:
     @property
     def wire_dtype(self) -> torch.dtype:
         """Dtype in which its gradients travel."""
-        return self.unit.reduce_dtype or torch.promote_types(self.dtype, torch.float32)
+        return summing_dtype(self.dtype, self.unit.reduce_dtype)
 
     @property
     def numel(self) -> int:

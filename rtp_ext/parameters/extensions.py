@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from rtp_ext.parameters.sharding import held, take_shard
+from rtp_ext.parameters.sharding import held, keep_hooks, take_shard
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import as_gradient, as_parameter, computes_plainly, expect_memory
@@ -71,6 +71,7 @@ def shard_extended(parameter: Any, ring: Ring) -> nn.Parameter:
     converted.__dict__.update(
         {key: value for key, value in parameter.__dict__.items() if key not in local.__dict__}
     )  # attributes of the parameter, not the inner tensors
+    keep_hooks(converted, parameter)
     return converted
 
 

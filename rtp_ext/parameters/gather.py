@@ -18,7 +18,7 @@ from rtp_ext.parameters.extensions import Extended, agree, is_extended, parts_of
 from rtp_ext.parameters.sharding import held, local_shard
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import first_order_only, gradient_handler_of, rounded, unseen, wanted
+from rtp_ext.ring.autograd import first_order_only, gradient_handler_of, rounded, summing_dtype, unseen, wanted
 from rtp_ext.ring.cpu_offload import on_device
 from rtp_ext.ring.mesh import ring_dim
 
@@ -32,6 +32,7 @@ def gather(
     mp_policy: MixedPrecisionPolicy,
     reduced_together: Sequence[int] | None = None,
     owners: Sequence[tuple[str, nn.Module]] | None = None,
+    sent: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """Returns whole parameters gathered from their shards, differentiable. Collective.
 
@@ -40,6 +41,7 @@ def gather(
     Args:
         reduced_together: numbers of consecutive parameters whose gradients share one reduction; None: all share one.
         owners: name and module of each parameter; required if some are tensor subclasses.
+        sent: gets this rank's part of each parameter as it travelled; stays empty if some are tensor subclasses.
     """
     with on_device(parameters):
         shards = [local_shard(parameter) for parameter in parameters]
@@ -50,7 +52,9 @@ def gather(
                 for place, shard in enumerate(shards)
             ]
             layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, cast, strict=True)]
-            every = _gather_extended(ring, layouts, cast, extended) if extended else _gather_flat(ring, layouts, cast)
+            every = (
+                _gather_extended(ring, layouts, cast, extended) if extended else _gather_flat(ring, layouts, cast, sent)
+            )
     likes = [
         shard.detach() if place in extended and summed_inside(shard, every[place]) else None
         for place, shard in enumerate(shards)
@@ -160,7 +164,9 @@ class _Layout:
         return whole.narrow(self.dim, sum(self.sizes[:owner]), self.sizes[owner])
 
 
-def _gather_flat(ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor]) -> list[torch.Tensor]:
+def _gather_flat(
+    ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor], sent: list[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
     """Gathers all shards in one collective. They travel as bytes, so that their dtypes may differ."""
     ring.settle_in_backward()
     sections = [layout.flat_bytes for layout in layouts]
@@ -168,6 +174,8 @@ def _gather_flat(ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor])
     for shard, layout, section in zip(shards, layouts, flat.split(sections), strict=True):
         if layout.dim is not None:
             section[: shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
+        if sent is not None:
+            sent.append(shard.clone() if layout.dim is None else section[: shard.nbytes])
     # [R, bytes], split below into one [R, bytes of a parameter] for each parameter
     gathered = ring.all_gather(flat) if flat.numel() else flat.expand(ring.size, -1)
     return [
@@ -189,25 +197,32 @@ def _reduce_flat(
     """
     if not layouts:
         return []
-    double = any(dtype == torch.float64 for dtype in computed)
+    double = any(dtype in (torch.float64, torch.complex128) for dtype in computed)
     dtype = reduce_dtype or (torch.float64 if double else torch.float32)
-    counts = [math.prod(layout.shape) for layout in layouts]
+    # of a complex number, the real and the imaginary part
+    shapes = [
+        (*layout.shape, 2) if of.is_complex else layout.shape for layout, of in zip(layouts, computed, strict=True)
+    ]
+    counts = [math.prod(shape) for shape in shapes]
     flat = torch.zeros(sum(counts) + len(layouts), dtype=dtype, device=ring.device)
     *values, used = flat.split([*counts, len(layouts)])
     for place, gradient in enumerate(gradients):
         if gradient is not None:
-            values[place].copy_(gradient.reshape(-1))
+            real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+            values[place].copy_(real.reshape(-1))
             used[place] = 1
     ring.all_reduce(flat).div_(ring.size)
     # On CUDA reading the flags would synchronise: there a parameter that no rank used gets zeros.
     unused = (used == 0).tolist() if ring.device.type == "cpu" else [False] * len(layouts)
-    return [
+    found: list[torch.Tensor | None] = []
+    for layout, shape, of, value, is_unused in zip(layouts, shapes, computed, values, unused, strict=True):
+        if is_unused:
+            found.append(None)
+            continue
         # a copy: the gradient must not keep the whole buffer alive
-        None
-        if is_unused
-        else layout.take(value.view(layout.shape), ring.rank).clone(memory_format=torch.contiguous_format)
-        for is_unused, layout, value in zip(unused, layouts, values, strict=True)
-    ]
+        mine = layout.take(value.view(shape), ring.rank).clone(memory_format=torch.contiguous_format)
+        found.append(torch.view_as_complex(mine.to(summing_dtype(dtype))) if of.is_complex else mine)
+    return found
 
 
 class GatherPlan:

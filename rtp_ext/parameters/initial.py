@@ -6,16 +6,20 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rtp_ext.dtensor_hooks import patch_random
 from rtp_ext.parameters.sharding import as_sharded, held, shard_bounds
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import as_parameter
+from rtp_ext.ring.autograd import as_gradient, as_parameter
+from rtp_ext.ring.mesh import mesh_roles, own_part
 
 logger = logging.getLogger("rtp_ext")
 
@@ -151,11 +155,58 @@ def _taken_from(module: nn.Module, writes: list[_Write]) -> InitialValues:
     return values
 
 
+# -- random operators on shards ----------------------------------------------------------------------------------------
+
+_IN_PLACE = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float)
+# what a functional operator draws into a new tensor
+_LIKE = {
+    _aten.randn_like.default: _aten.normal_.default,
+    _aten.rand_like.default: _aten.uniform_.default,
+}
+
+
+def draw_as_whole() -> None:
+    """Has random operators on shards draw what they would draw for the whole tensor under the same seed: `nn.init`,
+    `parameter.data.normal_()`, `torch.randn_like(parameter)`."""
+    patch_random((*_IN_PLACE, *_LIKE), _is_ours, _draw_shard)
+
+
+def _is_ours(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor) and tensor.device_mesh in mesh_roles
+
+
+def _draw_shard(operator: Any, tensor: DTensor, *arguments: Any, **keywords: Any) -> DTensor:
+    """Calls a random operator on the whole tensor, piece by piece where one dimension of the mesh cuts it, and keeps
+    this rank's shard."""
+    local, mesh, placements = tensor._local_tensor, tensor.device_mesh, tensor.placements
+    if operator in _LIKE:
+        operator, given, keywords = _LIKE[operator], keywords, {}
+        local = torch.empty(
+            local.shape, dtype=given.get("dtype") or local.dtype, device=given.get("device") or local.device
+        )
+        tensor = as_gradient(local, tensor._spec)
+    if local.is_meta:
+        return tensor
+    values = torch.empty(local.shape, dtype=local.dtype, device=local.device)  # a shard may be in another memory format
+    cuts = [index for index, placement in enumerate(placements) if not isinstance(placement, Replicate)]
+    if not cuts:
+        operator(values, *arguments, **keywords)
+    elif len(cuts) == 1 and type(placements[cuts[0]]) is Shard and operator is not _aten.bernoulli_.float:
+        ranks = SimpleNamespace(size=mesh.size(cuts[0]), rank=mesh.get_local_rank(cuts[0]))
+        whole = torch.empty(tensor.shape, dtype=local.dtype, device="meta")
+        _draw(_Write(whole, operator, arguments, keywords), values, tensor.shape, placements[cuts[0]].dim, ranks)
+    else:  # cut twice, or by an operator that draws otherwise for a piece
+        whole = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+        values = own_part(operator(whole, *arguments, **keywords), mesh, placements)
+    local.copy_(values)
+    return tensor
+
+
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _draw(write: _Write, local: torch.Tensor, whole: torch.Size, dim: int, ring: Ring) -> None:
+def _draw(write: _Write, local: torch.Tensor, whole: torch.Size, dim: int, ring: Any) -> None:
     """Repeats one write to a parameter of shape `whole`, and keeps the elements of the shard."""
     begin, elements = int(write.target.storage_offset()), write.target.numel()
     if local.shape == whole:
@@ -175,7 +226,7 @@ def _draw(write: _Write, local: torch.Tensor, whole: torch.Size, dim: int, ring:
         at = end
 
 
-def _keep(piece: torch.Tensor, begin: int, local: torch.Tensor, whole: torch.Size, dim: int, ring: Ring) -> None:
+def _keep(piece: torch.Tensor, begin: int, local: torch.Tensor, whole: torch.Size, dim: int, ring: Any) -> None:
     """Copies the shard's part of `piece`, the elements from `begin` on of the whole parameter, to the shard."""
     inner = math.prod(whole[dim + 1 :])
     first, width = (inner * number for number in shard_bounds(whole[dim], ring))

@@ -180,7 +180,15 @@ def _over_tensor(parameter: nn.Parameter, ring: Ring) -> Placement | None:
 def _in_place_of(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     converted = as_parameter(data, parameter.requires_grad)
     converted.__dict__.update(parameter.__dict__)
+    keep_hooks(converted, parameter)
     return converted
+
+
+def keep_hooks(converted: Any, parameter: Any) -> None:
+    """Has a converted parameter run the post-accumulate hooks of the one that it replaces, which get the converted one.
+    Handles of these hooks still remove them. fully_rotate refuses hooks of tensors."""
+    if parameter._post_accumulate_grad_hooks:
+        converted._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
 def local_shard(parameter: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from rtp_ext._native import share_version
 from rtp_ext.dtensor_hooks import before_steps, count_writes, patch_full_tensor
-from rtp_ext.ring.autograd import Delivery, deliver_gradient, first_order_only, run_collective
+from rtp_ext.ring.autograd import Delivery, deliver_gradient, first_order_only, run_collective, summing_dtype
 from rtp_ext.ring.mesh import MeshRole, local_placements, mesh_roles, own_part
 
 
@@ -99,8 +99,7 @@ class _FullTensor(torch.autograd.Function):
         spec, handler, kept, _ = ctx.delivery
         mesh = spec.mesh
         ring, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-        wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
-        mean = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
+        mean = gradient.to(summing_dtype(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
         run_collective(mesh, handler, "full_tensor backward", dist.all_reduce, mean, group=ring)
         mean.div_(ranks)
         mean = own_part(mean, mesh, local_placements(spec))

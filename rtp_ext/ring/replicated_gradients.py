@@ -32,7 +32,8 @@ def check_replicated_gradient(
     parameter.__dict__[_COMPARED] = True
     mine = torch.zeros(2, dtype=torch.float32, device=parameter.device)
     if gradient is not None and gradient.numel():
-        flat = gradient.detach().reshape(-1).float()
+        numbers = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+        flat = numbers.detach().reshape(-1).float()
         waves = torch.arange(1, flat.numel() + 1, dtype=torch.float32, device=flat.device).cos_()
         mine = torch.stack([flat.norm(), flat.dot(waves)])
     answers = [torch.empty_like(mine) for _ in range(mesh.size(mesh.ndim - 2))]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 import weakref
 from typing import Any
@@ -20,14 +21,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from rtp_ext._native import share_version
+from rtp_ext.convert.modules.gathered_copies import GatheredCopies, digest_of, expect_counted, keep_writes, version_of
 from rtp_ext.functional.torch_compile import traced
 from rtp_ext.outer.policy import OuterPolicy, Unit
 from rtp_ext.parameters.extensions import is_extended, shard_extended
 from rtp_ext.parameters.gather import GatherPlan, gather
 from rtp_ext.parameters.sharded_module import ShardedModule
-from rtp_ext.parameters.sharding import held, shard_parameter
+from rtp_ext.parameters.sharding import shard_parameter
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import first_order_only, unseen
+from rtp_ext.ring.autograd import first_order_only, summing_dtype, unseen
 from rtp_ext.ring.registry import register
 from rtp_ext.ring.replicated_gradients import check_replicated_gradient
 
@@ -46,7 +48,9 @@ class ForwardScope:
         self.root_depth = 0  # nesting depth of forwards of the whole model
         self.split = False  # whether a backward may compute input gradients first, and parameter gradients later
         self.small: list[GatheredModule] = []  # modules that a forward of the whole model gathers in one collective
-        self.gathered: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}  # by id of the owner
+        self.gathered: dict[int, GatheredCopies] = {}  # by id of the owner
+        self.ended = 0  # number of forwards that have ended
+        self.failing: Any = None  # the exception that was being handled when the forward began
         # For compiled graphs:
         self._rtp_number = register(self)
         self.handed = False  # whether the small ones have been gathered for the forward that runs
@@ -60,21 +64,39 @@ class ForwardScope:
         one without an end, earlier gathered parameters remain valid unless they were written since."""
         if not self.small or torch._C._current_graph_task_id() != -1:
             return
-        if self.handed and all(_serves(self.gathered[id(each)][0], each) for each in self.small):
+        if self.handed and all(self.gathered[id(each)].serve() for each in self.small):
             return
-        for each, wholes in zip(self.small, self._gather(self.small), strict=True):
-            self.gathered[id(each)] = (_version(each), wholes)
-            each.__dict__["_rtp_wholes"] = [*wholes.values()]
+        self._gather_for(self.small)
+        for each in self.small:
+            each.__dict__["_rtp_wholes"] = [*self.gathered[id(each)].wholes.values()]
         self.handed = True
 
     def leave(self) -> None:
         self.depth = max(self.depth - 1, 0)
         if self.depth == 0:
-            self.gathered.clear()
-            if self.handed:
-                self.handed = False
-                for each in self.small:
-                    each.__dict__["_rtp_wholes"] = None
+            try:
+                self._end_copies()
+            finally:
+                self.gathered.clear()
+                if self.handed:
+                    self.handed = False
+                    for each in self.small:
+                        each.__dict__["_rtp_wholes"] = None
+
+    def _end_copies(self) -> None:
+        """Handles writes to gathered copies at the end of a forward."""
+        if sys.exc_info()[1] is not self.failing or torch._C._current_graph_task_id() != -1:
+            return
+        self.ended += 1
+        keep_writes([*self.gathered.values()], self.ring)
+        expect_counted([*self.gathered.values()])
+
+    def _looks_for_writes(self) -> bool:
+        """Returns whether this forward looks for writes that no counter shows: 1, 2, 4, 8, ..., as it waits for the
+        device."""
+        number = self.ended + 1
+        capturing = self.ring.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return number & (number - 1) == 0 and not capturing and torch._C._current_graph_task_id() == -1
 
     def __deepcopy__(self, memo: dict) -> ForwardScope:
         twin = type(self)(self.ring, self.mp_policy)
@@ -94,11 +116,9 @@ class ForwardScope:
         if self.depth == 0:
             return self._gather([owner])[0][name] if recomputing else registered
         known = self.gathered.get(id(owner))
-        if known is None or not _serves(known[0], owner):
-            together = self.small if self.root_depth > 0 and not recomputing and owner in self.small else [owner]
-            for each, whole in zip(together, self._gather(together), strict=True):
-                self.gathered[id(each)] = (_version(each), whole)
-        return self.gathered[id(owner)][1][name]
+        if known is None or not known.serve():
+            self._gather_for(self.small if self.root_depth > 0 and not recomputing and owner in self.small else [owner])
+        return self.gathered[id(owner)].wholes[name]
 
     def parameters_while_compiling(self, owner: GatheredModule) -> list[torch.Tensor]:
         """Returns the whole parameters of `owner` while a compiler traces."""
@@ -122,8 +142,21 @@ class ForwardScope:
         return GatherPlan(parameters, self.ring, self.mp_policy)
 
     @unseen
-    def _gather(self, owners: list[GatheredModule]) -> list[dict[str, torch.Tensor]]:
-        """Returns the whole parameters of each owner, gathered by one collective."""
+    def _gather_for(self, owners: list[GatheredModule]) -> None:
+        """Gathers the parameters of several modules for the forward that runs."""
+        keep_writes([self.gathered[id(each)] for each in owners if id(each) in self.gathered], self.ring)
+        sent: list[torch.Tensor] = []
+        wholes, parts, looks = self._gather(owners, sent), iter(sent), self._looks_for_writes()
+        for each, whole in zip(owners, wholes, strict=True):
+            own = {name: next(parts) for name in whole} if sent else {}
+            digests = {name: digest_of(whole[name]) for name in own} if looks else {}
+            self.gathered[id(each)] = GatheredCopies(each, version_of(each), whole, own, digests)
+
+    @unseen
+    def _gather(
+        self, owners: list[GatheredModule], sent: list[torch.Tensor] | None = None
+    ) -> list[dict[str, torch.Tensor]]:
+        """Returns the whole parameters of each owner, gathered by one collective. sent: see `gather`."""
         own = [owner.rtp_sharded() for owner in owners]
         # A pipeline that computes input gradients first computes parameter gradients later, for one node of autograd
         # after the other, and frees the graph between the uses of its parameters.
@@ -134,7 +167,7 @@ class ForwardScope:
         belong: list[tuple[str, Any]] = [
             (name, owner) for owner, each in zip(owners, own, strict=True) for name in each
         ]
-        whole = iter(gather(parameters, self.ring, self.mp_policy, counts, belong))
+        whole = iter(gather(parameters, self.ring, self.mp_policy, counts, belong, sent))
         return [
             {name: self._shown(owner, name, next(whole)) for name in each}
             for owner, each in zip(owners, own, strict=True)
@@ -148,19 +181,6 @@ class ForwardScope:
         shown = DTensor.from_local(whole, self.ring.tensor_mesh, [Replicate()], run_check=False)
         share_version(shown, owner._parameters[name])
         return shown
-
-
-def _version(owner: GatheredModule) -> tuple[bool, Any]:
-    """Returns whether gradients are enabled, and a value that changes whenever gathered parameters become outdated."""
-    state = tuple((held(p).data_ptr(), p._version, p.dtype, p.requires_grad) for p in owner.rtp_sharded().values())
-    return torch.is_grad_enabled(), state
-
-
-def _serves(gathered: tuple[bool, Any], owner: GatheredModule) -> bool:
-    """Returns whether parameters that were gathered at a version are valid now. Parameters gathered with gradients also
-    serve without them: in the first forward of a reentrant checkpoint, where graphs use them too."""
-    (had_grad, then), (grad, now) = gathered, _version(owner)
-    return then == now and (had_grad or not grad)
 
 
 class GatheredModule(ShardedModule):
@@ -272,6 +292,11 @@ def is_averaged(parameter: torch.Tensor, ring: Ring) -> bool:
     return parameter.__dict__.get(_WATCHED) == ring.serial
 
 
+def foreign_hooks(parameter: torch.Tensor) -> list[Any]:
+    """Returns the tensor hooks of a parameter without those of `average_gradient`."""
+    return [hook for hook in (parameter._backward_hooks or {}).values() if not hasattr(hook, _WATCHED)]
+
+
 def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: OuterPolicy | None, unit: Unit) -> bool:
     """Averages every new gradient of a whole parameter over the ring and its replicas, in each backward, even where the
     outer policy postpones others. Returns False if an earlier call has arranged this. Raises in the first backward
@@ -287,11 +312,15 @@ def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: Oute
             return None
         if isinstance(gradient, DTensor):  # a scalar that was used with DTensors of tensor parallelism has one
             gradient = gradient.full_tensor()
-        dense = ring.all_reduce(gradient.to_dense().clone(memory_format=torch.contiguous_format)).div_(ring.size)
+        # as wide as the reduction of shards, which may be asked for in fewer bits than these few numbers need
+        wide = torch.promote_types(summing_dtype(gradient.dtype), unit.reduce_dtype or torch.float32)
+        dense = gradient.to_dense().to(wide, copy=True, memory_format=torch.contiguous_format)
+        dense = ring.all_reduce(dense).div_(ring.size)
         if outer is not None:
             dense = outer.reduce_whole(dense, name, unit)
         if ring.tensor_mesh is not None and ring.parameter_mesh is not None:
             check_replicated_gradient(compared, dense, ring.parameter_mesh, ring.communicator.collectively)
+        dense = dense.to(gradient.dtype)
         return dense.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else dense
 
     # A hook after accumulation would not run under torch.autograd.grad, which zero-bubble pipelines use.

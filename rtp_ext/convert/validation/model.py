@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rtp_ext.convert.adapters import reading_adapter
+from rtp_ext.convert.modules.gathered import foreign_hooks
 from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
 from rtp_ext.convert.optimizers import REPLACED
 from rtp_ext.convert.plan.in_blocks import is_taken, refusal_of_package
@@ -56,6 +57,7 @@ def validate(plan: RotationPlan, request: Request) -> None:
     modules = list(request.modules())
     for name, part in modules:
         check_style(name, part, request.place.tensor_mesh, request.ignored)
+    _check_hooks(request, modules)
     _check_tables(request, modules)
     _check_ties(request, modules)
     _check_dtypes(plan, dict(modules))
@@ -120,17 +122,18 @@ def _refuse_offload(request: Request) -> None:
 
 
 def _check_dtypes(plan: RotationPlan, modules: dict[str, nn.Module]) -> None:
-    """Raises ValueError for layers that would rotate with weights that are no floating-point numbers."""
+    """Raises ValueError for layers that would rotate or stay whole, and whose weights are no floating-point numbers."""
     for module in plan.modules:
-        if module.moved != ROTATED or not module.is_new:
+        if not module.is_new or (module.moved != ROTATED and module.layer != "whole embedding"):
             continue
         for key, parameter in modules[module.name]._parameters.items():
             if key == "weight" and module.in_blocks:
                 continue
             if parameter is not None and not parameter.is_floating_point():
                 raise ValueError(
-                    f"fully_rotate: expected floating-point parameters of layers that rotate, got {parameter.dtype} "
-                    f"for {module.name + '.' if module.name else ''}{key} of a {module.kind}: pass it in ignored_params"
+                    "fully_rotate: expected floating-point parameters of layers that rotate or stay whole, got "
+                    f"{parameter.dtype} for {module.name + '.' if module.name else ''}{key} of a {module.kind}: pass "
+                    "it in ignored_params"
                 )
 
 
@@ -258,6 +261,24 @@ def _not_with_extended(request: Request) -> str | None:
     if type(request.outer) is not AllReduce:
         return f"{type(request.outer).__name__}: of the outer policies only outer.AllReduce() takes it"
     return None
+
+
+def _check_hooks(request: Request, modules: list[tuple[str, nn.Module]]) -> None:
+    """Raises ValueError for hooks of tensors: a parameter becomes a shard, whose gradient they do not expect."""
+    for name, part in modules:
+        if isinstance(part, ShardedModule) or not request.trains:
+            continue
+        for key, parameter in own_parameters(part).items():
+            hooks = [] if id(parameter) in request.ignored else foreign_hooks(parameter)
+            if hooks:
+                called = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
+                raise ValueError(
+                    f"fully_rotate: {name + '.' if name else ''}{key} of a {type(part).__name__}: expected a parameter "
+                    f"without hooks of register_hook, got {len(hooks)} ({called}): register them after fully_rotate, "
+                    "where gradients are DTensors (a mask then has to be one too: distribute_tensor(mask, "
+                    "p.device_mesh, p.placements)), or pass the parameter in ignored_params. Hooks of "
+                    "register_post_accumulate_grad_hook stay"
+                )
 
 
 def _check_tables(request: Request, modules: list[tuple[str, nn.Module]]) -> None:

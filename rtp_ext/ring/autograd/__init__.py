@@ -14,6 +14,7 @@ from rtp_ext.ring.autograd.gradient_delivery import (
     offloaded_shard_of,
     rounded,
     run_collective,
+    summing_dtype,
     unrounded,
 )
 from rtp_ext.ring.autograd.once_differentiable import first_order_only, wanted
@@ -44,6 +45,7 @@ __all__ = [
     "run_collective",
     "seen_by",
     "storing_modes",
+    "summing_dtype",
     "unrounded",
     "unseen",
     "wanted",

@@ -182,4 +182,13 @@ def unrounded(gradient: torch.Tensor) -> torch.Tensor:
     wide, version = getattr(gradient, _WIDE, (None, None))
     if wide is not None and version == gradient._version:  # autograd has added nothing to it
         return wide
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    return gradient.to(summing_dtype(gradient.dtype))
+
+
+def summing_dtype(dtype: torch.dtype, asked: torch.dtype | None = None) -> torch.dtype:
+    """Returns the dtype, float32 at least and complex where `dtype` is, that adds up gradients of `dtype` without a
+    loss. asked: the reduce_dtype of a policy, which decides for real numbers."""
+    if asked is not None and not dtype.is_complex:
+        return asked
+    wide = torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)  # float8 has no rule
+    return wide if asked is None else torch.promote_types(wide, asked)

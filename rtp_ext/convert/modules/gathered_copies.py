@@ -1,0 +1,116 @@
+"""Gathered copies of parameters within one forward: whether they are valid, and writes to them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from rtp_ext.parameters.sharded_module import plain_class
+from rtp_ext.parameters.sharding import held, shard_bounds
+from rtp_ext.ring import Ring
+from rtp_ext.ring.autograd import OFFLOADED
+from rtp_ext.ring.mesh import ring_dim
+
+
+def version_of(owner: Any) -> tuple[bool, Any]:
+    """Returns whether gradients are enabled, and a value that changes whenever gathered parameters become outdated."""
+    state = tuple((held(p).data_ptr(), p._version, p.dtype, p.requires_grad) for p in owner.rtp_sharded().values())
+    return torch.is_grad_enabled(), state
+
+
+class GatheredCopies(NamedTuple):
+    """The gathered parameters of a module within one forward."""
+
+    owner: Any  # GatheredModule
+    version: tuple[bool, Any]
+    wholes: dict[str, torch.Tensor]
+    sent: dict[str, torch.Tensor]  # this rank's parts as they travelled; empty if some are tensor subclasses
+    digests: dict[str, bytes]  # of the copies as they arrived, in a forward that looks for writes
+
+    def serve(self) -> bool:
+        """Returns whether they are valid now. Parameters gathered with gradients also serve without them: in the first
+        forward of a reentrant checkpoint, where graphs use them too."""
+        (had_grad, then), (grad, now) = self.version, version_of(self.owner)
+        return then == now and (had_grad or not grad)
+
+    def counted(self) -> bool:
+        """Returns whether a version counter, which a parameter shares with its copy, has changed."""
+        then, now = self.version[1], version_of(self.owner)[1]
+        return [state[1] for state in then] != [state[1] for state in now]
+
+    def own(self, name: str, ring: Ring) -> torch.Tensor:
+        """Returns this rank's part, a view, of a copy."""
+        whole, dim = held(self.wholes[name]).detach(), ring_dim(self.owner._parameters[name])
+        return whole if dim is None else whole.narrow(dim, *shard_bounds(whole.shape[dim], ring))
+
+    def written(self, ring: Ring) -> Iterator[str]:
+        """Yields the names of the copies that differ from what travelled in this rank's part."""
+        for name, sent in self.sent.items():
+            if not torch.equal(_bytes(self.own(name, ring)), _bytes(sent)):
+                yield name
+
+    def outdated(self) -> Iterator[str]:
+        """Yields the names of parameters whose shards differ from what travelled."""
+        for name, sent in self.sent.items():
+            local = held(self.owner._parameters[name]).detach().to(self.wholes[name].dtype)
+            if local.nbytes == sent.nbytes and not torch.equal(_bytes(local), _bytes(sent)):  # not of a piece
+                yield name
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def digest_of(copy: torch.Tensor) -> bytes:
+    """Returns the same bytes for copies of the same values."""
+    return hashlib.sha1(_bytes(held(copy).detach()).cpu().numpy()).digest()
+
+
+def keep_writes(copies: Sequence[GatheredCopies], ring: Ring) -> None:
+    """Copies what a forward has written in place to gathered copies to the shards. Collective over ranks where a
+    version counter has changed, which is the same on all of them. Raises ValueError, on every rank, where that would
+    not be what the plain module does."""
+    counted = [each for each in copies if each.sent and each.counted()]
+    if not counted:
+        return
+    written = [
+        (each, name, name in changed) for each in counted for changed in [{*each.written(ring)}] for name in each.sent
+    ]
+    digests = [digest_of(each.wholes[name]) for each, name, _ in written]
+    every = ring.communicator.exchange([(here, digest) for (_, _, here), digest in zip(written, digests, strict=True)])
+    found = [place for place in range(len(written)) if any(theirs[place][0] for theirs in every)]
+    for place in found:
+        each, name, _ = written[place]
+        parameter: Any = each.owner._parameters[name]
+        whole = each.wholes[name]
+        if whole.dtype != parameter.dtype:
+            _refuse(each, name, f"as a copy in {whole.dtype}: expected param_dtype={parameter.dtype} or None there")
+        if OFFLOADED in parameter.__dict__ or (isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1):
+            _refuse(each, name, "with replicas, tensor parallelism, or shards on the host: expected a ring alone")
+        if any(theirs[place][1] != digests[place] for theirs in every):
+            _refuse(each, name, "with different values on ranks: expected values that do not depend on the batch")
+    with torch.inference_mode(False), torch.no_grad():
+        for place in found:
+            each, name, _ = written[place]
+            held(each.owner._parameters[name]).copy_(each.own(name, ring))
+
+
+def expect_counted(copies: Sequence[GatheredCopies]) -> None:
+    """Raises ValueError where a forward has written to parameters, or to their gathered copies, in a way that version
+    counters do not show."""
+    for each in copies:
+        if each.digests and not each.counted():
+            changed = [name for name, digest in each.digests.items() if digest_of(each.wholes[name]) != digest]
+            for name in (*changed, *each.outdated()):
+                _refuse(each, name, "through .data: expected an operation in place under torch.no_grad()")
+
+
+def _refuse(copies: GatheredCopies, name: str, problem: str) -> None:
+    raise ValueError(
+        f"{name} of a {plain_class(copies.owner).__name__}: the forward writes to a parameter that is gathered while "
+        f"in use, {problem}. Write to it outside of the forward, or keep such values in a buffer"
+    )
