@@ -183,7 +183,6 @@ setup() {
   if ! py import -c "$works"; then
     share 200
     PATH="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
-    rm -f rtp_ext/_[CR].*.so
     step build env RTP_WITH_CUDA=1 "$PYTHON" setup.py build_ext --inplace || finish 1
   fi
   py card benchmarks/gpu/card.py "$OUT/card.json"
