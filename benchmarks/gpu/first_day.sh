@@ -158,7 +158,7 @@ prebuilt() { # the kit's files, where they fit this tree and this Python
   [[ -d "$KIT" ]] || return 0
   cp "$KIT"/_[CR].*.so rtp_ext/
   RTP_COMMIT="$(cat "$KIT/commit")"
-  sha256sum --check --status "$KIT/files.sha256" || RTP_COMMIT="${RTP_COMMIT%-dirty}-dirty"
+  sha256sum --check --status "$KIT/files.sha256" 2>/dev/null || RTP_COMMIT="${RTP_COMMIT%-dirty}-dirty"
   export RTP_COMMIT
   if [[ -e "$KIT/libnccl.so.2.gz" ]]; then
     gzip -dc "$KIT/libnccl.so.2.gz" >"$own" &
