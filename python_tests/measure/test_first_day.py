@@ -143,6 +143,7 @@ def test_steps_end_with_their_seconds(tmp_path):
     rows = [line.split("\t")[:2] for line in (tmp_path / "out" / "steps.tsv").read_text().splitlines()]
     assert rows == [["warm", "no time"], ["import", "no time"], ["build", "no time"]]
     assert "no time" in (tmp_path / "out" / "summary.txt").read_text()
+    assert Path(_native._C.__file__).exists(), "an extension that stands here is not removed"
 
 
 # -- the summary -------------------------------------------------------------------------------------------------------
