@@ -244,8 +244,8 @@ def test_a_listener_without_descriptors_waits_for_one():
             host, port, *_ = told[0].split()
             stranger.connect((host, int(port)))
             cpu = time.process_time()
-            time.sleep(0.5)
-            assert time.process_time() - cpu < 0.25, "it does not spin"
+            time.sleep(1.0)
+            assert time.process_time() - cpu < 0.05, "it does not spin"  # on a loaded machine, too
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
             for each in taken[1:]:
