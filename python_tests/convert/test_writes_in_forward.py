@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from grids import few
 from harness import Cases, run_ranks
 from reference import assert_same, differs, wholes
 from torch import nn
@@ -32,11 +33,11 @@ class Writing(nn.Module):
 
 
 def clamp(module: Writing, _: torch.Tensor) -> None:
-    module.w.clamp_(min=-0.1)
+    module.w.clamp_(min=0)
 
 
 def average(module: Writing, _: torch.Tensor) -> None:
-    module.frozen.mul_(0.9).add_(module.b.mean(), alpha=0.1)
+    module.frozen.mul_(0.9).add_(module.b.mean(), alpha=0.5)
 
 
 def first_batch(module: Writing, x: torch.Tensor) -> None:
@@ -63,7 +64,7 @@ KEPT = {write.__name__: write for write in (clamp, average, first_batch, at_the_
 
 
 def through_data(module: Writing, _: torch.Tensor) -> None:
-    module.w.data.clamp_(min=-0.1)
+    module.w.data.clamp_(min=0)
 
 
 def of_the_shard(module: Writing, _: torch.Tensor) -> None:
@@ -112,7 +113,7 @@ def _written(rank, ranks):
                     train(each, width)
                 found = wholes(model.parameters())
                 for (key, p), whole in zip(plain.named_parameters(), found, strict=True):
-                    assert_same(whole, p, 1e-12, key)
+                    assert_same(whole, p, 1e-9, key)
                 if write is not no_write:
                     changed = [differs(without.get_parameter(key), p, 1e-4) for key, p in plain.named_parameters()]
                     assert any(changed), "control: the writes matter"
@@ -134,7 +135,7 @@ def _written(rank, ranks):
     cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_writes_are_kept_or_refused(ranks):
     run_ranks(_written, ranks)
 

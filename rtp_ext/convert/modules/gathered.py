@@ -88,7 +88,8 @@ class ForwardScope:
         if sys.exc_info()[1] is not self.failing or torch._C._current_graph_task_id() != -1:
             return
         self.ended += 1
-        keep_writes([*self.gathered.values()], self.ring)
+        for copies in keep_writes([*self.gathered.values()], self.ring):
+            self.gathered[id(copies.owner)] = copies
         expect_counted([*self.gathered.values()])
 
     def _looks_for_writes(self) -> bool:
@@ -144,7 +145,10 @@ class ForwardScope:
     @unseen
     def _gather_for(self, owners: list[GatheredModule]) -> None:
         """Gathers the parameters of several modules for the forward that runs."""
-        keep_writes([self.gathered[id(each)] for each in owners if id(each) in self.gathered], self.ring)
+        known = [self.gathered[id(each)] for each in owners if id(each) in self.gathered]
+        self.gathered.update((id(copies.owner), copies) for copies in keep_writes(known, self.ring))
+        if len(known) == len(owners) and all(self.gathered[id(each)].serve() for each in owners):
+            return
         sent: list[torch.Tensor] = []
         wholes, parts, looks = self._gather(owners, sent), iter(sent), self._looks_for_writes()
         for each, whole in zip(owners, wholes, strict=True):

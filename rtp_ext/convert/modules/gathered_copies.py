@@ -70,33 +70,48 @@ def digest_of(copy: torch.Tensor) -> bytes:
     return hashlib.sha1(_bytes(held(copy).detach()).cpu().numpy()).digest()
 
 
-def keep_writes(copies: Sequence[GatheredCopies], ring: Ring) -> None:
-    """Copies what a forward has written in place to gathered copies to the shards. Collective over ranks where a
-    version counter has changed, which is the same on all of them. Raises ValueError, on every rank, where that would
-    not be what the plain module does."""
+def keep_writes(copies: Sequence[GatheredCopies], ring: Ring) -> list[GatheredCopies]:
+    """Copies what a forward has written in place to gathered copies to the shards, and returns the copies that are
+    valid after that: a forward may go on writing to them. Collective over ranks where a version counter has changed,
+    which is the same on all of them. Raises ValueError, on every rank, where the result would not be that of the plain
+    module."""
     counted = [each for each in copies if each.sent and each.counted()]
     if not counted:
-        return
-    written = [
-        (each, name, name in changed) for each in counted for changed in [{*each.written(ring)}] for name in each.sent
-    ]
-    digests = [digest_of(each.wholes[name]) for each, name, _ in written]
-    every = ring.communicator.exchange([(here, digest) for (_, _, here), digest in zip(written, digests, strict=True)])
-    found = [place for place in range(len(written)) if any(theirs[place][0] for theirs in every)]
-    for place in found:
-        each, name, _ = written[place]
-        parameter: Any = each.owner._parameters[name]
-        whole = each.wholes[name]
-        if whole.dtype != parameter.dtype:
-            _refuse(each, name, f"as a copy in {whole.dtype}: expected param_dtype={parameter.dtype} or None there")
-        if OFFLOADED in parameter.__dict__ or (isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1):
-            _refuse(each, name, "with replicas, tensor parallelism, or shards on the host: expected a ring alone")
-        if any(theirs[place][1] != digests[place] for theirs in every):
-            _refuse(each, name, "with different values on ranks: expected values that do not depend on the batch")
+        return []
+    mine = []
+    for each in counted:
+        written, outdated = {*each.written(ring)}, {*each.outdated()}
+        mine.append([(name in written, name in outdated, digest_of(each.wholes[name])) for name in each.sent])
+    every = ring.communicator.exchange(mine)
+    valid, found = [], []
+    for place, each in enumerate(counted):
+        stale = False
+        for number, name in enumerate(each.sent):
+            answers = [theirs[place][number] for theirs in every]
+            stale = stale or any(outdated for _, outdated, _ in answers)
+            if any(written for written, _, _ in answers):
+                _expect_alike(each, name, {digest for _, _, digest in answers})
+                found.append((each, name))
+        if not stale:
+            valid.append((each, {name: mine[place][number][2] for number, name in enumerate(each.sent)}))
     with torch.inference_mode(False), torch.no_grad():
-        for place in found:
-            each, name, _ = written[place]
+        for each, name in found:
             held(each.owner._parameters[name]).copy_(each.own(name, ring))
+            each.sent[name] = _bytes(each.own(name, ring)).clone()
+    return [
+        GatheredCopies(each.owner, (each.version[0], version_of(each.owner)[1]), each.wholes, each.sent, digests)
+        for each, digests in valid
+    ]
+
+
+def _expect_alike(copies: GatheredCopies, name: str, digests: set[bytes]) -> None:
+    parameter, dtype = copies.owner._parameters[name], copies.wholes[name].dtype
+    if dtype != parameter.dtype:
+        _refuse(copies, name, f"as a copy in {dtype}: expected param_dtype={parameter.dtype} or None there")
+    if OFFLOADED in parameter.__dict__ or (isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1):
+        _refuse(copies, name, "with replicas, tensor parallelism, or shards on the host: expected a ring alone")
+    if len(digests) > 1:
+        _refuse(copies, name, "with different values on ranks: expected values that do not depend on the batch")
 
 
 def expect_counted(copies: Sequence[GatheredCopies]) -> None:
