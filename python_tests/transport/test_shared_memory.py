@@ -33,9 +33,7 @@ def _plant(address, change):
     """Changes what this process says of where its next message is to land: (offset, bytes of the segment)."""
     with open(f"/proc/self/fd/{_descriptor(address)}", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         first = memory.find(struct.pack("=Q", BYTES))
-        start = memory.rfind(
-            struct.pack("=Q", 1), 0, first
-        )  # the first segment; its bytes and the hop's token follow
+        start = memory.rfind(struct.pack("=Q", 1), 0, first)  # the first segment; its bytes and the hop's token follow
         segment_bytes, offset = struct.unpack_from(f"=Q{TOKEN}xQ", memory, start + 8)
         assert offset + BYTES <= segment_bytes < 1 << 20, "not the memory that was looked for"
         offset, segment_bytes = change(offset, segment_bytes)
