@@ -68,6 +68,12 @@ class Executor {
   // Makes all forwards take shards from `source`, without a hop. Backwards become errors.
   void take_from(std::shared_ptr<ShardSource> source) { pulls_.take_from(std::move(source)); }
   ShardPulls& pulls() { return pulls_; }
+  // See Hops::meet. Hops between GPUs carry no token, and a rank alone meets nobody.
+  void meet(const std::string& collective) {
+    if (ranks_ == 1 || !streams().on_host() || transport_->loopback()) return;
+    check_alive(collective);
+    or_fail([&] { hops_.meet(collective, rank_, ranks_); });
+  }
   // Sets the context of the following passes. A forward first finishes the deferred reductions that a failed backward
   // left.
   void enter(Context context) {

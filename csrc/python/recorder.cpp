@@ -22,6 +22,11 @@ void bind_recorder(py::module_& m, ExecutorClass& executor) {
       .def(
           "begin_collective", [](Executor& e, const std::string& name) { return e.trace().begin_collective(name); },
           py::arg("name"))
+      .def("meet", &Executor::meet, py::arg("collective"), py::call_guard<py::gil_scoped_release>(),
+           "Raises RotationError where the previous rank has come to another operation. Collective, on the host.")
+      .def(
+          "count_update", [](Executor& e) { e.hops().count_update(); },
+          "An optimizer has updated parameters of the ring.")
       .def(
           "end_collective", [](Executor& e, uint64_t number) { e.trace().end_collective(number); }, py::arg("number"))
       .def("last_hop", [](Executor& e) { return e.trace().recorder().last_hop(); });

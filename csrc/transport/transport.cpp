@@ -1,5 +1,6 @@
 #include "transport/transport.h"
 
+#include <cstring>
 #include <functional>
 #include <thread>
 
@@ -8,12 +9,32 @@
 namespace rtp {
 
 std::string Hop::describe() const {
+  if (count == kCollective) return operation;
   if (count == 0) return concat(operation, ", as a graph");
   return concat(operation, ", ", rtp::name(channel), " hop ", index + 1, " of ", count);
 }
 
 uint64_t Hop::identity() const {
-  return std::hash<std::string>{}(operation) * 1024 + static_cast<uint64_t>(index) * 2 + static_cast<uint64_t>(channel);
+  return std::hash<std::string>{}(operation) * 1024 + updates * 0x9e3779b97f4a7c15 + static_cast<uint64_t>(index) * 2 +
+         static_cast<uint64_t>(channel);
+}
+
+HopToken HopToken::of(const Hop& hop) {
+  HopToken token{hop.identity(), hop.updates, hop.index, hop.count, hop.channel, {}};
+  hop.operation.copy(token.operation.data(), token.operation.size() - 1);
+  return token;
+}
+
+void HopToken::expect(const Hop& hop, int peer, const char* does) const {
+  if (identity == hop.identity()) return;
+  Hop other;
+  other.channel = channel, other.index = index, other.count = count;
+  other.operation.assign(operation.data(), strnlen(operation.data(), operation.size()));
+  const auto after = [&](uint64_t count) {
+    return updates == hop.updates ? "" : concat(" after ", count, " updates by optimizers");
+  };
+  throw RotationError(concat(hop.describe(), after(hop.updates), ": the ranks of the ring are out of step: rank ", peer,
+                             " ", does, " ", other.describe(), after(updates)));
 }
 
 std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool in_whole_slot) {

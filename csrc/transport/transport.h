@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <unistd.h>
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <limits>
@@ -47,11 +48,29 @@ struct Hop {
   // for messages
   std::string operation;
   int index = 0;
-  int count = 0;  // 0: stands for all hops of a pass that is enqueued as a graph
+  int count = 0;  // 0: stands for all hops of a pass that is enqueued as a graph; kCollective: see Hops::meet
+  // How often optimizers have updated the parameters before this hop, as its rank counts.
+  uint64_t updates = 0;
+
+  static constexpr int kCollective = -1;
 
   std::string describe() const;
   // Returns an identity that is equal on both ends of a hop and differs from those of nearby hops.
   uint64_t identity() const;
+};
+
+// Says which hop the bytes of a message belong to, so that ranks that are out of step detect it.
+struct HopToken {
+  uint64_t identity = 0;
+  uint64_t updates = 0;
+  int32_t index = 0;
+  int32_t count = 0;
+  Channel channel = Channel::weight;
+  std::array<char, 151> operation{};  // cut where it is longer, and ends with a zero
+
+  static HopToken of(const Hop& hop);
+  // Throws RotationError, which names both hops, if `peer` has another hop than `hop`. `does`: sent, or expects.
+  void expect(const Hop& hop, int peer, const char* does) const;
 };
 
 // Adjacent parts of a hop that travel in one transfer: `bytes` at `data` here, and at offset `there` in a slot of the

@@ -174,7 +174,7 @@ def _policies_and_states(rank, ranks):
         model = rtp_ext.fully_rotate(copy.deepcopy(plain), mp_policy=policy, timeout=30.0)
         ring, reduced = rtp_ext.ring_of(model), []
         reduce, seen = ring.all_reduce, []
-        ring.all_reduce = lambda values: reduced.append((values.dtype, tuple(values.shape))) or reduce(values)
+        ring.all_reduce = lambda values, name: reduced.append((values.dtype, tuple(values.shape))) or reduce(values)
         model.embed.register_forward_hook(lambda module, arguments, output: seen.append(output.dtype))
         ring_loss(model, rank, 0).backward()
         plain_loss(plain, ranks, 0).backward()

@@ -103,7 +103,9 @@ def _tells(rank, ranks, folder, transport):
         time.sleep(1.5)
     else:
         after = r"after first backward, (weight|gradient) hop \d of \d to rank \d"
-        with pytest.raises(rtp_ext.RingTimeout, match=rf"^all_gather on rank {rank} of {ranks}, {after}: a rank of"):
+        with pytest.raises(
+            rtp_ext.RingTimeout, match=rf"^all_gather of values on rank {rank} of {ranks}, {after}: a rank of"
+        ):
             ring.all_gather(torch.ones(2))
     dist.barrier()
     # A lost rank.

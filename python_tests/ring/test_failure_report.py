@@ -48,7 +48,7 @@ def _lose_sockets():
                 each.shutdown(socket.SHUT_RDWR)
 
 
-def _error_of(ring, cases, name, who, operation="all_reduce", collective=None):
+def _error_of(ring, cases, name, who, operation="all_reduce of values", collective=None):
     """A collective of the ring fails, and its error names the place, the last hop and the failed rank."""
     start = time.monotonic()
     with pytest.raises(RingTimeout) as caught:

@@ -21,6 +21,7 @@ from rtp_ext.ring.links import transports
 CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=5)
 BYTES = 70056  # of the shard that travels, to be found in the memory that describes it; no small message
 SMALL = 1 << 16  # bytes of the largest message that waits in the receiver's mailbox
+TOKEN = 176  # bytes of a HopToken
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -32,14 +33,12 @@ def _plant(address, change):
     """Changes what this process says of where its next message is to land: (offset, bytes of the segment)."""
     with open(f"/proc/self/fd/{_descriptor(address)}", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         first = memory.find(struct.pack("=Q", BYTES))
-        start = memory.rfind(
-            struct.pack("=Q", 1), 0, first
-        )  # the first segment; its bytes and the hop's identity follow
-        segment_bytes, _, offset = struct.unpack_from("=3Q", memory, start + 8)
+        start = memory.rfind(struct.pack("=Q", 1), 0, first)  # the first segment; its bytes and the hop's token follow
+        segment_bytes, offset = struct.unpack_from(f"=Q{TOKEN}xQ", memory, start + 8)
         assert offset + BYTES <= segment_bytes < 1 << 20, "not the memory that was looked for"
         offset, segment_bytes = change(offset, segment_bytes)
         struct.pack_into("=Q", memory, start + 8, segment_bytes)
-        struct.pack_into("=Q", memory, start + 24, offset)
+        struct.pack_into("=Q", memory, start + 16 + TOKEN, offset)
 
 
 LIES = {

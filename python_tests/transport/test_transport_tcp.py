@@ -99,7 +99,7 @@ def test_ranks_out_of_step_are_told_both_hops():
             [[64, 64], [64, 64]],
             ["one", "other"],
             [
-                rf"{a} forward, weight hop 1 of 1: rank . of the ring sent {b} forward, weight hop 1 of 1: .*of step"
+                rf"{a} forward, weight hop 1 of 1: .*of step: rank . sent {b} forward, weight hop 1 of 1"
                 for a, b in (("one", "other"), ("other", "one"))
             ],
         ),

@@ -174,7 +174,7 @@ class Application:
         if self.ring.mesh is None:
             self.counts[f"{module.kind}: left whole (emulated ring)"] += 1
             return
-        make_gathered(part, self.ring, self.scopes[id(part)], self.memo)
+        make_gathered(part, self.ring, self.scopes[id(part)], self.memo, module.label)
         part.__dict__[REASON] = module.reason
         self.counts[f"{module.kind}: sharded, gathered while in use"] += 1
 

@@ -155,7 +155,7 @@ def _average(
         gradient = gradients[index]
         if gradient is not None:
             section.copy_(gradient.reshape(-1))
-    call.ring.all_reduce(flat).div_(call.ring.size)
+    call.ring.all_reduce(flat, f"the replicated gradients of {call.name}").div_(call.ring.size)
     for section, index in zip(sections, wanted, strict=True):
         averaged[index] = section.view(parameters[index].shape).to(parameters[index].dtype, copy=True)
     return averaged

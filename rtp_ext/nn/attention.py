@@ -279,7 +279,7 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         rows: Any = [self.bias_k, self.bias_v]
         if self.bias_k is None or self.ring.mesh is None:
             return [row for row in rows if row is not None]
-        return gather(rows, self.ring, self.mp_policy)
+        return gather(rows, self.ring, self.mp_policy, [("bias_k", self), ("bias_v", self)])
 
     def _bias_parts(self) -> list[torch.Tensor | None]:
         """Returns in_proj_bias [3 E] as local shards of three biases [E], each with the cut of its weight."""
@@ -287,7 +287,8 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         if whole is None:
             return [None, None, None]
         if self.ring.mesh is not None:
-            (whole,) = gather([whole], self.ring, MixedPrecisionPolicy(reduce_dtype=self.mp_policy.reduce_dtype))
+            policy = MixedPrecisionPolicy(reduce_dtype=self.mp_policy.reduce_dtype)
+            (whole,) = gather([whole], self.ring, policy, [("in_proj_bias", self)])
             # The rotation averages already, and each rank contributes one shard: this cancels gather's second average.
             if whole.requires_grad:
                 whole.register_hook(lambda gradient: gradient * self.ring.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -30,8 +31,8 @@ def gather(
     parameters: list[torch.Tensor],
     ring: Ring,
     mp_policy: MixedPrecisionPolicy,
+    owners: Sequence[tuple[str, nn.Module]],
     reduced_together: Sequence[int] | None = None,
-    owners: Sequence[tuple[str, nn.Module]] | None = None,
     sent: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """Returns whole parameters gathered from their shards, differentiable. Collective.
@@ -39,8 +40,8 @@ def gather(
     Forward: one flat all-gather. Backward: one flat all-reduce, which averages over the ring.
 
     Args:
+        owners: name and module of each parameter.
         reduced_together: numbers of consecutive parameters whose gradients share one reduction; None: all share one.
-        owners: name and module of each parameter; required if some are tensor subclasses.
         sent: gets this rank's part of each parameter as it travelled; stays empty if some are tensor subclasses.
     """
     with on_device(parameters):
@@ -51,7 +52,7 @@ def gather(
                 shard if place in extended else _cast(shard, mp_policy.param_dtype)
                 for place, shard in enumerate(shards)
             ]
-            layouts = [_Layout.of(parameter, shard, ring) for parameter, shard in zip(parameters, cast, strict=True)]
+            layouts = _layouts(parameters, cast, ring, names_of(owners))
             every = (
                 _gather_extended(ring, layouts, cast, extended) if extended else _gather_flat(ring, layouts, cast, sent)
             )
@@ -76,11 +77,9 @@ def _extended(
     shards: list[torch.Tensor],
     ring: Ring,
     mp_policy: MixedPrecisionPolicy,
-    owners: Sequence[tuple[str, nn.Module]] | None,
+    owners: Sequence[tuple[str, nn.Module]],
 ) -> dict[int, Extended]:
     """Returns, by position, the parameters that travel by the extensions of their classes. Collective if one is new."""
-    if owners is None:
-        return {}
     places = [place for place, parameter in enumerate(parameters) if is_extended(parameter)]
     found = {place: Extended(*owners[place], parameters[place], shards[place], ring, mp_policy) for place in places}
     agree([*found.values()])
@@ -97,7 +96,7 @@ def _gather_extended(
     for place, (layout, shard) in enumerate(zip(layouts, shards, strict=True)):
         special = extended.get(place)
         travels += [shard] if special is None else special.inputs
-        how += [layout] if special is None else [_Layout.stacked(*sent) for sent in special.sent()]
+        how += [layout] if special is None else [_Layout.stacked(*sent, layout.name) for sent in special.sent()]
         counts.append(len(how) - sum(counts))
     arrived = iter(_gather_flat(ring, how, travels))
     whole = []
@@ -108,14 +107,13 @@ def _gather_extended(
 
 
 def _expect_plain_gradients(
-    parameters: list[torch.Tensor], likes: list[Any], owners: Sequence[tuple[str, nn.Module]] | None
+    parameters: list[torch.Tensor], likes: list[Any], owners: Sequence[tuple[str, nn.Module]]
 ) -> None:
     """Raises TypeError, on every rank, if gradients are wrappers and replicas would have to average them."""
     for place, (parameter, like) in enumerate(zip(parameters, likes, strict=True)):
         handler = gradient_handler_of(parameter) if isinstance(parameter, DTensor) and parameter.requires_grad else None
         if like is None or handler is None or handler.alone:
             continue
-        assert owners is not None, "it is extended"
         name, owner = owners[place]
         raise TypeError(
             f"{type(owner).__name__}.{name}: expected plain gradients of a parameter that replicas share, got one "
@@ -136,22 +134,23 @@ class _Layout:
     dim: int | None  # None: replicated
     sizes: tuple[int, ...]  # extents of the owners' shards along dim
     flat_bytes: int  # aligned bytes of the largest shard
+    name: str
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, shard: torch.Tensor, ring: Ring) -> _Layout:
+    def of(cls, parameter: torch.Tensor, shard: torch.Tensor, ring: Ring, name: str) -> _Layout:
         shape, dim = tuple(parameter.shape), ring_dim(parameter)
         if dim is None:
-            return cls(shape, None, (), 0)
+            return cls(shape, None, (), 0, name)
         sizes = tuple(shard_sizes(shape[dim], ring.size))
         largest = math.prod((*shape[:dim], sizes[0], *shape[dim + 1 :])) * shard.element_size()
-        return cls(shape, dim, sizes, -(-largest // _ALIGNMENT) * _ALIGNMENT)
+        return cls(shape, dim, sizes, -(-largest // _ALIGNMENT) * _ALIGNMENT, name)
 
     @classmethod
-    def stacked(cls, shapes: list[tuple[int, ...]], itemsize: int) -> _Layout:
+    def stacked(cls, shapes: list[tuple[int, ...]], itemsize: int, name: str) -> _Layout:
         """Returns the layout of the concatenation of one tensor of each rank, with any numbers of rows."""
         sizes, rest = tuple(shape[0] for shape in shapes), shapes[0][1:]
         largest = max(sizes) * math.prod(rest) * itemsize
-        return cls((sum(sizes), *rest), 0, sizes, -(-largest // _ALIGNMENT) * _ALIGNMENT)
+        return cls((sum(sizes), *rest), 0, sizes, -(-largest // _ALIGNMENT) * _ALIGNMENT, name)
 
     def shard_shape(self, owner: int) -> tuple[int, ...]:
         assert self.dim is not None
@@ -162,6 +161,25 @@ class _Layout:
         if self.dim is None:
             return whole
         return whole.narrow(self.dim, sum(self.sizes[:owner]), self.sizes[owner])
+
+
+def names_of(owners: Sequence[tuple[str, nn.Module]]) -> list[str]:
+    """Returns the names of parameters within the model, from their names in their modules."""
+    return [f"{getattr(owner, 'qualified_name', type(owner).__name__)}.{name}" for name, owner in owners]
+
+
+def _layouts(
+    parameters: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], ring: Ring, names: Sequence[str]
+) -> list[_Layout]:
+    every = zip(parameters, shards, names, strict=True)
+    return [_Layout.of(parameter, shard, ring, name) for parameter, shard, name in every]
+
+
+def _together(layouts: list[_Layout]) -> str:
+    """Returns a name of parameters that travel together; other ones have another name."""
+    names = [layout.name for layout in layouts]
+    others = f" and {len(names) - 1} more [{zlib.crc32(chr(0).join(names).encode()):08x}]"
+    return names[0] + (others if len(names) > 1 else "")
 
 
 def _gather_flat(
@@ -177,7 +195,7 @@ def _gather_flat(
         if sent is not None:
             sent.append(shard.clone() if layout.dim is None else section[: shard.nbytes])
     # [R, bytes], split below into one [R, bytes of a parameter] for each parameter
-    gathered = ring.all_gather(flat) if flat.numel() else flat.expand(ring.size, -1)
+    gathered = ring.all_gather(flat, _together(layouts)) if flat.numel() else flat.expand(ring.size, -1)
     return [
         shard.clone() if layout.dim is None else _assemble(layout, part, shard.dtype)
         for shard, layout, part in zip(shards, layouts, gathered.split(sections, dim=1), strict=True)
@@ -211,7 +229,7 @@ def _reduce_flat(
             real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
             values[place].copy_(real.reshape(-1))
             used[place] = 1
-    ring.all_reduce(flat).div_(ring.size)
+    ring.all_reduce(flat, f"the gradient of {_together(layouts)}").div_(ring.size)
     # On CUDA reading the flags would synchronise: there a parameter that no rank used gets zeros.
     unused = (used == 0).tolist() if ring.device.type == "cpu" else [False] * len(layouts)
     found: list[torch.Tensor | None] = []
@@ -229,18 +247,19 @@ class GatherPlan:
     """Gathering and reducing as two separate operations, for operators in compiled graphs.
 
     Args:
-        parameters: the registered parameters.
+        owners: name and module of each registered parameter.
     """
 
-    def __init__(self, parameters: list[torch.Tensor], ring: Ring, mp_policy: MixedPrecisionPolicy) -> None:
-        self.parameters, self.ring, self.mp_policy = parameters, ring, mp_policy
+    def __init__(self, owners: Sequence[tuple[str, nn.Module]], ring: Ring, mp_policy: MixedPrecisionPolicy) -> None:
+        self.parameters: list[Any] = [owner._parameters[name] for name, owner in owners]
+        self.names, self.ring, self.mp_policy = names_of(owners), ring, mp_policy
 
     def gather(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         """Returns whole parameters from the shards of all ranks. Collective."""
         self.ring.check_alive("gather")
         with torch.no_grad():
             cast = [_cast(shard, self.mp_policy.param_dtype) for shard in shards]
-            return _gather_flat(self.ring, self._layouts(cast), cast)
+            return _gather_flat(self.ring, _layouts(self.parameters, cast, self.ring, self.names), cast)
 
     def reduce(
         self,
@@ -253,10 +272,11 @@ class GatherPlan:
         places: indices of the parameters that `gradients` belong to. Collective.
         """
         self.ring.check_alive("reduce")
-        shards = [held(self.parameters[place]) for place in wanted]
+        parameters, names = [self.parameters[i] for i in wanted], [self.names[i] for i in wanted]
+        shards = [held(parameter) for parameter in parameters]
         computed = [_cast(shard, self.mp_policy.param_dtype) for shard in shards]
         given = dict(zip(places, gradients, strict=True))
-        layouts = [_Layout.of(self.parameters[i], shard, self.ring) for i, shard in zip(wanted, computed, strict=True)]
+        layouts = _layouts(parameters, computed, self.ring, names)
         with torch.no_grad():
             found = _reduce_flat(
                 self.ring,
@@ -269,11 +289,6 @@ class GatherPlan:
                 torch.zeros_like(shard) if mine is None else mine.to(shard.dtype)
                 for mine, shard in zip(found, shards, strict=True)
             ]
-
-    def _layouts(self, shards: list[torch.Tensor]) -> list[_Layout]:
-        return [
-            _Layout.of(parameter, shard, self.ring) for parameter, shard in zip(self.parameters, shards, strict=True)
-        ]
 
 
 class _Gather(torch.autograd.Function):

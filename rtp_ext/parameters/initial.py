@@ -175,7 +175,7 @@ def _is_ours(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) and tensor.device_mesh in mesh_roles
 
 
-def _draw_shard(operator: Any, tensor: DTensor, *arguments: Any, **keywords: Any) -> DTensor:
+def _draw_shard(operator: Any, tensor: Any, *arguments: Any, **keywords: Any) -> DTensor:
     """Calls a random operator on the whole tensor, piece by piece where one dimension of the mesh cuts it, and keeps
     this rank's shard."""
     local, mesh, placements = tensor._local_tensor, tensor.device_mesh, tensor.placements

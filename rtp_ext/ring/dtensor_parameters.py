@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from rtp_ext._native import share_version
-from rtp_ext.dtensor_hooks import before_steps, count_writes, patch_full_tensor
+from rtp_ext.dtensor_hooks import after_steps, before_steps, count_writes, patch_full_tensor
 from rtp_ext.ring.autograd import Delivery, deliver_gradient, first_order_only, run_collective, summing_dtype
-from rtp_ext.ring.mesh import MeshRole, local_placements, mesh_roles, own_part
+from rtp_ext.ring.mesh import MeshRole, local_placements, mesh_roles, own_part, rings_on
 
 
 def register_mesh(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
@@ -32,6 +32,7 @@ def register_mesh(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
         )
     before_steps("state", _check_state)
     count_writes(rotates)
+    after_steps(_count_update)
     patch_full_tensor(rotates, _FullTensor.apply)
     mesh_roles.setdefault(mesh, role)
 
@@ -68,6 +69,14 @@ def _check_state(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: A
                         "shape: load whole optimizer state with set_optimizer_state_dict of "
                         "torch.distributed.checkpoint.state_dict and full_state_dict=True"
                     )
+
+
+def _count_update(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+    """Has the rings of an optimizer's parameters count its step: hops of ranks with other counts do not match. Version
+    counters would not serve: a rank without rows of a parameter may write to none, and one rank may write alone."""
+    meshes = {p.device_mesh for group in optimizer.param_groups for p in group["params"] if rotates(p)}
+    for ring in {ring for mesh in meshes for reference in rings_on.get(mesh, ()) if (ring := reference()) is not None}:
+        ring.communicator.executor.count_update()
 
 
 def _is_whole(value: Any, parameter: Any) -> bool:

@@ -356,15 +356,16 @@ class Ring:
         self.check_alive("exchange")
         return self.communicator.exchange(value)
 
-    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """Gathers shards [n] of equal size to [R, n], for tensors that are too small to rotate. Collective."""
+    def all_gather(self, shard: torch.Tensor, name: str = "values") -> torch.Tensor:
+        """Gathers shards [n] of equal size to [R, n], for tensors that are too small to rotate. Collective. Raises
+        RotationError on every rank of a ring over CPUs where the `name` of the values, their size or dtype differ."""
         self.check_alive("all_gather")
-        return self.communicator.all_gather(shard)
+        return self.communicator.all_gather(shard, name)
 
-    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums `values` [...] over the ranks, in place. Collective."""
+    def all_reduce(self, values: torch.Tensor, name: str = "values") -> torch.Tensor:
+        """Sums `values` [...] over the ranks, in place. Collective. For `name` see `all_gather`."""
         self.check_alive("all_reduce")
-        return self.communicator.all_reduce(values)
+        return self.communicator.all_reduce(values, name)
 
     new_group = _of("communicator", Communicator.new_group)
     drop_groups = _of("communicator", Communicator.drop_groups)

@@ -283,9 +283,29 @@ void Hops::add(const Counts& pass, int times) {
   }
 }
 
-std::shared_ptr<Transfer> Hops::post(const Hop& hop, Usage& source, Usage& target, const EventHandle& traced,
+void Hops::mark(Hop& hop) {
+  if (std::exchange(updated_, false)) ++updates_;
+  hop.updates = updates_;
+}
+
+void Hops::meet(const std::string& collective, int rank, int ranks) {
+  if (!meeting_.defined()) meeting_ = transport_->allocate(Channel::weight, 2);
+  auto* const memory = static_cast<std::byte*>(meeting_.data_ptr());
+  Hop hop;
+  hop.to = (rank + 1) % ranks, hop.from = (rank + ranks - 1) % ranks;
+  hop.receive = {{memory, 1}}, hop.send = {{memory + 1, 1}};
+  hop.receive_slot = memory;
+  hop.operation = collective, hop.count = Hop::kCollective;
+  mark(hop);
+  const std::unique_ptr<Transfer> transfer = transport_->post(hop);
+  transfer->wait_received();
+  transfer->wait_sent();
+}
+
+std::shared_ptr<Transfer> Hops::post(Hop& hop, Usage& source, Usage& target, const EventHandle& traced,
                                      const PassHandle& pass, int position) {
   Transport& transport = *transport_;
+  mark(hop);
   HopMemory memory = HopMemory::source;
   const auto after = [&](const StreamEvent& event) { transport.order_memory_after(hop, memory, event); };
   const auto after_hop = [&](const auto& earlier, End end) {

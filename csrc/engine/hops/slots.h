@@ -148,8 +148,14 @@ class Hops {
 
   // Posts a hop after the last write of its source and all uses of its target, and records it in both. `traced`: the
   // trace event of the hop. `pass`, `position`: of the step that posts it, in the trace.
-  std::shared_ptr<Transfer> post(const Hop& hop, Usage& source, Usage& target, const EventHandle& traced,
+  std::shared_ptr<Transfer> post(Hop& hop, Usage& source, Usage& target, const EventHandle& traced,
                                  const PassHandle& pass, int position);
+
+  // Returns once the previous rank of the ring has come to the same collective, on the host: a hop without contents.
+  void meet(const std::string& collective, int rank, int ranks);
+  // An optimizer has updated parameters. All updates between two hops count as one: ranks may have divided the
+  // parameters among different numbers of optimizers.
+  void count_update() { updated_ = true; }
 
   // For race tests: delays every hop by a random time of at most `most`.
   void set_delay(std::chrono::microseconds most) { delay_ = most; }
@@ -167,8 +173,14 @@ class Hops {
   void add(const Counts& pass, int times);
 
  private:
+  // Sets what the token of a hop says about this rank.
+  void mark(Hop& hop);
+
   std::shared_ptr<Transport> transport_;
   Trace& trace_;
+  uint64_t updates_ = 0;
+  bool updated_ = false;  // since the last hop
+  at::Tensor meeting_;    // what a collective's hop sends, and where one arrives
   std::chrono::microseconds delay_{0};
   std::minstd_rand random_{std::random_device{}()};
   std::array<int64_t, 2> counts_{};

@@ -26,7 +26,7 @@ struct Landing {
   uint32_t parts;
   uint64_t segment;
   uint64_t segment_bytes;
-  uint64_t identity;  // identity of the hop, to detect ranks that are out of step
+  HopToken token;
   std::array<uint64_t, kMaxTensors> offset;
   std::array<uint64_t, kMaxTensors> bytes;
 };
@@ -37,7 +37,7 @@ struct SmallMessage {
   std::atomic<uint32_t> filled;
   std::atomic<uint32_t> emptied;
   uint32_t parts;
-  uint64_t identity;
+  HopToken token;
   std::array<uint64_t, kMaxTensors> bytes;
   std::array<std::byte, kMostSmall> data;
 

@@ -50,10 +50,7 @@ void HostTransport::deliver(const Job& job) {
              [&] { return static_cast<int32_t>(outbox.posted.load(std::memory_order_acquire) - job.sequence) >= 0; });
   // Copied before it is checked, because the peer can overwrite it at any time.
   const Landing landing = outbox.landing[job.sequence % kDepth];
-  if (landing.identity != hop.identity()) {
-    throw RotationError(concat(hop.describe(), ": the ranks of the ring are out of step: rank ", first_ + hop.to,
-                               " expects another operation or hop"));
-  }
+  landing.token.expect(hop, first_ + hop.to, "expects");
   if (landing.parts != hop.send.size()) {
     throw RotationError(concat(hop.describe(), ": rank ", first_ + hop.to, " of the ring expects ", landing.parts,
                                " tensors, got ", hop.send.size()));
@@ -92,7 +89,7 @@ void HostTransport::complete(const Hop& hop, uint32_t sequence) {
 // Copies a message into the empty entry of its sequence number.
 void HostTransport::deliver_small(const Hop& hop, uint32_t sequence) {
   SmallMessage& message = outbox(hop.channel, hop.to).small[sequence % kDepth];
-  message.identity = hop.identity();
+  message.token = HopToken::of(hop);
   message.parts = static_cast<uint32_t>(hop.send.size());
   std::byte* to = message.data.data();
   for (size_t index = 0; index < hop.send.size(); ++index) {
@@ -113,8 +110,8 @@ void HostTransport::take(const Hop& hop, uint32_t sequence) {
     if (!equal) throw RotationError(concat(hop.describe(), ": ", what...));
   };
   const bool came = message.filled.load(std::memory_order_relaxed) == sequence;
-  const bool same = came == small(hop.receive) && (!came || message.identity == hop.identity());
-  expect(same, "the ranks of the ring are out of step: rank ", first_ + hop.from, " sent another operation or hop");
+  if (came) message.token.expect(hop, first_ + hop.from, "sent");
+  expect(came || !small(hop.receive), "rank ", first_ + hop.from, " of the ring sent a message of another size");
   if (!came) return;
   const uint32_t parts = message.parts;
   expect(parts == hop.receive.size(), "rank ", first_ + hop.from, " of the ring sent ", parts, " tensors, expected ",

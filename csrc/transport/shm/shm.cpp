@@ -88,7 +88,7 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
     RTP_ASSERT(segment != nullptr, hop.describe(), " must land in a slot");
     landing.fd = segment->memory.fd();
     landing.segment = segment->id;
-    landing.identity = hop.identity();
+    landing.token = HopToken::of(hop);
     landing.segment_bytes = segment->memory.bytes();
     landing.parts = static_cast<uint32_t>(hop.receive.size());
     for (size_t index = 0; index < hop.receive.size(); ++index) {

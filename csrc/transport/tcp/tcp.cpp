@@ -31,10 +31,9 @@ constexpr auto kLongest = std::chrono::hours(24 * 365);  // maximum timeout
 // Precedes the bytes of a hop, to detect ranks that are out of step.
 struct Header {
   uint64_t magic = kMagic;
-  uint64_t identity = 0;
   std::array<uint64_t, kMaxTensors> bytes{};
   uint64_t parts = 0;
-  char hop[168] = {};  // description of the hop
+  HopToken token;
 };
 static_assert(sizeof(Header) == 256);
 
@@ -241,10 +240,9 @@ void SocketTransport::send(HopQueue& queue, const Hop& hop) {
   // waits for the hop enforce the timeout
   if (!socket) socket = peers_.connect(hop.to, hop.channel, peers_.stop(), kLongest);
   Header header;
-  header.identity = hop.identity();
+  header.token = HopToken::of(hop);
   header.parts = hop.send.size();
   for (size_t index = 0; index < hop.send.size(); ++index) header.bytes[index] = hop.send[index].bytes;
-  std::strncpy(header.hop, hop.describe().c_str(), sizeof header.hop - 1);
   send_all(socket, chunks_of(header, hop.send), peers_.stop());
 }
 
@@ -261,8 +259,7 @@ void SocketTransport::receive(HopQueue& queue, PendingHop& pending) {
       throw RotationError(concat(hop.describe(), ": rank ", hop.from, " of the ring sent ", what...));
     };
     if (header.magic != kMagic) wrong("bytes that are no hop");
-    header.hop[sizeof header.hop - 1] = '\0';
-    if (header.identity != hop.identity()) wrong(header.hop, ": the ranks of the ring are out of step");
+    header.token.expect(hop, hop.from, "sent");
     if (header.parts != hop.receive.size()) wrong(header.parts, " tensors, expected ", hop.receive.size());
     for (size_t index = 0; index < hop.receive.size(); ++index) {
       const uint64_t expected = hop.receive[index].bytes, found = header.bytes[index];

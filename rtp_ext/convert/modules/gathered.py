@@ -139,8 +139,8 @@ class ForwardScope:
             self.in_graph = traced.gather(self, self.ring, parameters, self.mp_policy)
 
     def _gather_plan(self) -> GatherPlan:
-        parameters = [parameter for each in self.small for parameter in each.rtp_sharded().values()]
-        return GatherPlan(parameters, self.ring, self.mp_policy)
+        owners = [pair for each in self.small for pair in each.rtp_owned()]
+        return GatherPlan(owners, self.ring, self.mp_policy)
 
     @unseen
     def _gather_for(self, owners: list[GatheredModule]) -> None:
@@ -168,10 +168,8 @@ class ForwardScope:
         if self.split or self.root_depth == 0:
             counts = [count for owner in owners for count in owner.rtp_used_together()]
         parameters = [p for each in own for p in each.values()]
-        belong: list[tuple[str, Any]] = [
-            (name, owner) for owner, each in zip(owners, own, strict=True) for name in each
-        ]
-        whole = iter(gather(parameters, self.ring, self.mp_policy, counts, belong, sent))
+        belong = [pair for owner in owners for pair in owner.rtp_owned()]
+        whole = iter(gather(parameters, self.ring, self.mp_policy, belong, counts, sent))
         return [
             {name: self._shown(owner, name, next(whole)) for name in each}
             for owner, each in zip(owners, own, strict=True)
@@ -202,8 +200,12 @@ class GatheredModule(ShardedModule):
         """Returns the registered parameters that are gathered, by name."""
         return {name: self._parameters[name] for name in self._rtp_gathered}
 
+    def rtp_owned(self: Any) -> list[tuple[str, Any]]:
+        """Returns the name of each parameter that is gathered, and the module."""
+        return [(name, self) for name in self._rtp_gathered]
+
     def _gather_plan(self) -> GatherPlan:
-        return GatherPlan([*self.rtp_sharded().values()], self._rtp_scope.ring, self._rtp_scope.mp_policy)
+        return GatherPlan(self.rtp_owned(), self._rtp_scope.ring, self._rtp_scope.mp_policy)
 
     def rtp_is_handed(self) -> bool:
         """Returns whether a forward of the whole model has gathered its parameters."""
@@ -251,7 +253,9 @@ _NOTHING: weakref.ref[Any] = weakref.ref(set())  # a dead reference
 _CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
 
 
-def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict[int, nn.Parameter]) -> None:
+def make_gathered(
+    module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict[int, nn.Parameter], label: str
+) -> None:
     """Shards the module's own parameters along their first dimension, to be gathered in forwards."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     replicated = frozenset(name for name, parameter in own.items() if isinstance(parameter, DTensor))
@@ -269,6 +273,7 @@ def make_gathered(module: nn.Module, ring: Ring, scope: ForwardScope, memo: dict
         _CLASSES[base, names] = type(f"Gathered{base.__name__}", (mixin, base), members)
     module.__class__ = _CLASSES[base, names]
     module.__dict__["_rtp_scope"] = scope
+    module.__dict__["qualified_name"] = label
     module.__dict__["_rtp_gathered"] = names
     module.__dict__["_rtp_replicated"] = replicated
     if isinstance(module, GatheredRNN):
@@ -319,7 +324,7 @@ def average_gradient(name: str, parameter: torch.Tensor, ring: Ring, outer: Oute
         # as wide as the reduction of shards, which may be asked for in fewer bits than these few numbers need
         wide = torch.promote_types(summing_dtype(gradient.dtype), unit.reduce_dtype or torch.float32)
         dense = gradient.to_dense().to(wide, copy=True, memory_format=torch.contiguous_format)
-        dense = ring.all_reduce(dense).div_(ring.size)
+        dense = ring.all_reduce(dense, f"the gradient of {name}").div_(ring.size)
         if outer is not None:
             dense = outer.reduce_whole(dense, name, unit)
         if ring.tensor_mesh is not None and ring.parameter_mesh is not None:

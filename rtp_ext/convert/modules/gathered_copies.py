@@ -67,7 +67,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def digest_of(copy: torch.Tensor) -> bytes:
     """Returns the same bytes for copies of the same values."""
-    return hashlib.sha1(_bytes(held(copy).detach()).cpu().numpy()).digest()
+    return hashlib.sha1(_bytes(held(copy).detach()).cpu().numpy().tobytes()).digest()
 
 
 def keep_writes(copies: Sequence[GatheredCopies], ring: Ring) -> list[GatheredCopies]:

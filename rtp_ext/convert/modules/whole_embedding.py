@@ -75,7 +75,7 @@ class WholeEmbedding(ShardedModule):
         table = held(self.weight)
         looked_up = torch.zeros(table.shape[0], dtype=torch.int32, device=table.device)
         looked_up[ids.reshape(-1)] = 1
-        rows = self.ring.all_reduce(looked_up).nonzero().view(-1)
+        rows = self.ring.all_reduce(looked_up, f"the rows of {self.qualified_name}").nonzero().view(-1)
         with torch.no_grad():
             torch.embedding_renorm_(table, rows, self.max_norm, self.norm_type)
         if isinstance(self.weight, DTensor):  # its version does not count writes to the local tensor
@@ -106,12 +106,13 @@ def _dense_gradient(ctx: Any, ids: torch.Tensor, dy: torch.Tensor) -> torch.Tens
     ring = ctx.call.ring
     summing = torch.promote_types(dy.dtype, torch.float32)  # many rows may add up to one
     own = torch.ops.aten.embedding_dense_backward(dy.to(summing), ids, ctx.rows, ctx.padding_idx, False)
-    total = ring.all_reduce(own.to(ctx.call.reduce_dtype)).to(summing).div_(ring.size)
+    name = f"the gradient of {ctx.call.name}.weight"
+    total = ring.all_reduce(own.to(ctx.call.reduce_dtype), name).to(summing).div_(ring.size)
     if ctx.scaled:
         counts = torch.zeros(ctx.rows, dtype=torch.int64, device=ids.device)
         flat = ids.reshape(-1).long()
         counts.scatter_add_(0, flat, torch.ones_like(flat))
-        total.div_(ring.all_reduce(counts).clamp_(min=1).unsqueeze(1))
+        total.div_(ring.all_reduce(counts, f"the counts of {ctx.call.name}").clamp_(min=1).unsqueeze(1))
     return total
 
 
@@ -121,13 +122,15 @@ def _sparse_gradient(ctx: Any, ids: torch.Tensor, dy: torch.Tensor) -> torch.Ten
     ring = ctx.call.ring
     if ctx.scaled:  # torch raises the same error
         raise RuntimeError(f"{ctx.call.name}: scale_grad_by_freq is not supported with sparse gradients")
-    counts = ring.all_gather(torch.tensor([ids.numel()], device=ids.device)).view(-1).tolist()
+    name = f"the sparse gradient of {ctx.call.name}.weight"
+    counts = ring.all_gather(torch.tensor([ids.numel()], device=ids.device), name).view(-1).tolist()
     width = dy.shape[-1]
     own_ids = ids.new_zeros(max(counts), dtype=torch.int64)
     own_ids[: ids.numel()] = ids.reshape(-1)
     own_rows = dy.new_zeros(max(counts), width, dtype=ctx.call.reduce_dtype)
     own_rows[: ids.numel()] = dy.reshape(-1, width)
-    every_id, every_row = ring.all_gather(own_ids), ring.all_gather(own_rows.view(-1)).view(ring.size, -1, width)
+    every_id = ring.all_gather(own_ids, name)
+    every_row = ring.all_gather(own_rows.view(-1), name).view(ring.size, -1, width)
     places = torch.cat([row[:count] for row, count in zip(every_id, counts, strict=True)])
     rows = torch.cat([row[:count] for row, count in zip(every_row, counts, strict=True)])
     kept = places != ctx.padding_idx

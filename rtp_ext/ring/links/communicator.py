@@ -22,6 +22,8 @@ from rtp_ext.ring.links.wiring import Wiring
 
 _FIRST_BYTES = 1024  # bytes of a value and its length in the first of two gathers; few values are longer
 
+_RECORD = "; what this rank did last: "  # precedes the path of the record in errors of the executor, once in a text
+
 
 class Communicator:
     """Process groups over some ranks, and the collectives for values that are too small to rotate.
@@ -200,19 +202,28 @@ class Communicator:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def collectively(self, operation: str, post: Callable[..., Any], *tensors: Any, group: Any) -> None:
+    def collectively(
+        self, operation: str, post: Callable[..., Any], *tensors: Any, group: Any, identity: str = ""
+    ) -> None:
         """Runs `post`, a torch.distributed collective. A failure that the process group reports fails the ring, and so
         does a rank that does not answer within the timeout; an error before the collective is posted does not.
 
-        group: one of the ring, or of other ranks."""
+        group: one of the ring, or of other ranks.
+        identity: what the ranks of a ring over CPUs compare before: operation, module and size. A ring fails where they
+        differ, since the process group would mix the values of two modules, or end the process where sizes differ.
+        """
         start, posted = time.monotonic(), False
         recorded = 0 if self.executor is None else self.executor.begin_collective(operation)
         try:
+            if identity and self.executor is not None:
+                self.executor.meet(identity)
             work = post(*tensors, group=group, async_op=True)
             posted = True
             work.wait() if group in self._groups else work.wait(self.timeout)
         except RuntimeError as error:
-            if not posted and not isinstance(error, dist.DistError):
+            if not posted and not isinstance(error, (dist.DistError, RingTimeout)):
+                if self.executor is not None and not self.executor.alive:
+                    self.abandon(error)
                 raise
             raise self._lost(operation, time.monotonic() - start, error) from error
         if self.executor is not None:
@@ -229,7 +240,8 @@ class Communicator:
         hop = self.last_hop()
         here = f"{operation} on {self._member} {self.rank} of {self.size}, "
         here += f"after {hop}" if hop else "before the first hop"
-        error = RingTimeout(f"{here}: {self._others} did not answer (waited {waited:.1f} s): {cause}")
+        told = str(cause).partition(_RECORD)[0]
+        error = RingTimeout(f"{here}: {self._others} did not answer (waited {waited:.1f} s): {told}")
         self.end(error, None if suspects is None else [self.members[rank] for rank in suspects], ended=ended)
         return error
 
@@ -257,19 +269,28 @@ class Communicator:
         self.collectively("exchange", all_gather_single, gathered, padded, group=self._control)
         return [text.numpy().tobytes() for text in gathered.view(self.size, width)]
 
-    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """Gathers shards [n] of equal size to [R, n], for tensors that are too small to rotate. Collective."""
+    def all_gather(self, shard: torch.Tensor, name: str = "values") -> torch.Tensor:
+        """Gathers shards [n] of equal size to [R, n], for tensors that are too small to rotate. `name`: of the module.
+        Collective."""
         self.check_alive("all_gather")
         if self._collective is None:
             return shard.unsqueeze(0).repeat(self.size, 1)
         gathered = shard.new_empty(self.size, shard.numel())
-        self.collectively("all_gather", all_gather_single, gathered.view(-1), shard, group=self._collective)
+        what, flat = f"all_gather of {name}", gathered.view(-1)
+        self.collectively(
+            what, all_gather_single, flat, shard, group=self._collective, identity=f"{what} {_size(shard)}"
+        )
         return gathered
 
-    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums `values` [...] over the ranks, in place. Collective."""
+    def all_reduce(self, values: torch.Tensor, name: str = "values") -> torch.Tensor:
+        """Sums `values` [...] over the ranks, in place. `name`: of the module. Collective."""
         self.check_alive("all_reduce")
         if self._collective is None:
             return values.mul_(self.size)
-        self.collectively("all_reduce", dist.all_reduce, values, group=self._collective)
+        what = f"all_reduce of {name}"
+        self.collectively(what, dist.all_reduce, values, group=self._collective, identity=f"{what} {_size(values)}")
         return values
+
+
+def _size(values: torch.Tensor) -> str:
+    return f"({values.numel()} x {str(values.dtype).removeprefix('torch.')})"
