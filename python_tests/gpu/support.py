@@ -36,8 +36,8 @@ def record(**facts: Any) -> None:
 
 
 def end_if_broken() -> None:
-    """Raises an error that CUDA reports for earlier work. After most errors every call of the process fails: the process
-    then ends with BROKEN, and pytest-xdist gives the tests that are left to another worker."""
+    """Raises an error that CUDA reports for earlier work. After most errors every call of the process fails: it ends with
+    BROKEN, and pytest-xdist gives the tests that are left to another worker."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:

@@ -37,6 +37,9 @@ class Stream:
 
     def synchronize(self) -> None: ...
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __enter__(self) -> Stream:
         return self
 
@@ -75,6 +78,7 @@ def graph(*_: Any, **__: Any) -> Iterator[None]:
 
 
 def always(value: Any) -> Callable[..., Any]:
+    """A function of its own for each name: torch.compile knows those of torch.cuda by identity."""
     return lambda *_, **__: value
 
 
@@ -85,13 +89,12 @@ CUDA: dict[str, Any] = {
     "device_count": always(1), "current_device": always(0), "get_device_properties": always(Properties()),
     "get_device_name": always(Properties.name), "get_device_capability": always((9, 0)),
     "can_device_access_peer": always(False), "mem_get_info": always((79 * GIB, 80 * GIB)),
-    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), always(0)),
-    **dict.fromkeys(
-        ("init", "_lazy_init", "set_device", "synchronize", "_sleep", "empty_cache", "reset_peak_memory_stats",
-         "set_sync_debug_mode", "set_per_process_memory_fraction", "manual_seed_all"),
-        always(None),
-    ),
 }  # fmt: skip
+BYTES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+SILENT = (
+    *("init", "_lazy_init", "set_device", "synchronize", "_sleep", "empty_cache", "reset_peak_memory_stats"),
+    *("set_sync_debug_mode", "set_per_process_memory_fraction", "manual_seed_all"),
+)
 
 
 def on_cpu(value: Any) -> Any:
@@ -120,8 +123,10 @@ def install() -> None:
                 return args[0].clone()
             return func(*map(on_cpu, args), **{name: on_cpu(value) for name, value in kwargs.items()})
 
-    for name, value in CUDA.items():
+    counted = {name: always(0) for name in BYTES} | {name: always(None) for name in SILENT}
+    for name, value in (CUDA | counted).items():
         setattr(torch.cuda, name, value)
+    torch.accelerator.current_stream = lambda *_: Stream()  # type: ignore[assignment, return-value]
     install_devices()
     CudaIsCpu().__enter__()
     with contextlib.suppress(ImportError):  # a program without the package
