@@ -36,8 +36,10 @@ def record(**facts: Any) -> None:
 
 
 def end_if_broken() -> None:
-    """Raises an error that CUDA reports for earlier work. After most errors every call of the process fails: it ends with
-    BROKEN, and pytest-xdist gives the tests that are left to another worker."""
+    """Raises an error that CUDA reports for earlier work.
+
+    After most errors every call of the process fails: it ends with BROKEN, and pytest-xdist replaces it for later tests.
+    """
     try:
         torch.cuda.synchronize()
     except RuntimeError:

@@ -140,9 +140,9 @@ def install_devices() -> None:
     from torch.amp import autocast_mode
     from torch.distributed import device_mesh
 
-    plain = torch.Generator
+    plain: Any = torch.Generator
 
-    class Generator(plain):
+    class Generator(plain):  # type: ignore[misc]
         def __new__(cls, device: Any = "cpu") -> Any:
             return plain.__new__(plain, on_cpu(device))
 
