@@ -38,7 +38,7 @@ def record(**facts: Any) -> None:
 def end_if_broken() -> None:
     """Raises an error that CUDA reports for earlier work.
 
-    After most errors every call of the process fails: it ends with BROKEN, and pytest-xdist replaces it for later tests.
+    After most errors every call of the process fails: it ends with BROKEN, and pytest-xdist replaces it for the rest.
     """
     try:
         torch.cuda.synchronize()
