@@ -114,7 +114,7 @@ sanitize: build
 
 # python_tests/gpu and the first day on a GPU, on a fake one: minutes. Tests that need a real one are named.
 rehearse: build
-	FAKE_GPU=1 RTP_CONTRACT_SECONDS=1 OMP_NUM_THREADS=1 PYTHONPATH=python_tests/simulators/fake_gpu \
+	FAKE_GPU=1 RTP_CONTRACT_SECONDS=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/python_tests/simulators/fake_gpu \
 		$(TESTS) -rs python_tests/gpu
 	PYTHON=$(abspath $(BIN))/python benchmarks/gpu/rehearse.sh main
 	PYTHON=$(abspath $(BIN))/python benchmarks/gpu/rehearse.sh more
