@@ -40,7 +40,7 @@ def structures(rows: int, columns: int):
         yield "hidden_forward", HiddenForward(kind, activation, rows, columns, AT, gate, AT, *[columns] * 3)
         yield (
             "hidden_backward",
-            HiddenBackward(kind, activation, rows, columns, AT, AT, gate, *[AT] * 3, *[columns] * 6),
+            HiddenBackward(*(kind, activation, rows, columns, AT, AT, gate, AT, AT, AT), *[columns] * 6),
         )
     for kind, other in product(range(3), range(3)):
         logits = Logits(kind, rows, columns, AT, columns, AT, 0, -100, 0.0)
