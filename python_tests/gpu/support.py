@@ -12,7 +12,7 @@ import torch
 import rtp_ext
 
 LINKS = ["sm-local", "ce-local", "ce-local:4", "nccl-self", "pcie"]
-BROKEN = 70  # exit status of a process whose CUDA context is lost
+BROKEN = 70  # exit status of a worker whose CUDA context is lost
 COPY_ENGINES = ["ce-local", "ce-local:2", "ce-local:4", "pcie"]  # links that need no SM
 
 
@@ -38,7 +38,7 @@ def record(**facts: Any) -> None:
 def end_if_broken() -> None:
     """Raises an error that CUDA reports for earlier work.
 
-    After most errors every call of the process fails: it ends with BROKEN, and pytest-xdist replaces it for the rest.
+    After most errors every call of the process fails: it ends, and pytest-xdist replaces a worker for the rest.
     """
     try:
         torch.cuda.synchronize()
@@ -49,7 +49,7 @@ def end_if_broken() -> None:
             if "PYTEST_XDIST_WORKER" in os.environ:
                 traceback.print_exc(file=sys.__stderr__)
                 os._exit(BROKEN)
-            pytest.exit(f"no later test can pass in this process: {error}", returncode=BROKEN)
+            pytest.exit(f"no later test can pass in this process: {error}")  # and not with BROKEN: no summary
         raise
 
 
