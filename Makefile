@@ -12,7 +12,7 @@ MINUTES ?= 30
 # Where it is set each of the processes that tests start compiles the package anew, and each of pytest's all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: build kernels simulators demo test frameworks versions wheels lint format docs clean sweep compiled faults soak recovery sanitize
+.PHONY: build kernels simulators demo test frameworks versions wheels lint format docs clean sweep compiled faults soak recovery sanitize rehearse
 
 build: $(VENV)/.built
 
@@ -111,6 +111,13 @@ recovery: build
 sanitize: build
 	$(BIN)/python benchmarks/reliability/sanitize.py
 	$(BIN)/python benchmarks/reliability/faults.py --write
+
+# python_tests/gpu and the first day on a GPU, on a fake one: minutes. Tests that need a real one are named.
+rehearse: build
+	FAKE_GPU=1 RTP_CONTRACT_SECONDS=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/python_tests/simulators/fake_gpu \
+		$(TESTS) -rs python_tests/gpu
+	PYTHON=$(abspath $(BIN))/python benchmarks/gpu/rehearse.sh main
+	PYTHON=$(abspath $(BIN))/python benchmarks/gpu/rehearse.sh more
 
 lint: build
 	$(BIN)/ruff check .

@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+import traceback
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import rtp_ext
 
 LINKS = ["sm-local", "ce-local", "ce-local:4", "nccl-self", "pcie"]
+BROKEN = 70  # exit status of a worker whose CUDA context is lost
 COPY_ENGINES = ["ce-local", "ce-local:2", "ce-local:4", "pcie"]  # links that need no SM
 
 
@@ -30,6 +33,24 @@ def record(**facts: Any) -> None:
     if path := os.environ.get("RTP_TEST_RECORD"):
         with open(path, "a") as file:
             file.write(line + "\n")
+
+
+def end_if_broken() -> None:
+    """Raises an error that CUDA reports for earlier work.
+
+    After most errors every call of the process fails: it ends, and pytest-xdist replaces a worker for the rest.
+    """
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            if "PYTEST_XDIST_WORKER" in os.environ:
+                traceback.print_exc(file=sys.__stderr__)
+                os._exit(BROKEN)
+            pytest.exit(f"no later test can pass in this process: {error}")  # a status of its own would suppress the summary
+        raise
 
 
 def nccl_version() -> tuple[int, ...]:

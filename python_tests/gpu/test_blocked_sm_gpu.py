@@ -12,6 +12,8 @@ import torch
 from reference import random
 from support import COPY_ENGINES, LINKS, emulated, record
 
+pytestmark = [pytest.mark.alone, pytest.mark.real_gpu("a kernel occupies every SM")]
+
 RANKS = 4
 BYTES = 32 << 20
 DEADLINE = 3.0  # seconds for the hops, which take milliseconds

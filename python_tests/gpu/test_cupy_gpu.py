@@ -1,5 +1,6 @@
 """CuPy as an independent reference, with its own NCCL communicator and products; and arrays without copies."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import rtp_ext
 from rtp_ext.functional import rotated_linear
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
-nccl = getattr(cupy.cuda, "nccl", None)
-needs_nccl = pytest.mark.skipif(not getattr(nccl, "available", False), reason="this CuPy has no NCCL")
+nccl = importlib.import_module("cupy.cuda.nccl")  # which `import cupy` alone does not load
+needs_nccl = pytest.mark.skipif(not nccl.available, reason="this CuPy has no NCCL")
+pytestmark = pytest.mark.real_gpu("CuPy's arrays lie on GPUs alone")
 
 TOKENS, FEATURES, ROWS = 70, 48, 40  # of one shard
 DTYPES = [torch.float64, torch.float32]

@@ -14,6 +14,8 @@ from support import LINKS, emulated
 
 from rtp_ext.functional import rotated_linear
 
+pytestmark = pytest.mark.alone
+
 REPETITIONS = int(os.environ.get("RTP_RACE_REPETITIONS", "5"))
 RANKS, TOKENS, FEATURES, ROWS = 4, 256, 512, 384
 LONGEST = 2000  # microseconds; a GEMM here takes some ten
@@ -87,6 +89,7 @@ def test_held_up_channels(link, delay, monkeypatch):
     check(ring, undisturbed, rng.Random(delay), repetitions)
 
 
+@pytest.mark.real_gpu("streams of the fake are in order")
 def test_a_missing_wait_would_be_seen():
     """Control: the same reads and writes without the waits, on two streams, end differently under the same delays."""
     x = random(TOKENS, FEATURES, dtype=torch.float32, seed=99).cuda()

@@ -8,6 +8,9 @@ from support import emulated, record
 import rtp_ext
 from rtp_ext.functional import rotated_linear
 
+pytestmark = pytest.mark.alone
+
+KEPT: list = []  # by a process whose GPU is broken: what is not freed cannot fail
 TRAP = 'extern "C" __global__ void stop_here(int* anything) { asm volatile("trap;"); }'
 
 
@@ -30,6 +33,7 @@ def test_a_closed_ring_says_so():
         rotated_linear(weight, weight, ring=ring)
 
 
+@pytest.mark.real_gpu("its memory has a limit")
 def test_too_little_memory_leaves_a_working_ring():
     """A slot that does not fit is torch's error; nothing has travelled by then."""
     ring = emulated(2)
@@ -53,6 +57,7 @@ def _meets_a_broken_gpu(rank, ranks):
     """A kernel that traps makes every later CUDA call of its process fail."""
     ring = emulated(2)
     shard = torch.ones(1024, device="cuda")
+    KEPT.extend((ring, shard))
     for _ in ring.rotate(shard):  # allocates the slots
         pass
     torch.cuda.synchronize()
@@ -73,6 +78,7 @@ def _meets_a_broken_gpu(rank, ranks):
     return messages
 
 
+@pytest.mark.real_gpu("a kernel traps")
 def test_a_broken_gpu_is_a_cuda_error():
     if not hasattr(torch.cuda, "_compile_kernel"):
         pytest.skip(f"torch {torch.__version__} compiles no kernels at run time (torch.cuda._compile_kernel)")

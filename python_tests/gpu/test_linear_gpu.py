@@ -110,6 +110,7 @@ def test_operations_follow_the_current_stream():
     assert_same(y, expected, 1e-5, "output")
 
 
+@pytest.mark.real_gpu("two devices")
 def test_wrong_devices_are_refused():
     ring = rtp_ext.Ring.emulated(2, device="cuda")
     x, weight = torch.zeros(3, 4), torch.zeros(5, 4)

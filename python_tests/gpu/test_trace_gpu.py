@@ -12,6 +12,8 @@ from trace_checks import check_trace
 from rtp_ext import trace
 from rtp_ext.functional import rotated_linear
 
+pytestmark = pytest.mark.alone
+
 CLOCK = 5e-6  # seconds: timing events resolve half a microsecond
 TOKENS, FEATURES, ROWS = 2048, 2048, 2048
 HEAD_START = 10_000_000  # cycles in which the host gets ahead
@@ -61,6 +63,7 @@ def test_slow_hops_are_seen_as_waiting():
     assert sum(each.waiting for each in trace.summaries([found])) > quick + 10e-3
 
 
+@pytest.mark.real_gpu("it captures")
 def test_passes_of_a_graph_are_counted_and_not_recorded(caplog):
     ring = emulated(4)
     x, weight = layer()

@@ -17,10 +17,11 @@ class Torch:
     def __init__(self, device: str) -> None:
         self.name = f"torch on {device}"
         self.device = torch.device(device)
+        on_gpu = torch.empty(0, device=device).is_cuda  # not where a GPU is a fake
         # On a CPU the engine's logits are float32 and so are their gradients.
-        self.logit_elements = ("float32", "bfloat16", "float16") if device != "cpu" else ("float32",)
+        self.logit_elements = ("float32", "bfloat16", "float16") if on_gpu else ("float32",)
         self.gradient_elements = self.logit_elements
-        self.hidden_roundings = 3 if device == "cpu" else 0  # ATen's steps, each rounded to the element type
+        self.hidden_roundings = 0 if on_gpu else 3  # ATen's steps, each rounded to the element type
         self.placed: list[tuple[Tensor, Tensor]] = []
 
     def tensor(self, array: Array) -> Tensor:

@@ -44,6 +44,7 @@ def _counts_slots(rank, ranks, log):
     ring.close()
 
 
+@pytest.mark.real_gpu("torch counts its memory")
 def test_slots_are_counted_and_given_back(tmp_path):
     if (problem := several_ranks_problem(2)) is not None:
         pytest.skip(problem)
