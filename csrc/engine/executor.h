@@ -68,7 +68,7 @@ class Executor {
   // Makes all forwards take shards from `source`, without a hop. Backwards become errors.
   void take_from(std::shared_ptr<ShardSource> source) { pulls_.take_from(std::move(source)); }
   ShardPulls& pulls() { return pulls_; }
-  // See Hops::meet. Hops between GPUs carry no token, and a rank alone meets nobody.
+  // See Hops::meet. Hops between GPUs carry no token, and a rank alone has no neighbour to meet.
   void meet(const std::string& collective) {
     if (ranks_ == 1 || !streams().on_host() || transport_->loopback()) return;
     check_alive(collective);

@@ -41,9 +41,8 @@ INTERNAL = {
 }
 # Files with messages whose words stand elsewhere: how many, and words of each; none where another error is repeated.
 COMPOSED: dict[str, tuple[int, tuple[str, ...]]] = {
-    "rtp_ext/command_line.py": (1, ()),  # of argparse
+    "rtp_ext/command_line.py": (2, ()),  # of argparse, and of files
     "rtp_ext/convert/agreement.py": (1, ("the model differs between ranks", "ranks have different models")),
-    "rtp_ext/convert/command.py": (1, ()),
     "rtp_ext/convert/modules/refused.py": (3, ("fully_rotate has made it shards",)),
     "rtp_ext/convert/validation/model.py": (1, ("expected a plain parameter, or one whose class has",)),
     "rtp_ext/dtensor_hooks.py": (
@@ -55,7 +54,6 @@ COMPOSED: dict[str, tuple[int, tuple[str, ...]]] = {
     "rtp_ext/outer/local_training/guards.py": (1, ("a checkpoint would hold a mixture",)),
     "rtp_ext/outer/policy.py": (1, ("the model differs between replicas", "expected the same weights in all replicas")),
     "rtp_ext/planner/app/settings.py": (1, ()),  # of argparse
-    "rtp_ext/planner/specs/model.py": (1, ()),
     "rtp_ext/ring/links/transports.py": (1, ("cannot be used (",)),
     "rtp_ext/ring/telemetry.py": (1, ()),
 }
