@@ -9,7 +9,7 @@ all have written. So a checkpoint that a rank dies in only costs space. Batches 
 are divided among the ranks: losses depend neither on the number of starts nor on the number of ranks.
 
 For the demonstration a rank kills itself `--die-every` seconds after its first step, `--deaths` times, every other time
-in a save. The last line has the share of time spent on steps that were not repeated.
+in a save. The last line has the share of time spent on steps that were not repeated. Runs on CPUs.
 """
 
 from __future__ import annotations

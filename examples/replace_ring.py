@@ -6,7 +6,7 @@ A ring is the unit of failure: this script starts the ranks, and where one dies 
 a new one. Ranks of the other rings detect this and form new groups under the next generation number. Each sends its
 shards, parameters and optimizer state, to the rank at the same place of the new ring: 1/R of the model a rank, all at
 once, and without a disk. When a ring dies, one rank may have finished a step that another has not. So each rank also
-keeps the state of the step before, and all continue from the oldest step.
+keeps the state of the step before, and all continue from the oldest step. Runs on CPUs.
 """
 
 from __future__ import annotations
