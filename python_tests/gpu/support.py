@@ -49,8 +49,7 @@ def end_if_broken() -> None:
             if "PYTEST_XDIST_WORKER" in os.environ:
                 traceback.print_exc(file=sys.__stderr__)
                 os._exit(BROKEN)
-            # without a status of its own, which would suppress the summary
-            pytest.exit(f"no later test can pass in this process: {error}")
+            pytest.exit(f"no later test can pass in this process: {error}")  # a status would suppress the summary
         raise
 
 
