@@ -18,7 +18,7 @@
 #     emulated_step     a step of a rank of 8 against plain torch: 4 blocks of 8B                               45
 #     ranks     2 ranks on this GPU over ce and nccl: rotate, train, prefetch, a lost one                       60
 #     kernels   each kernel of this package against the rate of a copy, nf4 among them                          25
-#     train     one rank against fsdp2 and plain torch: a block of 8B                                           34
+#     train_single, train_rtp-fused     one rank against plain torch, and against fsdp2: a block of 8B          34
 #     summary   each figure beside its prediction: benchmarks/gpu/summary.py                                     6
 #   more    one GPU, at most 225 s: 4 ranks; random hops; graphs of both channels; a rank lost under 30 layers; memory of
 #           the other strategies; NCCL's CTAs 1 to 16; R = 2 and 4; replays; losses of train_lm
@@ -49,6 +49,7 @@ ranks) LIMIT=530 ;;
 *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit 2 ;;
 esac
 SCALE="${SCALE:-1}"
+[[ "$SCALE" =~ ^[0-9]+$ ]] || { echo "first_day.sh: expected a whole number as SCALE, got $SCALE" >&2 && exit 2; }
 LIMIT=$((LIMIT * SCALE))
 OUT="${2:-${OUT:-build/first_day}}"
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -63,7 +64,7 @@ TRAIN_OPTIONS="${TRAIN_OPTIONS:---model llama-8b-block --tokens 8192 --dtype bfl
 LM_OPTIONS="${LM_OPTIONS:---steps 100 --batch 16}"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export CUDA_DEVICE_MAX_CONNECTIONS=32 OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
-export RTP_RACE_REPETITIONS="${RTP_RACE_REPETITIONS:-5}"
+export RTP_RACE_REPETITIONS="${RTP_RACE_REPETITIONS:-5}" RTP_CONTRACT_SECONDS="${RTP_CONTRACT_SECONDS:-8}"
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-lo}"
 PATH="$PATH:/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer"
 ulimit -c 0
@@ -73,7 +74,7 @@ if ((!DRY)); then
   mkdir -p "$OUT" || exit 2
   OUT="$(cd "$OUT" && pwd)"
   WORK="$(mktemp -d)"
-  mkdir -p "$WORK/logs"
+  mkdir -p "$WORK/logs" "$WORK/running"
   : >"$OUT/steps.tsv"
   export RTP_TEST_RECORD="$OUT/facts.jsonl"
 fi
@@ -87,7 +88,7 @@ share() { # SECONDS: how much longer the next steps may take in all; what is lat
 step() { # NAME COMMAND...: its output goes to LOGS/NAME.log
   local name="$1" left status started=$SECONDS end=$((PLAN < LIMIT ? PLAN : LIMIT))
   shift
-  [[ -z "${ONLY:-}" || "$name" =~ ^(warm|import|build|card)$ || "$name" =~ $ONLY ]] || return 0
+  [[ -z "${ONLY:-}" || "$name" =~ ^(warm|import|import_again|build|card)$ || "$name" =~ $ONLY ]] || return 0
   left=$((end - SECONDS))
   if ((DRY)); then
     printf 'step %s%s\n' "$name" "$(printf ' %q' "$@")" # at once: others print beside it
@@ -97,11 +98,12 @@ step() { # NAME COMMAND...: its output goes to LOGS/NAME.log
     printf '%s\tno time\t0\t%s\n' "$name" "$left" >>"$OUT/steps.tsv"
     return 1
   fi
-  {
-    echo "+ $*"
-    timeout --kill-after=5 "$left" "$@"
-  } >"$LOGS/$name.log" 2>&1
+  echo "+ $*" >"$LOGS/$name.log"
+  timeout --kill-after=5 "$left" "$@" >>"$LOGS/$name.log" 2>&1 & # a trap waits for no other process than this one
+  echo "$!" >"$WORK/running/$name"
+  wait "$!"
   status=$?
+  rm "$WORK/running/$name"
   printf '%s\t%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - started))" "$left" >>"$OUT/steps.tsv"
   echo "[$SECONDS s] $name: status $status after $((SECONDS - started)) of at most $left s"
   ((status == 0)) || tail -n 6 "$LOGS/$name.log" | cut -c1-300
@@ -117,7 +119,7 @@ py() { # NAME ARGUMENTS...: the same with Python, and the newer NCCL if PRELOAD 
 tested() { # NAME PYTEST-ARGUMENTS...: results stand in the log as they come
   local name="$1"
   shift
-  py "$name" -m pytest -v -rfEs --tb=short --durations=6 -p no:cacheprovider ${SPREAD[@]+"${SPREAD[@]}"} \
+  py "$name" -m pytest -v -rfEs --tb=short --durations=6 --continue-on-collection-errors -p no:cacheprovider ${SPREAD[@]+"${SPREAD[@]}"} \
     ${TIMEOUT[@]+"${TIMEOUT[@]}"} --junitxml="$LOGS/$name.xml" "$@"
 }
 
@@ -128,8 +130,7 @@ keep() { # the logs so far, into OUT, where the benchmarks write their results t
 
 settled() { # waits for the steps that run side by side, and keeps what they found
   local pid
-  for pid in $(jobs -p); do [[ "$pid" == "$HOLDER" ]] || wait "$pid"; done
-  keep
+  for pid in $(jobs -p); do [[ "$pid" == "$HOLDER" ]] || { wait "$pid"; keep; }; done
 }
 
 finish() { # STATUS
@@ -139,7 +140,12 @@ finish() { # STATUS
   ((DRY)) || rm -rf "$WORK"
   exit "$1"
 }
-trap 'finish 143' TERM INT
+stopped() { # ends the steps that run, which have process groups of their own
+  local each
+  for each in "$WORK"/running/*; do [[ ! -e "$each" ]] || kill "$(cat "$each")" 2>/dev/null; done
+  finish 143
+}
+trap stopped TERM INT
 
 # --- setup: what is here ------------------------------------------------------------------------------------------------
 
@@ -147,18 +153,21 @@ machine() {
   uname -a
   nproc
   free -g | head -2
-  nvidia-smi
-  nvidia-smi topo -m
-  "$PYTHON" -m pip list 2>/dev/null | grep -i -E '^(torch|triton|numpy|pytest|nvidia-nccl|nvidia-cublas|transformers|cupy)'
+  timeout 20 nvidia-smi
+  timeout 20 nvidia-smi topo -m
+  timeout 20 "$PYTHON" -m pip list 2>/dev/null | grep -i -E '^(torch|triton|numpy|pytest|nvidia-nccl|nvidia-cublas|transformers|cupy)'
   command -v nvcc cmake ninja g++ compute-sanitizer nvidia-cuda-mps-control
 }
 
 prebuilt() { # the kit's files, where they fit this tree and this Python
   local own="$WORK/libnccl.so.2"
   [[ -d "$KIT" ]] || return 0
-  cp "$KIT"/_[CR].*.so rtp_ext/
+  cp --remove-destination "$KIT"/_[CR].*.so rtp_ext/
   RTP_COMMIT="$(cat "$KIT/commit")"
-  sha256sum --check --status "$KIT/files.sha256" 2>/dev/null || RTP_COMMIT="${RTP_COMMIT%-dirty}-dirty"
+  if ! sha256sum --check --status "$KIT/files.sha256" 2>/dev/null; then
+    RTP_COMMIT="${RTP_COMMIT%-dirty}-dirty"
+    echo "first_day.sh: $KIT was made for other sources, those of $RTP_COMMIT" | tee "$LOGS/kit.log"
+  fi
   export RTP_COMMIT
   if [[ -e "$KIT/libnccl.so.2.gz" ]]; then
     gzip -dc "$KIT/libnccl.so.2.gz" >"$own" &
@@ -182,8 +191,10 @@ setup() {
   local works='from rtp_ext import _native; assert _native.with_cuda; print(_native._C.__file__, _native.nccl_versions())'
   if ! py import -c "$works"; then
     share 200
-    PATH="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
-    step build env RTP_WITH_CUDA=1 "$PYTHON" setup.py build_ext --inplace || finish 1
+    if ! py import_again -c "$works"; then # the first one may only have been slow, on a cold disk
+      PATH="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
+      step build env RTP_WITH_CUDA=1 "$PYTHON" setup.py build_ext --inplace || finish 1
+    fi
   fi
   py card benchmarks/gpu/card.py "$OUT/card.json"
   settled
@@ -200,7 +211,10 @@ SWEEP=("$PYTHON" python_tests/kernels/kernel_sweep.py --runner cuda --cases 3)
 sanitized() { # NAME TOOL COMMAND...
   local name="$1" tool="$2"
   shift 2
-  ((DRY)) || command -v compute-sanitizer >/dev/null || return 0
+  if ((!DRY)) && ! command -v compute-sanitizer >/dev/null; then
+    printf '%s\tmissing\t0\t0\n' "$name" >>"$OUT/steps.tsv"
+    return 0
+  fi
   step "$name" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@"
 }
 
@@ -265,10 +279,14 @@ first() {
   # shellcheck disable=SC2086
   py kernels benchmarks/gpu/kernels.py --output "$RESULTS" $KERNEL_OPTIONS
   keep
-  share 34
-  # shellcheck disable=SC2086
-  OMP_NUM_THREADS="${OMP_NUM_THREADS_TRAIN:-16}" py train benchmarks/compare.py --device cuda --ranks 1 \
-    --strategies rtp,rtp-fused,fsdp2,single --no-memory --output "$RESULTS" $TRAIN_OPTIONS
+  local strategies
+  for strategies in single,rtp rtp-fused,fsdp2; do # the first two decide
+    share 17
+    # shellcheck disable=SC2086
+    OMP_NUM_THREADS="${OMP_NUM_THREADS_TRAIN:-16}" py "train_${strategies%,*}" benchmarks/compare.py --device cuda \
+      --ranks 1 --strategies "$strategies" --no-memory --output "$RESULTS" $TRAIN_OPTIONS
+    keep
+  done
 }
 
 second() {

@@ -85,11 +85,11 @@ def loaded_nccl() -> str | None:
 
 
 def _commit() -> str | None:
-    """Returns the commit, with `-dirty` if tracked files other than results differ from it. A copy without git has the
-    commit that RTP_COMMIT names."""
+    """Returns the commit that RTP_COMMIT names, of which a prebuilt extension is; else that of git, with `-dirty` if
+    tracked files other than results differ from it."""
+    if named := os.environ.get("RTP_COMMIT"):
+        return named
     commit = output_of("git", "rev-parse", "--short=12", "HEAD")
-    if commit is None:
-        return os.environ.get("RTP_COMMIT") or None
     changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", *WITHOUT_RESULTS)
     return commit if changed is None else f"{commit}-dirty"
 

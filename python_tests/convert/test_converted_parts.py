@@ -161,7 +161,7 @@ def _refused(rank, ranks):
 
     model = make_model()
     rtp_ext.fully_rotate(model.blocks[0]), rtp_ext.fully_rotate(model.blocks[1])
-    unchanged(model, "loss_head='fused' expected one of", loss_head="fused")
+    unchanged(model, "loss_head='fused' expected a causal language model", loss_head="fused")
 
     model = make_model(tied=True)
     rtp_ext.fully_rotate(model.embed)

@@ -182,7 +182,7 @@ def _refused(rank, ranks):
     rtp_ext.fully_rotate([block])
     refused([model.norm, block], "got a GatheredBlock that already was", RuntimeError)
     refused([model.norm, block.up], "got a RotatedLinear that is a part of one that already was")
-    refused([model.norm, model.head], "loss_head='fused' expected one of", loss_head="fused")
+    refused([model.norm, model.head], "loss_head='fused' expected a causal language model", loss_head="fused")
     rtp_ext.fully_rotate([model.norm, model.head])
     refused([model.embed], r"was shared with Linear.weight, .*fully_rotate\(\[module, other module\]\)")
     # parts of members stay parts, and names of two members of one class differ

@@ -63,21 +63,11 @@ def no_write(module: Writing, _: torch.Tensor) -> None:
 KEPT = {write.__name__: write for write in (clamp, average, first_batch, at_the_end, by_rows, no_write)}
 
 
-def through_data(module: Writing, _: torch.Tensor) -> None:
-    module.w.data.clamp_(min=0)
-
-
-def of_the_shard(module: Writing, _: torch.Tensor) -> None:
-    module._parameters["w"].data.mul_(0.5)
-
-
 def of_the_batch(module: Writing, x: torch.Tensor) -> None:
     module.b.copy_(x.mean(0))
 
 
 REFUSED = {
-    "through .data": (through_data, "w of a Writing: .* through .data"),
-    "to the shard, through .data": (of_the_shard, "w of a Writing: .* through .data"),
     "by the batch": (of_the_batch, "b of a Writing: .* with different values on ranks"),
 }
 

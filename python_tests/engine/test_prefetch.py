@@ -32,6 +32,12 @@ class Wandering(nn.Module):
         return x
 
 
+def _scale(layer):
+    """A function of its own: a module whose forward names the weight of another one gathers it."""
+    with torch.no_grad():
+        layer.weight.mul_(1.25)
+
+
 class Restless(nn.Module):
     """Writes the second layer's weight in every forward, after the first hop of that layer may have left."""
 
@@ -41,8 +47,7 @@ class Restless(nn.Module):
 
     def forward(self, x):
         x = self.first(x)
-        with torch.no_grad():
-            self.second.weight.mul_(1.25)
+        _scale(self.second)
         return self.third(self.second(x))
 
 

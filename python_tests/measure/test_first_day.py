@@ -6,10 +6,12 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import struct
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -81,7 +83,17 @@ def test_every_command_exists_and_the_seconds_add_up(tmp_path, monkeypatch):
                     runpy.run_path(str(ROOT / command[number]), run_name="__main__")
                 scripts.add(command[number])
         if mode == "main":
-            order = ["tests", "memcheck", "host", "sums", "overlap", "emulated_step", "ranks", "kernels", "train"]
+            order = [
+                "tests",
+                "memcheck",
+                "host",
+                "sums",
+                "overlap",
+                "emulated_step",
+                "ranks",
+                "kernels",
+                "train_single",
+            ]
             assert [name for name in names if name in order] == order
     assert {"benchmarks/overlap.py", "benchmarks/gpu/hops.py", "python_tests/kernels/kernel_sweep.py"} <= scripts
     assert len(scripts) >= 10
@@ -94,6 +106,8 @@ def test_what_is_not_known_is_refused(tmp_path):
     for arguments in ((), ("everything",), ("--dry-run", "host")):
         done = first_day(*arguments)
         assert done.returncode == 2 and "main|more|ranks" in done.stdout
+    wrong = first_day("main", str(tmp_path), SCALE="1.5")
+    assert wrong.returncode == 2 and "whole number as SCALE, got 1.5" in wrong.stderr
     one = first_day("ranks", str(tmp_path), PYTHON=str(stub(tmp_path, "")), GPUS="1")
     assert one.returncode == 2 and "needs at least 2 GPUs, this machine has 1" in one.stderr
 
@@ -124,16 +138,36 @@ def test_a_failing_step_stops_nothing_and_what_is_known_is_kept(tmp_path):
     rows = [line.split("\t") for line in (out / "steps.tsv").read_text().splitlines()]
     status = {name: code for name, code, *_ in rows}
     assert status.pop("sums") == status.pop("overlap") == "7"
-    assert set(status.values()) == {"0"} and {"import", "tests", "memory", "ranks", "train"} <= set(status)
+    sanitized = {name: status.pop(name) for name in ("memcheck", "racecheck", "memcheck_layer")}
+    assert set(sanitized.values()) == {"0" if shutil.which("compute-sanitizer") else "missing"}
+    assert set(status.values()) == {"0"} and {"import", "tests", "memory", "ranks", "train_single"} <= set(status)
     assert all(int(most) <= LIMITS["main"] for *_, most in rows)
     assert "sums: status 7" in done.stdout and "this step fails" in done.stdout
-    assert re.search(r"^train +0 ", (out / "summary.txt").read_text(), re.MULTILINE)
+    assert re.search(r"^train_single +0 ", (out / "summary.txt").read_text(), re.MULTILINE)
     with tarfile.open(out / "logs.tar.gz") as logs:
-        assert {"logs/sums.log", "logs/train.log"} <= set(logs.getnames())
+        assert {"logs/sums.log", "logs/train_single.log"} <= set(logs.getnames())
     again = first_day("main", str(out), PYTHON=str(stub(tmp_path, "")), ONLY="^(sums|host)$")
     assert again.returncode == 0, again.stderr
     names = [line.split("\t")[0] for line in (out / "steps.tsv").read_text().splitlines()]
     assert names == ["warm", "import", "card", "host", "sums"]
+
+
+def test_a_run_that_is_ended_ends_its_step_and_keeps_what_is_known(tmp_path):
+    slow = stub(tmp_path, "nothing")
+    slow.write_text(
+        slow.read_text().replace("nothing)", f"*sums.py*) echo $$ >{tmp_path}/pid; exec sleep 600 ;;\nnothing)")
+    )
+    command = ["bash", "benchmarks/gpu/first_day.sh", "main", str(tmp_path / "out")]
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "KIT": "/nowhere", "PYTHON": str(slow)}, stdout=subprocess.DEVNULL
+    ) as run:
+        until = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        run.terminate()
+        assert run.wait(60) == 143
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists(), "the step still runs"
+    assert re.search(r"^host +0 ", (tmp_path / "out" / "summary.txt").read_text(), re.MULTILINE)
 
 
 def test_steps_end_with_their_seconds(tmp_path):
@@ -141,7 +175,7 @@ def test_steps_end_with_their_seconds(tmp_path):
     done = first_day("more", str(tmp_path / "out"), PYTHON=str(stub(tmp_path, "")), SCALE="0")
     assert done.returncode == 1
     rows = [line.split("\t")[:2] for line in (tmp_path / "out" / "steps.tsv").read_text().splitlines()]
-    assert rows == [["warm", "no time"], ["import", "no time"], ["build", "no time"]]
+    assert rows == [[name, "no time"] for name in ("warm", "import", "import_again", "build")]
     assert "no time" in (tmp_path / "out" / "summary.txt").read_text()
     assert Path(_native._C.__file__).exists(), "an extension that stands here is not removed"
 
@@ -283,10 +317,10 @@ def test_the_card_names_the_loaded_nccl_and_the_commit_of_a_copy_without_git(tmp
     card.main()
     assert json.loads((tmp_path / "card.json").read_text())["nccl_compiled"] == "2.28.9"
     monkeypatch.setenv("RTP_COMMIT", "0123456789ab")
-    assert shared_card._commit() != "0123456789ab", "git knows better"
-    monkeypatch.setattr(shared_card, "output_of", lambda *command: None)
-    assert shared_card._commit() == "0123456789ab"
+    assert shared_card._commit() == "0123456789ab", "of the extension that is loaded"
     monkeypatch.delenv("RTP_COMMIT")
+    assert shared_card._commit() != "0123456789ab", "control"
+    monkeypatch.setattr(shared_card, "output_of", lambda *command: None)
     assert shared_card._commit() is None
 
 

@@ -28,7 +28,7 @@ from rtp_ext.ring.links.host_address import LOOPBACK
 from rtp_ext.ring.links.places import Place
 from rtp_ext.ring.links.transports import launch_order_problem
 
-TESTED = ("2.11.0", "2.13.0", "2.14.1")  # releases of torch; docs/install.md has them, too
+TESTED = ("2.14.1",)  # releases of torch; docs/install.md has them, too
 _PROBE_SECONDS = 30
 _MACHINES_OWN = "pid:[4026531836]"  # the initial namespace of process ids on Linux
 

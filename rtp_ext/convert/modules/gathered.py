@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from rtp_ext._native import share_version
-from rtp_ext.convert.modules.gathered_copies import GatheredCopies, digest_of, expect_counted, keep_writes, version_of
+from rtp_ext.convert.modules.gathered_copies import GatheredCopies, keep_writes, version_of
 from rtp_ext.functional.torch_compile import traced
 from rtp_ext.outer.policy import OuterPolicy, Unit
 from rtp_ext.parameters.extensions import is_extended, shard_extended
@@ -49,7 +49,6 @@ class ForwardScope:
         self.split = False  # whether a backward may compute input gradients first, and parameter gradients later
         self.small: list[GatheredModule] = []  # modules that a forward of the whole model gathers in one collective
         self.gathered: dict[int, GatheredCopies] = {}  # by id of the owner
-        self.ended = 0  # number of forwards that have ended
         self.failing: Any = None  # the exception that was being handled when the forward began
         # For compiled graphs:
         self._rtp_number = register(self)
@@ -87,17 +86,7 @@ class ForwardScope:
         """Handles writes to gathered copies at the end of a forward."""
         if sys.exc_info()[1] is not self.failing or torch._C._current_graph_task_id() != -1:
             return
-        self.ended += 1
-        for copies in keep_writes([*self.gathered.values()], self.ring):
-            self.gathered[id(copies.owner)] = copies
-        expect_counted([*self.gathered.values()])
-
-    def _looks_for_writes(self) -> bool:
-        """Returns whether this forward looks for writes that no counter shows: 1, 2, 4, 8, ..., as it waits for the
-        device."""
-        number = self.ended + 1
-        capturing = self.ring.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return number & (number - 1) == 0 and not capturing and torch._C._current_graph_task_id() == -1
+        keep_writes([*self.gathered.values()], self.ring)
 
     def __deepcopy__(self, memo: dict) -> ForwardScope:
         twin = type(self)(self.ring, self.mp_policy)
@@ -150,11 +139,10 @@ class ForwardScope:
         if len(known) == len(owners) and all(self.gathered[id(each)].serve() for each in owners):
             return
         sent: list[torch.Tensor] = []
-        wholes, parts, looks = self._gather(owners, sent), iter(sent), self._looks_for_writes()
+        wholes, parts = self._gather(owners, sent), iter(sent)
         for each, whole in zip(owners, wholes, strict=True):
             own = {name: next(parts) for name in whole} if sent else {}
-            digests = {name: digest_of(whole[name]) for name in own} if looks else {}
-            self.gathered[id(each)] = GatheredCopies(each, version_of(each), whole, own, digests)
+            self.gathered[id(each)] = GatheredCopies(each, version_of(each), whole, own)
 
     @unseen
     def _gather(

@@ -29,7 +29,6 @@ class GatheredCopies(NamedTuple):
     version: tuple[bool, Any]
     wholes: dict[str, torch.Tensor]
     sent: dict[str, torch.Tensor]  # this rank's parts as they travelled; empty if some are tensor subclasses
-    digests: dict[str, bytes]  # of the copies as they arrived, in a forward that looks for writes
 
     def serve(self) -> bool:
         """Returns whether they are valid now. Parameters gathered with gradients also serve without them: in the first
@@ -93,14 +92,14 @@ def keep_writes(copies: Sequence[GatheredCopies], ring: Ring) -> list[GatheredCo
                 _expect_alike(each, name, {digest for _, _, digest in answers})
                 found.append((each, name))
         if not stale:
-            valid.append((each, {name: mine[place][number][2] for number, name in enumerate(each.sent)}))
+            valid.append(each)
     with torch.inference_mode(False), torch.no_grad():
         for each, name in found:
             held(each.owner._parameters[name]).copy_(each.own(name, ring))
             each.sent[name] = _bytes(each.own(name, ring)).clone()
     return [
-        GatheredCopies(each.owner, (each.version[0], version_of(each.owner)[1]), each.wholes, each.sent, digests)
-        for each, digests in valid
+        GatheredCopies(each.owner, (each.version[0], version_of(each.owner)[1]), each.wholes, each.sent)
+        for each in valid
     ]
 
 
@@ -112,16 +111,6 @@ def _expect_alike(copies: GatheredCopies, name: str, digests: set[bytes]) -> Non
         _refuse(copies, name, "with replicas, tensor parallelism, or shards on the host: expected a ring alone")
     if len(digests) > 1:
         _refuse(copies, name, "with different values on ranks: expected values that do not depend on the batch")
-
-
-def expect_counted(copies: Sequence[GatheredCopies]) -> None:
-    """Raises ValueError where a forward has written to parameters, or to their gathered copies, in a way that version
-    counters do not show."""
-    for each in copies:
-        if each.digests and not each.counted():
-            changed = [name for name, digest in each.digests.items() if digest_of(each.wholes[name]) != digest]
-            for name in (*changed, *each.outdated()):
-                _refuse(each, name, "through .data: expected an operation in place under torch.no_grad()")
 
 
 def _refuse(copies: GatheredCopies, name: str, problem: str) -> None:
