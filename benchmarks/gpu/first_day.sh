@@ -212,7 +212,7 @@ sanitized() { # NAME TOOL COMMAND...
   local name="$1" tool="$2"
   shift 2
   if ((!DRY)) && ! command -v compute-sanitizer >/dev/null; then
-    printf '%s\tmissing\t0\t0\n' "$name" >>"$OUT/steps.tsv"
+    [[ -n "${ONLY:-}" ]] || printf '%s\tmissing\t0\t0\n' "$name" >>"$OUT/steps.tsv"
     return 0
   fi
   step "$name" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@"
