@@ -6,7 +6,6 @@ more (0.95e-3 at R = 1).
 """
 
 import copy
-import logging
 from dataclasses import dataclass
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from grids import few
 from harness import Cases, run_ranks
 from hf_models import CAUSAL, FAMILIES, VOCABULARY, close_ring, inputs_of, make, make_batch
+from logs import logged
 from reference import TOLERANCE, adamw, assert_same, differs
 from torch import nn
 
@@ -206,18 +206,9 @@ EXPECTED = {
 
 def _told(model: nn.Module, **options) -> dict[str, int]:
     """Returns the modules in the log of `fully_rotate`."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("rtp_ext")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        rtp_ext.fully_rotate(model, **options)
-    finally:
-        logger.removeHandler(handler)
+    _, lines = logged(rtp_ext.fully_rotate, model, **options)
     close_ring(model)
-    told = (line.removeprefix("fully_rotate: ").split(" x ", 1) for line in lines if " x " in line)
+    told = (line.removeprefix("fully_rotate: ").split(" x ", 1) for _, line in lines if " x " in line)
     return {what: int(count) for count, what in told}
 
 

@@ -2,11 +2,11 @@
 The log says which share of the parameters rotates."""
 
 import copy
-import logging
 
 import pytest
 import torch
 from harness import Cases, run_ranks
+from logs import logged
 from reference import TOLERANCE, assert_same, differs, full, random
 from torch import nn
 from torch.nn import functional as F
@@ -73,19 +73,6 @@ READ = {
         {"layers.0", "layers.1", "named.a", "inner.conv", "shared", "slow_one"},
     ),
 }
-
-
-def _logged(function, *arguments, **options):
-    found = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append((record.levelname, record.getMessage()))
-    logger = logging.getLogger("rtp_ext")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        return function(*arguments, **options), found
-    finally:
-        logger.removeHandler(handler)
 
 
 def _gathered(model):
@@ -171,7 +158,7 @@ def _option(rank, ranks):
     ):
         with cases.case(f"{expected}"):
             model = copy.deepcopy(plain)
-            (_, log) = _logged(rtp_ext.fully_rotate, model, mesh=ring, gather=gather(model))
+            (_, log) = logged(rtp_ext.fully_rotate, model, mesh=ring, gather=gather(model))
             assert _gathered(model) == expected
             assert {row.reason for row in rtp_ext.explain(model).parameters if row.moved == "gathered"} == {
                 "the option gather names it"
@@ -192,7 +179,7 @@ def _option(rank, ranks):
             for key, parameter in plain.named_parameters():
                 assert_same(full(model.get_parameter(key).grad), parameter.grad, LIMIT, key)
     with cases.case("inference"):
-        model, log = _logged(
+        model, log = logged(
             rtp_ext.rotate_for_inference, copy.deepcopy(plain), gather=["proj", "block.2"], timeout=30.0
         )
         assert any("are whole on every rank, the largest block.2.weight, 0.0 MiB" in text for _, text in log), log
@@ -230,5 +217,5 @@ def test_large_parameters_that_do_not_rotate_are_warned_of():
     with torch.device("meta"):
         model = nn.Sequential(nn.Bilinear(1, 1, 2), nn.Linear(64, 4), nn.Linear(1024, 65537))
     for gather, level in ((["1"], "INFO"), (["2"], "WARNING")):
-        _, log = _logged(rtp_ext.fully_rotate, copy.deepcopy(model), mesh=ring, gather=gather)
+        _, log = logged(rtp_ext.fully_rotate, copy.deepcopy(model), mesh=ring, gather=gather)
         assert [got for got, text in log if "of the parameters rotate" in text] == [level], log

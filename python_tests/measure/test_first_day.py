@@ -84,8 +84,6 @@ def test_every_command_exists_and_the_seconds_add_up(tmp_path, monkeypatch):
                 scripts.add(command[number])
         if mode == "main":
             order = [
-                "tests",
-                "memcheck",
                 "host",
                 "sums",
                 "overlap",

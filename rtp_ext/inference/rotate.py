@@ -200,7 +200,7 @@ def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: Infer
     install_save_pretrained(model, ring)
     mark_forwards(model, ring)
     compare_weights(values, ring)
-    logger.info("rotate_for_inference: %s: %r", type(model).__name__, ring)
+    logger.info("rotate_for_inference: %s: %s", type(model).__name__, repr(ring))  # a record keeps no ring alive
 
 
 def _reads_shards(layer: nn.Module) -> bool:
