@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rtp_ext.families.activations import FUNCTIONS
-from rtp_ext.families.same_values import computes, is_of_package
+from rtp_ext.families.same_values import TINY, computes, is_of_package
 from rtp_ext.functional.mlp import ACTIVATIONS
 
 
@@ -29,7 +29,7 @@ def computes_experts(
     gated = clamp is not None or ACTIVATIONS[activation][1]
     experts, *matrix = module.down_proj.shape
     hidden, features = matrix if transposed else reversed(matrix)
-    sizes = {} if module.down_proj.numel() < _TINY else _small_sizes(experts, features, hidden)
+    sizes = {} if module.down_proj.numel() < TINY else _small_sizes(experts, features, hidden)
 
     def act(x: torch.Tensor) -> torch.Tensor:
         if not gated:
@@ -78,9 +78,6 @@ def computes_experts(
         ]
 
     return computes(module, inputs, expected, sizes, (activation, transposed, interleaved, clamp))
-
-
-_TINY = 1 << 14  # numbers of a weight that is no larger than its small twin's would be
 
 
 def _small_sizes(experts: int, features: int, hidden: int) -> dict[int, int]:

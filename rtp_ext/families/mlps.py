@@ -10,10 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from rtp_ext.families.activations import FUNCTIONS
-from rtp_ext.families.same_values import computes
+from rtp_ext.families.same_values import TINY, computes
 from rtp_ext.functional.mlp import ACTIVATIONS
-
-_TINY = 1 << 14  # numbers of a weight that is no larger than its small twin's need be
 
 
 class _Mark(nn.Module):
@@ -44,7 +42,7 @@ def computes_mlp(
     if (first[1] if transposed else first[0]) != hidden:
         return False
     sizes: dict[int, int] = {}
-    if part.weight.numel() > _TINY:
+    if part.weight.numel() > TINY:
         for extent, few in ((features, 5), (hidden, 3), (outputs, 7)):
             sizes.setdefault(extent, few)
     function = FUNCTIONS[ACTIVATIONS[activation][0]]

@@ -19,6 +19,8 @@ from torch import nn
 
 _PACKAGES = ("transformers", "transformers_modules")  # the second one: code that a checkpoint brings along
 
+TINY = 1 << 14  # numbers of a weight that is no larger than that of its small twin need be
+
 _known: dict[Any, bool] = {}  # results, by class, sizes and settings of a module
 
 

@@ -127,7 +127,7 @@ def _of_all_layouts(
 ) -> list[tuple[float, Strategy]]:
     """Returns the fastest plan that fits of each layout, the fastest first. between: fields to try, of rings with
     replicas; where they name offloading or frozen weights, of all layouts that can have them."""
-    smaller = any("offload" in fields or "frozen" in fields for fields in between)
+    smaller = any(fields.get("offload") or fields.get("frozen") for fields in between)
     found = (
         _fastest(model, cluster, layout, global_batch, between, always=smaller)
         for layout in layouts(model, cluster, global_batch, whole=not smaller)
