@@ -44,7 +44,7 @@ CODE, DEVELOPMENT, EXTENDING, USAGE = (
 )
 PATH = re.compile(r"`((?:csrc|rtp_ext|benchmarks|python_tests|docs)/[\w/.-]+)`")
 # imported by their own names, beside the packages in rtp_ext.__all__
-PUBLIC = {"integrations", "planner", "schedule", "timeline", "trace"}
+PUBLIC = {"integrations", "planner", "schedule", "timeline", "trace", "words"}
 # imports packages that take seconds, or that are not installed
 UNREAD = {"rtp_ext.integrations": sorted((ROOT / "rtp_ext" / "integrations").glob("*.py"))}
 # of an example that the reader is to fill in
@@ -163,6 +163,8 @@ def test_what_the_reference_is_made_of_has_docstrings():
     documented = re.findall(r"^\.\. automodule:: (\S+)$", pages, re.MULTILINE)
     packages = {name for name in rtp_ext.__all__ if isinstance(getattr(rtp_ext, name), type(rtp_ext))}
     assert {f"rtp_ext.{name}" for name in packages | PUBLIC} <= set(documented) and "autoclass:: rtp_ext.Ring" in pages
+    first = re.search(r"^\.\. (.+)$", (ROOT / "docs" / "api" / "rtp_ext.md").read_text(), re.MULTILINE)[1]
+    assert first == "autofunction:: rtp_ext.fully_rotate", "what most programs call comes first"
     bare = []
     for name in documented:
         module = importlib.import_module(name)
