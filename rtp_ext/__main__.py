@@ -11,12 +11,13 @@ import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import rtp_ext
 from rtp_ext.command_line import DTYPES, PROGRAM, SHELLS, Parser, completion, dtype_name, in_words, progress
 from rtp_ext.host import gpu_driver
 from rtp_ext.observe import schedule, timeline
+from rtp_ext.words import Format, GradientRoute, GradientTravel, PassGradientRoute, PassRoute, Travel
 
 _JSON = "print values for other programs"
 
@@ -185,7 +186,7 @@ def _parser() -> Parser:
     )
     show.add_argument(
         "--route",
-        choices=("ring", "direct", "gather", "two-level"),
+        choices=get_args(PassRoute),
         default="ring",
         help="hops to the neighbour, weights directly from their owner, all shards first and then one product, or "
         "shards that turn inside hosts and are handed on between them; default: %(default)s",
@@ -200,7 +201,7 @@ def _parser() -> Parser:
     show.add_argument("--in-place", action="store_true", help="the local shard itself travels")
     show.add_argument(
         "--gradient-route",
-        choices=("chain", "direct"),
+        choices=get_args(PassGradientRoute),
         default="chain",
         help="a partial sum of each gradient travels from rank to rank, or each contribution goes straight to its "
         "owner; default: %(default)s",
@@ -262,17 +263,17 @@ def _parser() -> Parser:
     dtypes: dict[str, Any] = {"type": dtype_name, "choices": tuple(DTYPES.values())}
     explained.add_argument("--param-dtype", **dtypes, help="compute dtype; default: that of the configuration")
     explained.add_argument("--reduce-dtype", **dtypes, help="dtype in which gradients travel; default: float32")
-    explained.add_argument("--travel", choices=("bfloat16", "int8"), help="dtype in which weights travel")
+    explained.add_argument("--travel", choices=get_args(Travel), help="dtype in which weights travel")
     explained.add_argument("--route", choices=("auto", "ring", "direct", "gather"), default="auto")
-    explained.add_argument("--gradient-route", choices=("auto", "chain", "direct"), default="auto")
+    explained.add_argument("--gradient-route", choices=get_args(GradientRoute), default="auto")
     explained.add_argument(
-        "--gradient-travel", choices=("int8",), help="dtype in which gradients travel, on route direct"
+        "--gradient-travel", choices=get_args(GradientTravel), help="dtype in which gradients travel, on route direct"
     )
     explained.add_argument("--transport", default="auto", metavar="T", help="see rtp_ext.Ring; default: %(default)s")
     explained.add_argument("--in-place", action="store_true", help="the local shards themselves travel")
     explained.add_argument("--no-bundle", action="store_true", help="every layer rotates by itself")
     explained.add_argument(
-        "--frozen", choices=("nf4", "mxfp4", "int8"), help="all parameters are frozen, and linear weights in these bits"
+        "--frozen", choices=get_args(Format), help="all parameters are frozen, and linear weights in these bits"
     )
     explained.add_argument("--fused-loss", action="store_true", help="vocabulary head and loss as one operation")
     explained.set_defaults(run=_explain, parser=explained)
@@ -304,9 +305,11 @@ def _parser() -> Parser:
     bench.add_argument("--tokens", type=_at_least_one, nargs="+", metavar="T", help="local tokens of the layer")
     bench.add_argument("--seconds", type=_duration, metavar="S", help="time for each quantity, at least")
     bench.add_argument("--device", choices=("cpu", "cuda"), help="default: GPUs if there are any")
-    bench.add_argument("--travel", choices=("bfloat16", "int8"), help="dtype in which weights travel")
-    bench.add_argument("--gradient-route", choices=("auto", "chain", "direct"), help="default: as the ring chooses")
-    bench.add_argument("--gradient-travel", choices=("int8",), help="dtype in which gradients travel, on route direct")
+    bench.add_argument("--travel", choices=get_args(Travel), help="dtype in which weights travel")
+    bench.add_argument("--gradient-route", choices=get_args(GradientRoute), help="default: as the ring chooses")
+    bench.add_argument(
+        "--gradient-travel", choices=get_args(GradientTravel), help="dtype in which gradients travel, on route direct"
+    )
     bench.add_argument(
         "--reduce-dtype", choices=("float32", "bfloat16"), help="floating-point dtype in which gradients travel"
     )

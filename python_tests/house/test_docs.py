@@ -1,5 +1,5 @@
 """Every name in the README and the pages of docs/ exists; the list of files that a layer passes through is complete;
-the operation that docs/extending.md prints works."""
+the operations that docs/extending.md prints work."""
 
 import ast
 import importlib
@@ -44,7 +44,7 @@ CODE, DEVELOPMENT, EXTENDING, USAGE = (
 )
 PATH = re.compile(r"`((?:csrc|rtp_ext|benchmarks|python_tests|docs)/[\w/.-]+)`")
 # imported by their own names, beside the packages in rtp_ext.__all__
-PUBLIC = {"integrations", "planner", "schedule", "timeline", "trace"}
+PUBLIC = {"integrations", "planner", "schedule", "timeline", "trace", "words"}
 # imports packages that take seconds, or that are not installed
 UNREAD = {"rtp_ext.integrations": sorted((ROOT / "rtp_ext" / "integrations").glob("*.py"))}
 # of an example that the reader is to fill in
@@ -163,6 +163,8 @@ def test_what_the_reference_is_made_of_has_docstrings():
     documented = re.findall(r"^\.\. automodule:: (\S+)$", pages, re.MULTILINE)
     packages = {name for name in rtp_ext.__all__ if isinstance(getattr(rtp_ext, name), type(rtp_ext))}
     assert {f"rtp_ext.{name}" for name in packages | PUBLIC} <= set(documented) and "autoclass:: rtp_ext.Ring" in pages
+    first = re.search(r"^\.\. (.+)$", (ROOT / "docs" / "api" / "rtp_ext.md").read_text(), re.MULTILINE)[1]
+    assert first == "autofunction:: rtp_ext.fully_rotate", "what most programs call comes first"
     bare = []
     for name in documented:
         module = importlib.import_module(name)
@@ -304,6 +306,46 @@ def _scales(rank, ranks, code):
     cases.finish()
 
 
+def _products(rank, ranks, code):
+    """The printed Function between plain layers, against one process that computes the mean loss of all ranks."""
+    names, wrong, cases = {}, {}, Cases()
+    exec(code, names)
+    exec(code.replace("alpha=1 / ctx.ring.size", "alpha=1"), wrong)
+
+    def gradients(product, ring, features):
+        """Outputs [M, O], and gradients of the inputs and of this rank's rows of the weight."""
+        x = random(ranks, 4, 5, dtype=torch.float64, seed=2).requires_grad_()
+        weight = random(features, 5, dtype=torch.float64, seed=1).requires_grad_()
+        mine = weight.detach().tensor_split(ring.size)[rank].clone().requires_grad_()
+        plain = nn.functional.linear(x.tanh(), weight)
+        (plain.sin().flatten(1).sum(1).mean()).backward()
+        own = x.detach()[rank].requires_grad_()
+        y = product.apply(own.tanh(), mine, ring)
+        y.sin().sum().backward()
+        expected = plain[rank].detach(), x.grad[rank] * ranks, weight.grad.tensor_split(ring.size)[rank]
+        return zip(("output", "x", "weight"), (y.detach(), own.grad, mine.grad), expected, strict=True)
+
+    with rtp_ext.Ring(timeout=30.0) as ring:
+        for features in (7, 2):
+            with cases.case(f"{features} features"):
+                for what, got, expected in gradients(names["RotatedProduct"], ring, features):
+                    assert_same(got, expected, EXACT, what)
+        differs = [what for what, a, b in gradients(wrong["RotatedProduct"], ring, 7) if not torch.allclose(a, b)]
+        assert differs == ["weight"], "control: a sum instead of a mean"
+        x, shard = torch.ones(2, 5, requires_grad=True), torch.ones(1, 5, requires_grad=True)
+        y = names["RotatedProduct"].apply(x, shard, ring)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward is not supported"):
+            gradient.square().sum().backward()
+    cases.finish()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_printed_twenty_lines_work(ranks):
+    code, _ = re.findall(r"```python\n(.*?)```", EXTENDING, flags=re.DOTALL)
+    run_ranks(_products, ranks, code)
+
+
 def test_the_printed_operation_works():
-    (code,) = re.findall(r"```python\n(.*?)```", EXTENDING, flags=re.DOTALL)
+    _, code = re.findall(r"```python\n(.*?)```", EXTENDING, flags=re.DOTALL)
     run_ranks(_scales, 3, code)

@@ -23,6 +23,7 @@ from rtp_ext.outer import OuterPolicy
 from rtp_ext.parameters.sharded_module import plain_class
 from rtp_ext.ring import Ring, RotationDims
 from rtp_ext.ring.inference import INFERENCE, InferenceRing
+from rtp_ext.words import Bundle, Format, GradientRoute, GradientTravel, LossHead, Route, Transport, Travel
 
 
 @explain_options
@@ -37,14 +38,14 @@ def explain(
     ignored_params: Iterable[nn.Parameter] | None = None,
     gather: Iterable[str | nn.Module] | None = None,
     in_place: bool = False,
-    bundle: bool | str = True,
-    loss_head: str | None = None,
-    frozen: str | None = None,
-    route: str = "auto",
-    gradient_route: str = "auto",
-    gradient_travel: str | None = None,
-    transport: str = "auto",
-    travel: str | None = None,
+    bundle: bool | Bundle = True,
+    loss_head: LossHead | None = None,
+    frozen: Format | None = None,
+    route: Route = "auto",
+    gradient_route: GradientRoute = "auto",
+    gradient_travel: GradientTravel | None = None,
+    transport: Transport = "auto",
+    travel: Travel | None = None,
     timeout: float | datetime.timedelta = TIMEOUT,
     ranks: int | None = None,
     rank: int = 0,

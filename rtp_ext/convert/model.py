@@ -33,6 +33,7 @@ from rtp_ext.ring import Ring, RotationDims
 from rtp_ext.ring.bootstrap import compare_calls, refused_together
 from rtp_ext.ring.inference import INFERENCE
 from rtp_ext.ring.mesh import resolve_mesh
+from rtp_ext.words import Bundle, Format, GradientRoute, GradientTravel, LossHead, Route, Transport, Travel
 
 logger = logging.getLogger("rtp_ext")
 
@@ -51,14 +52,14 @@ def fully_rotate(
     ignored_params: Iterable[nn.Parameter] | None = None,
     gather: Iterable[str | nn.Module] | None = None,
     in_place: bool = False,
-    bundle: bool | str = True,
-    loss_head: str | None = None,
-    frozen: str | None = None,
-    route: str = "auto",
-    gradient_route: str = "auto",
-    gradient_travel: str | None = None,
-    transport: str = "auto",
-    travel: str | None = None,
+    bundle: bool | Bundle = True,
+    loss_head: LossHead | None = None,
+    frozen: Format | None = None,
+    route: Route = "auto",
+    gradient_route: GradientRoute = "auto",
+    gradient_travel: GradientTravel | None = None,
+    transport: Transport = "auto",
+    travel: Travel | None = None,
     timeout: float | datetime.timedelta = TIMEOUT,
 ) -> _Given:
     """Spreads every parameter of a model over a ring, in place, and returns the same module, or the same list.

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rtp_ext.functional.mlp import ACTIVATIONS
+from rtp_ext.words import Activation
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -23,7 +24,7 @@ _PLAIN = (F.relu, F.gelu, F.silu, torch.relu)
 LIBRARIES = ("torch.nn.modules.activation", "transformers.activations")
 
 
-def activation_of(function: Any, gated: bool) -> str | None:
+def activation_of(function: Any, gated: bool) -> Activation | None:
     """Returns the name of an activation in `rotated_mlp` and `rotated_experts`; None if they do not support it.
 
     Functions and modules of torch and transformers, without parameters, buffers or submodules, are identified by their

@@ -22,6 +22,7 @@ from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.families.same_values import is_of_package
 from rtp_ext.families.sources import called_with_one_input, loss_follows_head
 from rtp_ext.functional.mlp import ACTIVATIONS
+from rtp_ext.words import Activation
 
 _TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -47,7 +48,7 @@ class MLPSpec:
 
     up: str
     down: str
-    activation: str
+    activation: Activation
     gate: str | None = None
     between: tuple[str, ...] = ()
 

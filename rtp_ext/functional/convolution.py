@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.nn import functional as F
@@ -22,6 +22,7 @@ from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive, ow
 from rtp_ext.parameters.sharding import make_contiguous
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, wanted
+from rtp_ext.words import Padding, PaddingMode
 
 _aten = torch.ops.aten
 
@@ -202,10 +203,10 @@ def rotated_convolution(
     *,
     ring: Ring,
     stride: int | Sequence[int] = 1,
-    padding: str | int | Sequence[int] = 0,
+    padding: Padding | int | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
-    padding_mode: str = "zeros",
+    padding_mode: PaddingMode = "zeros",
     in_place: bool = False,
     prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
@@ -304,7 +305,7 @@ def _per_dimension(name: str, what: str, value: int | Sequence[int], dims: int, 
 def _pad(
     name: str,
     x: torch.Tensor,
-    padding: str | int | Sequence[int],
+    padding: Padding | int | Sequence[int],
     mode: str,
     kernel: Sequence[int],
     stride: Sequence[int],
@@ -312,7 +313,7 @@ def _pad(
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Returns `x` [N, I, *extents] with the padding that aten.convolution does not support, and the rest of the
     padding, which is passed to it."""
-    if mode not in ("zeros", "reflect", "replicate", "circular"):
+    if mode not in get_args(PaddingMode):
         raise ValueError(f"{name}: expected padding_mode zeros, reflect, replicate or circular, got {mode!r}")
     if not isinstance(padding, str):
         before = after = _per_dimension(name, "padding", padding, len(kernel), 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -20,8 +20,9 @@ from rtp_ext.parameters.frozen import expect_takes_blocks
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
+from rtp_ext.words import Reduction
 
-REDUCTIONS = ("none", "mean", "sum")
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -134,7 +135,7 @@ def rotated_linear_cross_entropy(
     ring: Ring,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     soft_cap: float | None = None,
     z_loss: float = 0.0,
     transposed: bool = False,

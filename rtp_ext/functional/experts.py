@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -24,9 +24,10 @@ from rtp_ext.parameters.frozen import expect_takes_blocks
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
+from rtp_ext.words import ExpertActivation
 
-CLAMPED_SWIGLU = "clamped_swiglu"  # the gate of GPT-OSS
-# name -> (activation of the engine, gated)
+CLAMPED_SWIGLU: Final = "clamped_swiglu"  # the gate of GPT-OSS
+# ExpertActivation -> (activation of the engine, gated)
 _ACTIVATIONS = {**ACTIVATIONS, CLAMPED_SWIGLU: ("silu", True)}
 
 
@@ -85,7 +86,7 @@ def rotated_experts(
     *,
     up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
-    activation: str = "swiglu",
+    activation: ExpertActivation = "swiglu",
     transposed: bool = False,
     interleaved: bool = False,
     alpha: float = 1.702,

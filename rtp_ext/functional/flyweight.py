@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
 from rtp_ext.parameters.sharding import local_shard, make_contiguous
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, rounded, storing_modes, wanted
+from rtp_ext.words import Combine
 
 
 class _Sum:
@@ -169,7 +170,7 @@ def rotated_flyweight(
     *,
     ring: Ring,
     shard_dims: Mapping[str, int | None],
-    combine: str = "cat",
+    combine: Combine = "cat",
     dim: int = -1,
     added_once: Collection[str] = (),
     in_place: bool = False,
@@ -288,7 +289,7 @@ def check_copies(
     added_once: Collection[str],
 ) -> None:
     """Raises ValueError if a module with these parameters cannot be cut and combined as requested."""
-    if combine not in ("cat", "sum"):
+    if combine not in get_args(Combine):
         raise ValueError(f"{name}: expected combine 'cat' or 'sum', got {combine!r}")
     if set(shard_dims) != set(parameters):
         raise ValueError(

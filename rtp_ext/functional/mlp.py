@@ -22,9 +22,10 @@ from rtp_ext.parameters.frozen import expect_takes_blocks
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import first_order_only, wanted
+from rtp_ext.words import Activation
 
-# name -> (activation of the engine, gated)
-ACTIVATIONS = {
+# Activation -> (activation of the engine, gated)
+ACTIVATIONS: dict[Any, tuple[str, bool]] = {
     "relu": ("relu", False),
     "gelu": ("gelu", False),
     "gelu_tanh": ("gelu_tanh", False),
@@ -164,7 +165,7 @@ def rotated_mlp(
     up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     gate_bias: torch.Tensor | None = None,
-    activation: str = "gelu",
+    activation: Activation = "gelu",
     recompute: bool = False,
     ring: Ring,
     transposed: bool = False,

@@ -31,6 +31,7 @@ from rtp_ext.parameters.frozen import FORMATS
 from rtp_ext.ring.autograd import as_parameter
 from rtp_ext.ring.bootstrap import refused_together
 from rtp_ext.ring.inference import INFERENCE, TRANSPORTS, InferenceRing
+from rtp_ext.words import Format, InferenceTransport
 
 logger = logging.getLogger("rtp_ext")
 
@@ -41,8 +42,8 @@ def rotate_for_inference(
     model: _Model,
     *,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
-    transport: str = "auto",
-    weights: str | None = None,
+    transport: InferenceTransport = "auto",
+    weights: Format | None = None,
     gather: Iterable[str | nn.Module] | None = None,
     offload: bool = False,
     timeout: float | datetime.timedelta = TIMEOUT,

@@ -12,6 +12,7 @@ from rtp_ext.functional import rotated_convolution
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring
+from rtp_ext.words import Padding, PaddingMode
 
 
 class _RotatedConvolution(RotatedModule):
@@ -25,11 +26,11 @@ class _RotatedConvolution(RotatedModule):
         out_channels: int,
         kernel_size: int | Sequence[int],
         stride: int | Sequence[int] = 1,
-        padding: str | int | Sequence[int] = 0,
+        padding: Padding | int | Sequence[int] = 0,
         dilation: int | Sequence[int] = 1,
         groups: int = 1,
         bias: bool = True,
-        padding_mode: str = "zeros",
+        padding_mode: PaddingMode = "zeros",
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,

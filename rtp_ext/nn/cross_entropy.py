@@ -15,6 +15,7 @@ from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring
+from rtp_ext.words import Reduction
 
 
 class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
@@ -43,7 +44,7 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
         ring: Ring,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         soft_cap: float | None = None,
         z_loss: float = 0.0,
         in_place: bool = False,
@@ -82,7 +83,7 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         soft_cap: float | None = None,
         z_loss: float = 0.0,
         **options: Any,

@@ -18,6 +18,7 @@ from rtp_ext.parameters.initial import construct
 from rtp_ext.parameters.sharded_module import mixed_class
 from rtp_ext.parameters.sharding import init_weights, shallow_copy
 from rtp_ext.ring import Ring
+from rtp_ext.words import Activation, ExpertActivation
 
 
 class RotatedExperts(RotatedModule, nn.Module):
@@ -42,7 +43,7 @@ class RotatedExperts(RotatedModule, nn.Module):
     an index equal to E selects no expert. See functional.rotated_experts.
     """
 
-    activation: str
+    activation: ExpertActivation
     recompute: bool
     down_proj: nn.Parameter
     clamp: tuple[float, float] | None = None  # alpha and limit of clamped_swiglu
@@ -57,7 +58,7 @@ class RotatedExperts(RotatedModule, nn.Module):
         hidden_dim: int,
         intermediate_dim: int,
         *,
-        activation: str = "swiglu",
+        activation: Activation = "swiglu",
         bias: bool = False,
         recompute: bool = False,
         device: Any = None,
@@ -158,7 +159,9 @@ class RotatedExperts(RotatedModule, nn.Module):
             return "its forward computes something else than rotated_experts with these parameters"
         return None
 
-    def _rotate(self, ring: Ring, *, activation: str | None = None, recompute: bool = False, **options: Any) -> None:
+    def _rotate(
+        self, ring: Ring, *, activation: ExpertActivation | None = None, recompute: bool = False, **options: Any
+    ) -> None:
         gated = "gate_up_proj" in self._parameters
         if activation is None:  # an existing module, which `refusal` has accepted
             self.clamp = _clamped_gate(self) if gated else None

@@ -15,6 +15,7 @@ from rtp_ext.functional.flyweight import check_copies
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import replicate_parameter, shard_parameter
 from rtp_ext.ring import Prepared, Ring
+from rtp_ext.words import Combine
 
 
 class Flyweight(ShardedModule, nn.Module):
@@ -60,7 +61,7 @@ class Flyweight(ShardedModule, nn.Module):
         ring: Ring,
         *,
         shard_dims: Mapping[str, int | None],
-        combine: str = "cat",
+        combine: Combine = "cat",
         dim: int = -1,
         added_once: Collection[str] = (),
         in_place: bool = False,

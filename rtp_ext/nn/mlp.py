@@ -17,6 +17,7 @@ from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.registry import register
+from rtp_ext.words import Activation
 
 
 def bundled_mlp(
@@ -86,7 +87,7 @@ class RotatedMLP(ShardedModule, nn.Module):
         hidden_features: int,
         out_features: int | None = None,
         *,
-        activation: str = "gelu",
+        activation: Activation = "gelu",
         bias: bool = True,
         recompute: bool = False,
         device: Any = None,

@@ -12,6 +12,7 @@ from rtp_ext.nn.experts import RotatedExperts
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.ring import Ring
+from rtp_ext.words import Activation
 
 
 class RotatedMoE(ShardedModule, nn.Module):
@@ -58,7 +59,7 @@ class RotatedMoE(ShardedModule, nn.Module):
         top_k: int = 2,
         capacity_factor: float | None = None,
         *,
-        activation: str = "swiglu",
+        activation: Activation = "swiglu",
         bias: bool = False,
         recompute: bool = False,
         device: Any = None,

@@ -10,6 +10,7 @@ from typing import Any
 
 from rtp_ext._rules import Schedule, Step, make_schedule
 from rtp_ext.command_line import WIDTH
+from rtp_ext.words import PassGradientRoute, PassRoute
 
 __all__ = [
     "ALL",
@@ -64,7 +65,7 @@ def schedule_of(
     *,
     op: str = "linear",
     pass_: str = "forward",
-    route: str = "ring",
+    route: PassRoute = "ring",
     in_place: bool = False,
     dgrad: bool | None = None,
     wgrad: bool = True,
@@ -73,7 +74,7 @@ def schedule_of(
     two_lanes: bool = False,
     late: bool = False,
     hosts: int = 1,
-    gradient_route: str = "chain",
+    gradient_route: PassGradientRoute = "chain",
     narrow: bool = False,
 ) -> Schedule:
     """Returns the schedule of one pass of one operation on rank `rank` of a ring of `ranks`.
@@ -174,12 +175,12 @@ def describe(
     *,
     op: str,
     pass_: str,
-    route: str,
+    route: PassRoute,
     in_place: bool,
     halves: bool = False,
     two_lanes: bool = False,
     hosts: int = 1,
-    gradient_route: str = "chain",
+    gradient_route: PassGradientRoute = "chain",
 ) -> str:
     """Returns two lines: the pass, and the computes, hops and slots of each rank.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -25,8 +25,9 @@ from rtp_ext._native import kernels, shard_sizes
 from rtp_ext.parameters.sharding import as_sharded, frozen_of, gather_full, shard_bounds, take_shard
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import FROZEN, as_parameter
+from rtp_ext.words import Format
 
-FORMATS = ("nf4", "mxfp4", "int8")
+FORMATS: tuple[str, ...] = get_args(Format)
 _FOREIGN = ("fp4", "nf4-torchao", "nf4-torchao-bfloat16")  # formats of other packages, of the layout of nf4
 
 _NF4_LEAST = 1e-38  # a smaller largest magnitude counts as this one, as in bitsandbytes

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,12 @@ from rtp_ext.ring.prepared import Agreement
 from rtp_ext.ring.ring import Ring
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 from rtp_ext.ring.routes.plan import RoutePlan
+from rtp_ext.words import InferenceTransport
 
 logger = logging.getLogger("rtp_ext")
 
 INFERENCE = "_rtp_inference"  # attribute of a model: its InferenceRing
-TRANSPORTS = ("auto", "shm", "shm+tcp", "tcp", "ce")  # of an InferenceRing
+TRANSPORTS: tuple[str, ...] = get_args(InferenceTransport)
 _ALIGNMENT = 64  # bytes; of a shard in the memory that other ranks read
 _CALLER = "rotate_for_inference"
 _POLL = 0.05  # seconds

@@ -7,7 +7,7 @@ import functools
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from rtp_ext.ring.routes.plan import RoutePlan, plan_routes
 from rtp_ext.ring.routes.route_planner import Link, RoutePlanner
 from rtp_ext.ring.routes.weight_routes import choose_ce_modes
 from rtp_ext.ring.telemetry import Telemetry
+from rtp_ext.words import GradientRoute, GradientTravel, Graphs, PassGradientRoute, PassRoute, Route, Transport, Travel
 
 __all__ = ["ROUTES", "TRANSPORTS", "Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
 
@@ -155,18 +156,18 @@ class Ring:
         mesh_or_group: DeviceMesh | dist.ProcessGroup | RingMesh | None = None,
         *,
         dims: RotationDims | None = None,
-        transport: str = "auto",
-        route: str = "auto",
-        travel: str | None = None,
+        transport: Transport = "auto",
+        route: Route = "auto",
+        travel: Travel | None = None,
         keep_quantized: bool = False,
         timeout: float | datetime.timedelta = 600.0,
         slot_cap: int = SLOT_CAP,
         prefetch: int = 1,
         gradient_halves: bool | None = None,
         late_gradients: int | None = None,
-        gradient_route: str = "auto",
-        gradient_travel: str | None = None,
-        graphs: str = "off",
+        gradient_route: GradientRoute = "auto",
+        gradient_travel: GradientTravel | None = None,
+        graphs: Graphs = "off",
         checksum: bool = False,
         transport_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -205,15 +206,15 @@ class Ring:
         rank: int = 0,
         device: torch.device | str = "cpu",
         link: str | None = None,
-        route: str = "ring",
-        travel: str | None = None,
+        route: PassRoute = "ring",
+        travel: Travel | None = None,
         keep_quantized: bool = False,
         hosts: int = 1,
         prefetch: int = 1,
         gradient_halves: bool | None = None,
-        gradient_route: str = "chain",
-        gradient_travel: str | None = None,
-        graphs: str = "off",
+        gradient_route: PassGradientRoute = "chain",
+        gradient_travel: GradientTravel | None = None,
+        graphs: Graphs = "off",
     ) -> Ring:
         """Returns a ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
 
@@ -230,8 +231,8 @@ class Ring:
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"Ring.emulated: expected size >= 1 and 0 <= rank < size, got size {size}, rank {rank}")
         options = RingOptions.of({**locals(), "late_gradients": 0})
-        check_choice("route", route, ROUTES[1:])
-        check_choice("gradient_route", gradient_route, ("chain", "direct"))
+        check_choice("route", route, get_args(PassRoute))
+        check_choice("gradient_route", gradient_route, get_args(PassGradientRoute))
         keep_compilers_out()
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:

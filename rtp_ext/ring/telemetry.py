@@ -15,6 +15,7 @@ from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.transports import Connection
+from rtp_ext.words import Buffers, Channel
 
 logger = logging.getLogger("rtp_ext")
 
@@ -101,7 +102,7 @@ class Telemetry:
 
     # -- counters ----------------------------------------------------------------------------------------------------
 
-    def slot_count(self, channel: str) -> Any:
+    def slot_count(self, channel: Buffers) -> Any:
         """Returns the counts of `weight` or `gradient` slots: .slots and .bytes allocated, .peak_slots leased at once,
         .peak_bytes, and .allocations in all. `scratch`: the buffers in which this rank dequantizes weights. `kept`:
         those of quantized shards that a forward keeps for its backward."""
@@ -117,7 +118,7 @@ class Telemetry:
         """Frees the slots; the next operation allocates them again."""
         self._communicator.executor.clear_slots()
 
-    def hops(self, channel: str) -> int:
+    def hops(self, channel: Channel) -> int:
         """Returns the number of `weight` or `gradient` hops that this rank has posted."""
         return self._communicator.executor.hops(channel)
 
@@ -135,11 +136,11 @@ class Telemetry:
         counted."""
         return self._communicator.executor.quantized()
 
-    def bytes_sent(self, channel: str) -> int:
+    def bytes_sent(self, channel: Channel) -> int:
         """Returns the bytes of `weight` or `gradient` that this rank has sent."""
         return self._communicator.executor.bytes_sent(channel)
 
-    def bytes_between_hosts(self, channel: str) -> int:
+    def bytes_between_hosts(self, channel: Channel) -> int:
         """Returns the bytes of `weight` or `gradient` that this rank has sent to other hosts. Raises RotationError
         where the transport does not count them separately: on several hosts with several ranks only composite
         transports do."""

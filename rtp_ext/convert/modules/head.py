@@ -16,6 +16,7 @@ from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn.cross_entropy import bound_cross_entropy
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.parameters.sharded_module import ShardedModule, mixin_of
+from rtp_ext.words import Reduction
 
 _IGNORED = -100  # transformers' own
 
@@ -100,7 +101,8 @@ class FusedLossModel(ShardedModule):
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         head: Any = self.lm_head
-        shift_labels, reduction = shift_labels.to(logits.device), "mean" if num_items_in_batch is None else "sum"
+        shift_labels = shift_labels.to(logits.device)
+        reduction: Reduction = "mean" if num_items_in_batch is None else "sum"
         loss = None
         if torch.compiler.is_dynamo_compiling() and traced.tracing(head.ring) and ignore_index == _IGNORED:
             loss = traced.cross_entropy(head, head._cast(logits), shift_labels, ignore_index, reduction)

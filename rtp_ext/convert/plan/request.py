@@ -18,6 +18,7 @@ from rtp_ext.convert.scopes import RotationState, is_inside, state_of
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.ring import Ring, RotationDims
 from rtp_ext.ring.mesh import RankGrid
+from rtp_ext.words import Bundle, Format, GradientRoute, GradientTravel, LossHead, Route, Transport, Travel
 
 TIMEOUT = 600.0  # seconds
 
@@ -48,14 +49,14 @@ class Options:
     ignored_params: Any = None
     gather: Any = None
     in_place: bool = False
-    bundle: bool | str = True
-    loss_head: str | None = None
-    frozen: str | None = None
-    route: str = "auto"
-    gradient_route: str = "auto"
-    gradient_travel: str | None = None
-    transport: str = "auto"
-    travel: str | None = None
+    bundle: bool | Bundle = True
+    loss_head: LossHead | None = None
+    frozen: Format | None = None
+    route: Route = "auto"
+    gradient_route: GradientRoute = "auto"
+    gradient_travel: GradientTravel | None = None
+    transport: Transport = "auto"
+    travel: Travel | None = None
     timeout: float | datetime.timedelta = TIMEOUT
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Collection
 from types import NoneType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from rtp_ext.parameters.frozen import FORMATS
 from rtp_ext.ring import Ring, RotationDims
 from rtp_ext.ring.links.options import RingOptions, check_in_place, check_requested
 from rtp_ext.ring.mesh import lay_out_ranks
+from rtp_ext.words import Bundle, LossHead
 
 
 def read_call(given: Any, options: Options, alone: Place | None = None) -> Request:
@@ -46,9 +47,9 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
     members = members_of(given)
     root = members[0] if len(members) == 1 else ModuleGroup(members)
     parts = _parts_of(members, root)
-    if options.bundle not in (True, False, "recompute"):
+    if options.bundle not in (True, False, *get_args(Bundle)):
         raise ValueError(f"fully_rotate: expected bundle to be True, False or 'recompute', got {options.bundle!r}")
-    if options.loss_head not in (None, "fused"):
+    if options.loss_head not in (None, *get_args(LossHead)):
         raise ValueError(f"fully_rotate: expected loss_head to be None or 'fused', got {options.loss_head!r}")
     if options.frozen not in (None, *FORMATS):
         raise ValueError(

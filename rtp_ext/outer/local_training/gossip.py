@@ -19,6 +19,7 @@ from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import as_gradient
+from rtp_ext.words import Topology
 
 
 class Gossip(AfterSteps):
@@ -43,7 +44,7 @@ class Gossip(AfterSteps):
 
     def __init__(
         self,
-        topology: str = "one-peer",
+        topology: Topology = "one-peer",
         period: int = 1,
         *,
         global_period: int | None = None,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import torch
 
-TOPOLOGIES = ("one-peer", "exponential", "ring", "grid", "complete")
+from rtp_ext.words import Topology
+
+TOPOLOGIES: tuple[str, ...] = get_args(Topology)
 
 
-def mixing_matrix(topology: str, n: int, step: int = 0) -> torch.Tensor:
+def mixing_matrix(topology: Topology, n: int, step: int = 0) -> torch.Tensor:
     """Returns W [n, n] in float64: replica i computes the sum over j of W[i, j] x_j. Rows and columns sum to 1.
 
     Topologies:

@@ -6,23 +6,16 @@ import datetime
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
+from rtp_ext.words import CeMode, GradientRoute, GradientTravel, Graphs, Route, Transport, Travel
 
-TRANSPORTS = (
-    *("auto", "shm", "shm+tcp", "shm+c10d", "tcp", "c10d"),
-    *("ce", "ce+nccl", "nccl+nccl", "nccl", "nccl-put"),
-)
-ROUTES = ("auto", "ring", "direct", "gather", "two-level")
-GRADIENT_ROUTES = ("auto", "chain", "direct")
-GRADIENT_TRAVELS = (None, "int8")
-GRAPHS = ("auto", "on", "off")
-TRAVELS = (None, "bfloat16", "int8")
-CE_MODES = ("auto", "push", "pull")
+TRANSPORTS: tuple[str, ...] = get_args(Transport)
+ROUTES: tuple[str, ...] = get_args(Route)
 
 PARTIAL_SUMS = (
     "Ring: expected gradient_route direct where gradients travel in int8: a partial sum that is "
@@ -39,7 +32,7 @@ class TransportOptions:
     blocking: bool | None = None
     registered: bool | None = None
     delay_us: int = 0
-    ce_mode: str = "auto"
+    ce_mode: CeMode = "auto"
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> TransportOptions:
@@ -54,10 +47,7 @@ class TransportOptions:
                 if not isinstance(value, bool) and value is not None:
                     raise TypeError(f"Ring: expected transport option {name} to be a bool or None, got {value!r}")
             elif name == "ce_mode":
-                if value not in CE_MODES:
-                    raise ValueError(
-                        f"Ring: expected transport option ce_mode to be one of {', '.join(CE_MODES)}, got {value!r}"
-                    )
+                check_choice("transport option ce_mode", value, get_args(CeMode))
             elif name == "max_ctas" and value is None:
                 continue
             elif not isinstance(value, int) or isinstance(value, bool):
@@ -77,18 +67,18 @@ class RingOptions:
     Raises ValueError for a value that no ring takes, and for two that cannot be combined on any ring.
     """
 
-    transport: str = "auto"
-    route: str = "auto"
-    travel: str | None = None
+    transport: Transport = "auto"
+    route: Route = "auto"
+    travel: Travel | None = None
     keep_quantized: bool = False
     timeout: datetime.timedelta = datetime.timedelta(seconds=600)
     slot_cap: int = SLOT_CAP
     prefetch: int = 1
     gradient_halves: bool | None = None
     late_gradients: int | None = None
-    gradient_route: str = "auto"
-    gradient_travel: str | None = None
-    graphs: str = "off"
+    gradient_route: GradientRoute = "auto"
+    gradient_travel: GradientTravel | None = None
+    graphs: Graphs = "off"
     checksum: bool = False
     transport_options: TransportOptions = field(default_factory=lambda: TransportOptions.of(None))
 
@@ -112,7 +102,7 @@ class RingOptions:
         check_requested(self.gradient_route, self.gradient_travel, self.route, self.gradient_halves)
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
-        check_choice("graphs", self.graphs, GRAPHS)
+        check_choice("graphs", self.graphs, get_args(Graphs))
         if self.slot_cap < 0:
             raise ValueError(f"Ring: expected slot_cap >= 0, got {self.slot_cap}")
         if self.prefetch not in (0, 1, 2):
@@ -142,7 +132,7 @@ def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
 
 def check_travel(travel: str | None, route: str) -> None:
     """Raises ValueError where the weights of a ring on this route cannot travel in this dtype."""
-    if travel not in TRAVELS:
+    if travel not in (None, *get_args(Travel)):
         raise ValueError(f"Ring: expected travel to be None, 'bfloat16' or 'int8', got {travel!r}")
     if travel is not None and route == "gather":
         raise ValueError(
@@ -163,9 +153,9 @@ def check_kept(keep_quantized: bool, travel: str | None) -> None:
 def check_requested(route: str, travel: str | None, hop_route: str, halves: bool | None) -> None:
     """Raises ValueError for a gradient route or travel that does not exist, or that no ring can combine with the other
     options."""
-    if route not in GRADIENT_ROUTES:
-        raise ValueError(f"Ring: expected gradient_route one of {', '.join(GRADIENT_ROUTES)}, got {route!r}")
-    if travel not in GRADIENT_TRAVELS:
+    if route not in get_args(GradientRoute):
+        raise ValueError(f"Ring: expected gradient_route one of {', '.join(get_args(GradientRoute))}, got {route!r}")
+    if travel not in (None, *get_args(GradientTravel)):
         raise ValueError(f"Ring: expected gradient_travel None or 'int8', got {travel!r}")
     if route == "chain" and travel is not None:
         raise ValueError(f"{PARTIAL_SUMS}, got gradient_travel {travel!r} with gradient_route 'chain'")

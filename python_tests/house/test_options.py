@@ -1,0 +1,75 @@
+"""Options that are words have the types of rtp_ext.words, in the public signatures and in the checks alike."""
+
+import inspect
+import re
+import typing
+
+import pytest
+
+import rtp_ext
+from rtp_ext import words
+from rtp_ext.functional import experts, mlp
+from rtp_ext.ring.links.options import RingOptions
+
+SETS = {name: value for name, value in vars(words).items() if typing.get_origin(value) is typing.Literal}
+# Names of things. Of a set are op and pass_ of a schedule, whose operations have a table, and the last two, of Muon.
+FREE = {"name", "link", "title", "op", "pass_", "adjust_lr_fn", "exchange"}
+
+
+def signatures():
+    """The public callables, by name, each with its signature."""
+    found = {name: getattr(rtp_ext, name) for name in rtp_ext.__all__}
+    for package in (rtp_ext.functional, rtp_ext.nn, rtp_ext.outer, rtp_ext.optim, rtp_ext.schedule):
+        found |= {f"{package.__name__}.{name}": getattr(package, name) for name in package.__all__}
+    for name in ("emulated", "slot_count", "hops", "bytes_sent", "bytes_between_hosts"):
+        found[f"Ring.{name}"] = getattr(rtp_ext.Ring, name)
+    for name, each in found.items():
+        if callable(each) and not (isinstance(each, type) and issubclass(each, (Exception, rtp_ext.RotationPlan))):
+            yield name, inspect.signature(each)
+
+
+def loose(function: str, signature: inspect.Signature) -> list[str]:
+    """The parameters with a default that take any string. Annotations are text: modules postpone them."""
+    return [
+        f"{function}({parameter})"
+        for parameter in signature.parameters.values()
+        if parameter.default is not parameter.empty
+        and parameter.name not in FREE
+        and re.fullmatch(r"(bool \| )?str( \| None)?", str(parameter.annotation))
+        and (isinstance(parameter.default, str) or "None" in str(parameter.annotation) or parameter.default is True)
+    ]
+
+
+def test_options_that_are_words_have_their_type():
+    known = dict(signatures())
+    assert {"fully_rotate", "rotate_for_inference", "Ring", "Ring.emulated"} <= known.keys() and len(known) > 60
+    assert [text for name, signature in known.items() for text in loose(name, signature)] == []
+
+    def control(route: "str" = "auto", bundle: "bool | str" = True, name: "str" = "x", link: "str | None" = None):
+        pass
+
+    assert loose("f", inspect.signature(control)) == ["f(route: 'str' = 'auto')", "f(bundle: 'bool | str' = True)"]
+
+
+def test_defaults_are_among_the_words():
+    seen = set()
+    for name, signature in signatures():
+        for parameter in signature.parameters.values():
+            for kind in re.findall(r"\w+", str(parameter.annotation)):
+                if kind in SETS and isinstance(parameter.default, str):
+                    seen.add(kind)
+                    assert parameter.default in typing.get_args(SETS[kind]), f"{name}({parameter})"
+    assert len(seen) > 8
+
+
+def test_tables_have_an_entry_for_each_word():
+    assert tuple(mlp.ACTIVATIONS) == typing.get_args(words.Activation)
+    assert tuple(experts._ACTIVATIONS) == typing.get_args(words.ExpertActivation)
+
+
+@pytest.mark.parametrize("option, kind", [("transport", "Transport"), ("route", "Route"), ("graphs", "Graphs")])
+def test_checks_read_the_types(option, kind):
+    for word in typing.get_args(SETS[kind]):
+        assert getattr(RingOptions(**{option: word}), option) == word
+    with pytest.raises(ValueError, match=re.escape(", ".join(typing.get_args(SETS[kind])))):
+        RingOptions(**{option: "sideways"})
