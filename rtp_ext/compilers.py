@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from rtp_ext.dtensor_hooks import register_traced_files
+from rtp_ext.dtensor_hooks import leave_gradients_alone, register_traced_files
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 # Files whose functions a compiler may trace when traced code calls them; all others break its graph. Each checks
-# `tracing` first, and puts an operator of `functional.torch_compile` into the graph in place of the eager function.
+# `tracing` first, and puts an operator of `functional.torch_compile` into the graph in place of what runs eagerly.
 _TRACED = (
     "compilers.py",
     "convert/agreement.py",
@@ -26,6 +26,11 @@ _TRACED = (
     "convert/modules/head.py",
     "convert/modules/shared_input.py",
     "convert/scopes.py",
+    "functional/_operation.py",
+    "functional/cross_entropy.py",
+    "functional/embedding.py",
+    "functional/linear.py",
+    "functional/mlp.py",
     "functional/torch_compile/traced.py",
     "nn/_base.py",
     "nn/cross_entropy.py",
@@ -53,6 +58,33 @@ def outermost() -> bool:
 
 
 outermost._dynamo_marked_constant = True  # type: ignore[attr-defined]  # evaluated once, when a graph is compiled
+
+
+_ordered: list[Any] = []  # operators whose order compilers must keep, until `_effects`
+
+
+def keep_order(operators: Iterable[Any]) -> None:
+    """Gives operators ordered effects: no compiler drops or reorders them."""
+    _ordered.extend(operators)
+
+
+def _effects() -> bool:
+    """Registers the effects at the first trace, because that imports the compiler."""
+    effects = importlib.import_module("torch._higher_order_ops.effects")
+    kinds = importlib.import_module("torch._library.effects")
+    while _ordered:
+        effects._register_effectful_op(_ordered.pop(), kinds.EffectType.ORDERED)
+    leave_gradients_alone()
+    return True
+
+
+_effects._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while a graph is traced
+
+
+def tracing(ring: Any) -> bool:
+    """Returns whether operations of the ring become part of the traced graph. Requires
+    torch.compiler.is_dynamo_compiling."""
+    return ring.traceable and outermost() and _effects()
 
 
 def eager(function: Callable[_P, _T]) -> Callable[_P, _T]:

@@ -270,6 +270,19 @@ def register_traced_files(files: tuple[str, ...]) -> None:
     traced.update(str(package / file) for file in files)
 
 
+@functools.cache
+def leave_gradients_alone() -> None:
+    """Excludes DTensor.__tensor_unflatten__ from compilation: torch 2.11 to 2.14.
+
+    Where a compiled function calls `backward`, torch 2.14 would compile it and fail if parameters are cut along
+    different dimensions.
+    """
+    from torch._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    set_code_exec_strategy(DTensor.__tensor_unflatten__.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
+
 def refuse_ddp(root: torch.nn.Module, message: str) -> None:
     """`_ddp_params_and_buffers_to_ignore` of a module, which DistributedDataParallel reads first: torch 2.11 to 2.14.
 

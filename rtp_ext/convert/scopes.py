@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from rtp_ext.compilers import eager
+from rtp_ext.compilers import eager, tracing
 from rtp_ext.convert.adapters import extend_adapters
 from rtp_ext.convert.agreement import Mode, agree_on_model, facts_of, plan_anew, walk, want_gradients
 from rtp_ext.convert.containers import map_tensors
@@ -290,7 +290,7 @@ class OpenScope:
         self.scope = scope
 
     def __call__(self, part: nn.Module, _arguments: Any) -> None:
-        if torch.compiler.is_dynamo_compiling() and traced.tracing(self.scope.ring):
+        if torch.compiler.is_dynamo_compiling() and tracing(self.scope.ring):
             if self.scope.in_graph is None and not self.scope.handed:
                 traced.scope(self.scope, "check")  # a part that is called alone
             if isinstance(part, GatheredModule):
@@ -304,7 +304,7 @@ class _Close:
         self.scope = scope
 
     def __call__(self, part: nn.Module, _arguments: Any, _output: Any) -> None:
-        if torch.compiler.is_dynamo_compiling() and traced.tracing(self.scope.ring):
+        if torch.compiler.is_dynamo_compiling() and tracing(self.scope.ring):
             if isinstance(part, GatheredModule) and not part.rtp_is_handed():
                 part._rtp_wholes = None
             return
@@ -336,7 +336,7 @@ def _close_eagerly(state: RotationState) -> None:
 
 def open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict] | None:
     state: RotationState = root._rotation_state  # type: ignore[assignment]
-    if torch.compiler.is_dynamo_compiling() and traced.tracing(state.ring):
+    if torch.compiler.is_dynamo_compiling() and tracing(state.ring):
         split = want_gradients((arguments, keywords))
         traced.scope(state, "open" if split is None else "open with gradients", bool(split))
         state.gather_small_in_graph()
@@ -350,7 +350,7 @@ def open_root(root: nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple,
 
 def close_root(root: nn.Module, _arguments: Any, output: Any) -> Any:
     state: RotationState = root._rotation_state  # type: ignore[assignment]
-    if torch.compiler.is_dynamo_compiling() and traced.tracing(state.ring):
+    if torch.compiler.is_dynamo_compiling() and tracing(state.ring):
         state.in_graph = None
         traced.scope(state, "close")
     else:

@@ -23,9 +23,6 @@ from rtp_ext.ring.routes.route_planner import LayerSize
 # Dtypes of indices and targets.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-# Operations whose backward needs the weights for any gradient; that of others, for gradients of inputs only.
-_BUNDLES = ("mlp", "experts", "linear cross-entropy", "flyweight")
-
 _ALWAYS_THERE = nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -81,6 +78,8 @@ class Call:
     serial: int = 0
     watched: tuple[torch.Tensor, ...] = ()  # the parameters
     deferred: tuple[Ring, int] | None = None  # late: see `local_shards`
+    params: Sequence[ShardedParameter] = ()  # what `prepare` was given
+    on_host: Any = None  # that the forward leaves for its backward besides tensors
 
     @classmethod
     def of(
@@ -204,16 +203,6 @@ def needs_gradients(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
     return tuple(found)
 
 
-def watched_where_read(parameters: Sequence[torch.Tensor], read: Sequence[bool]) -> list[torch.Tensor]:
-    """Returns the tensors to save for backward: the shards whose values it reads, so that autograd detects a write in
-    between, and detached aliases of the others, whose shapes alone it reads."""
-    found = [*parameters]
-    for place, is_read in enumerate(read):
-        if not is_read:
-            found[place] = found[place].data
-    return found
-
-
 def saved(ctx: Any) -> tuple[torch.Tensor, ...]:
     """Returns the saved tensors of `ctx` in its backward. Raises RuntimeError with the module's name if one of them was
     modified after the forward."""
@@ -238,6 +227,7 @@ def prepare(
     tokens: int | None = None,
     size: Callable[[list[tuple[int, ...]]], LayerSize] | None = None,
     late: bool = False,
+    bundle: bool = False,
 ) -> Any:
     """Makes `call` ready to run and returns `derive(whole shapes)`, computed once and kept in `prepared`.
 
@@ -253,6 +243,7 @@ def prepare(
         tokens, size: for an operation with several routes: this rank's number of tokens, and its LayerSize as a
             function of the whole shapes.
         late: the backward passes the gradients of parameters on without reading them.
+        bundle: the backward needs the weights for any gradient, not for gradients of inputs only.
     """
     ring, plain = call.ring, False
     looks: list[tuple] = []
@@ -268,7 +259,7 @@ def prepare(
         memory = kind is torch.Tensor or kind is torch.nn.Parameter or holds_memory(kind)
         looks.append((param.what, param.dim, tensor.shape, tensor.dtype, memory, spec))
         watched.append(tensor)
-    call.watched = tuple(watched)
+    call.params, call.watched = params, tuple(watched)
     if not call.needs:
         needing = (*inputs, *watched)
         call.needs = tuple(map(_requires_grad, needing)) if torch.is_grad_enabled() else (False,) * len(needing)
@@ -283,7 +274,7 @@ def prepare(
     if ready is None:
         _check(call, prepared, params)
         serial = 0 if prepared is None else ring.new_agreement()
-        ready = _agree(call, table, key, params, facts, serial, tokens or 0, size, late)
+        ready = _agree(call, table, key, params, facts, serial, tokens or 0, size, late, bundle)
         ready.derived = derive(ready.shapes)
         table.found[key] = ready
     if last != key:
@@ -317,6 +308,7 @@ def _agree(
     tokens: int,
     size: Callable[[list[tuple[int, ...]]], LayerSize] | None,
     late: bool,
+    bundle: bool,
 ) -> OperationPlan:
     ring = call.ring
     wholes = [ring_shape(param.tensor) if isinstance(param.tensor, DTensor) else None for param in params]
@@ -352,7 +344,7 @@ def _agree(
     arrives = ring.gradients.local_dtype(ring.hop_route, call.reduce_dtype)
     unread = all(isinstance(param.tensor, DTensor) and param.tensor.dtype == arrives for param in params)
     ready.late = late and unread and ring.late_gradients > 0
-    ready.kept = ring.keep_quantized and any(call.needs if key[0] in _BUNDLES else call.needs[: -len(params)])
+    ready.kept = ring.keep_quantized and any(call.needs if bundle else call.needs[: -len(params)])
     ready.plan(ring, most)
     return ready
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -107,6 +107,10 @@ class Copies:
     dim: int
     keeps: bool  # a backward may follow
     state: CallState
+    stored: bool  # a selective checkpoint may save the output
+    # By owner, from the forward for its backward: the random state before its copy ran, and the extent of its output.
+    states: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    extents: dict[int, int] = field(default_factory=dict)
 
     def skips(self, owner: int) -> bool:
         """Returns whether all shards of `owner` are empty; its copy then contributes nothing and does not run."""

@@ -11,7 +11,7 @@ from rtp_ext._native import shard_sizes
 from rtp_ext.compilers import eager
 from rtp_ext.functional._call import Call
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import rounded, unseen
+from rtp_ext.ring.autograd import unseen
 
 
 def owner_shapes(whole: Sequence[int], dim: int, ring: Ring) -> list[list[int]]:
@@ -56,14 +56,3 @@ def add_scaled(out: torch.Tensor, arrived: torch.Tensor | None, values: torch.Te
         torch.mul(values, scale, out=out)
     else:
         torch.add(arrived, values, alpha=scale, out=out)
-
-
-def in_dtypes_of(
-    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Returns gradients, which travelled in the reduce dtype, in the dtypes of their parameters."""
-    found = [*gradients]
-    for place, gradient in enumerate(gradients):
-        if gradient is not None and gradient.dtype != parameters[place].dtype:
-            found[place] = rounded(gradient, parameters[place].dtype)
-    return found

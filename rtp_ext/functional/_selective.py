@@ -9,8 +9,8 @@ Without such a mode no call goes through torch.library.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import other_modes, returns, seen_by, storing_modes
 
 NAMESPACE = "rtp_ext"
-# Operators that a policy sees: (inputs, local shards of parameters) -> the output and other tensors for the backward.
-NAMES = ("linear", "mlp", "embedding", "linear_cross_entropy", "experts", "convolution", "flyweight")
 
 
 class _Call(Protocol):
@@ -94,12 +92,15 @@ def _kernel(inputs: list[Tensor], shards: list[Tensor]) -> list[Tensor]:
     return compute()
 
 
-def _register() -> Any:
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    for name in NAMES:
-        library.define(f"{name}(Tensor[] inputs, Tensor[] shards) -> Tensor[]")
-        library.impl(name, _kernel, "CompositeExplicitAutograd")
-    return library
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+NAMES: list[str] = []  # of the operators
 
 
-_LIBRARY = _register()
+def register(names: Iterable[str]) -> None:
+    """Makes the operators that a policy sees: (inputs, local shards of parameters) -> results, and tensors for the
+    backward."""
+    for name in names:
+        if name not in NAMES:
+            NAMES.append(name)
+            _library.define(f"{name}(Tensor[] inputs, Tensor[] shards) -> Tensor[]")
+            _library.impl(name, _kernel, "CompositeExplicitAutograd")

@@ -11,17 +11,12 @@ import torch
 from torch.nn import functional as F
 
 from rtp_ext import _native
-from rtp_ext.functional._call import (
-    Call,
-    ShardedParameter,
-    expect_shape,
-    prepare,
-    saved,
-)
+from rtp_ext.functional._call import Call, ShardedParameter, expect_shape, prepare
+from rtp_ext.functional._operation import Operation
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive, owner_shapes
+from rtp_ext.functional._rotated import Rotated
 from rtp_ext.parameters.sharding import make_contiguous
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 from rtp_ext.words import Padding, PaddingMode
 
 _aten = torch.ops.aten
@@ -50,8 +45,9 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Convolution:
-    """A convolution whose weight [O, I / groups, *kernel] is cut along O."""
+    """A convolution of `x` [N, I, *extents] whose weight [O, I / groups, *kernel] is cut along O."""
 
+    x: torch.Size
     weight: tuple[int, ...]
     sizes: list[int]  # output channels of every owner's shard
     stride: tuple[int, ...]
@@ -63,10 +59,11 @@ class _Convolution:
     def kernel(self) -> tuple[int, ...]:
         return self.weight[2:]
 
-    def output_shape(self, x: Sequence[int]) -> tuple[int, ...]:
-        geometry = zip(x[2:], self.kernel, self.stride, self.padding, self.dilation, strict=True)
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        geometry = zip(self.x[2:], self.kernel, self.stride, self.padding, self.dilation, strict=True)
         extents = [(n + 2 * pad - d * (k - 1) - 1) // step + 1 for n, k, step, pad, d in geometry]
-        return (x[0], self.weight[0], *extents)
+        return (self.x[0], self.weight[0], *extents)
 
     def pieces(self, owner: int) -> Iterator[_Piece]:
         """Yields the convolutions of a shard, which may begin and end inside a group: part of a group, whole groups,
@@ -87,8 +84,8 @@ class _Convolution:
         none = (0,) * len(self.stride)
         return _aten.convolution(x, weight, bias, self.stride, self.padding, self.dilation, False, none, piece.groups)
 
-    def input_gradient(self, piece: _Piece, dy: torch.Tensor, weight: torch.Tensor, x: torch.Size) -> torch.Tensor:
-        like = dy.new_empty(1).expand(x[0], piece.inputs, *x[2:])  # only its shape is read
+    def input_gradient(self, piece: _Piece, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        like = dy.new_empty(1).expand(self.x[0], piece.inputs, *self.x[2:])  # only its shape is read
         return self._backward(piece, dy, like, weight, 0)
 
     def weight_gradient(self, piece: _Piece, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -101,45 +98,42 @@ class _Convolution:
         return _aten.convolution_backward(dy, x, weight, *options, [which == 0, which == 1, False])[which]
 
 
-class _RotatedConvolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, call: Call, convolution: _Convolution, x, weight, bias):
-        ctx.call, ctx.convolution = call, convolution
-        ctx.needs = ctx.needs_input_grad[2:]
-        ctx.x_shape = x.shape
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(x if ctx.needs[1] else x.new_empty(0), weight)
-        weights = [weight] if bias is None else [weight, bias]
+class Convolution(Operation):
+    """A convolution, whose passes are driven from Python. Settings: a _Convolution, of one call."""
 
-        def run() -> list[torch.Tensor]:
-            y = x.new_empty(convolution.output_shape(x.shape)).contiguous(memory_format=_memory_format(x))
-            shapes = _shapes(call, convolution, weights)
-
-            def compute(execution: Any, step: Any) -> None:
-                shard, *bias_shard = execution.weight()
-                for piece in convolution.pieces(step.owner):
-                    piece_bias = piece.of_shard(bias_shard[0]) if bias_shard else None
-                    part = convolution.forward(piece, piece.of_input(x), piece.of_shard(shard), piece_bias)
-                    piece.of_output(y).copy_(part)
-
-            drive(call, _native.Execution.forward, (weights, shapes, call.options), compute)
-            return [y]
-
-        return call.once("convolution", [x], weights, run)[0]
+    key = label = "convolution"
+    reads_inputs = False
 
     @staticmethod
-    @first_order_only
-    def backward(ctx, dy):
-        x, weight = saved(ctx)
-        call, convolution = ctx.call, ctx.convolution
-        needs_x, needs_weight, needs_bias = wanted(ctx)[2:]
-        if not (needs_x or needs_weight or needs_bias):
-            return None, None, None, None, None
+    def reads(call: Call, settings: Any) -> Sequence[bool]:
+        return [True, False][: len(call.watched)]
+
+    @staticmethod
+    def forward(call, convolution, inputs, parameters):
+        (x,) = inputs
+        y = x.new_empty(convolution.output_shape).contiguous(memory_format=_memory_format(x))
+
+        def compute(execution: Any, step: Any) -> None:
+            shard, *bias_shard = execution.weight()
+            for piece in convolution.pieces(step.owner):
+                piece_bias = piece.of_shard(bias_shard[0]) if bias_shard else None
+                part = convolution.forward(piece, piece.of_input(x), piece.of_shard(shard), piece_bias)
+                piece.of_output(y).copy_(part)
+
+        shapes = _shapes(call, convolution, parameters)
+        drive(call, _native.Execution.forward, (list(parameters), shapes, call.options), compute)
+        return [y]
+
+    @staticmethod
+    def backward(call, convolution, gradients, inputs, parameters, kept, needs):
+        (dy,), (x,), weight = gradients, inputs, parameters[0]
+        needs_x, needs_weight, needs_bias = (*needs, False)[:3]
         scale = 1.0 / call.ring.size
         dx = None
         if needs_x:
             dtype = accumulation_dtype(dy.dtype)
-            dx = torch.zeros(ctx.x_shape, dtype=dtype, device=dy.device).contiguous(memory_format=_memory_format(dy))
+            dx = torch.zeros(convolution.x, dtype=dtype, device=dy.device)
+            dx = dx.contiguous(memory_format=_memory_format(dy))
         params = []
         if needs_weight:
             params.append(weight.new_empty(weight.shape, dtype=call.options.local_dtype))
@@ -151,7 +145,7 @@ class _RotatedConvolution(torch.autograd.Function):
         def dgrad(execution: Any, owner: int) -> None:
             shard = execution.weight()[0]
             for piece in convolution.pieces(owner):
-                part = convolution.input_gradient(piece, piece.of_output(dy), piece.of_shard(shard), ctx.x_shape)
+                part = convolution.input_gradient(piece, piece.of_output(dy), piece.of_shard(shard))
                 piece.of_input(dx).add_(part)
 
         def wgrad(execution: Any, owner: int) -> None:
@@ -174,14 +168,9 @@ class _RotatedConvolution(torch.autograd.Function):
 
         travelling = weights, shapes[0], params, shapes[1]
         drive(call, _native.Execution.backward, (*travelling, call.options, needs_x, False), compute)
-        gradients = iter(params)
-        return (
-            None,
-            None,
-            None if dx is None else dx.to(dy.dtype),
-            rounded(next(gradients), weight.dtype) if needs_weight else None,
-            rounded(next(gradients), ctx.bias_dtype) if needs_bias else None,
-        )
+        found = iter(params)
+        of_parameters = [next(found) if need else None for need in needs[1:]]
+        return None if dx is None else dx.to(dy.dtype), *of_parameters
 
 
 def _shapes(call: Call, convolution: _Convolution, tensors: Sequence[torch.Tensor]) -> list[list[list[int]]]:
@@ -270,15 +259,15 @@ def rotated_convolution(
     x, paddings = _pad(name, x.unsqueeze(0) if unbatched else x, padding, padding_mode, kernel, strides, dilations)
     x = call.operand(x)
     sizes = _native.shard_sizes(shape[0], ring.size)
-    convolution = _Convolution(shape, sizes, strides, paddings, dilations, groups)
-    if min(convolution.output_shape(x.shape)[2:]) < 1:
+    convolution = _Convolution(x.shape, shape, sizes, strides, paddings, dilations, groups)
+    if min(convolution.output_shape[2:]) < 1:
         raise ValueError(
             f"{name}: expected an input at least as large as the kernel {kernel}, dilation {dilations}, with padding "
             f"{paddings}, got shape {tuple(x.shape)}"
         )
     make_contiguous(weight)
     local = [local.contiguous() for local in call.local_shards()]
-    y = _RotatedConvolution.apply(call, convolution, x, local[0], None if bias is None else local[1])
+    (y,) = Rotated.apply(Convolution, call, convolution, x, *local)
     return y.squeeze(0) if unbatched else y
 
 

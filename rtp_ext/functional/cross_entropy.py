@@ -2,128 +2,130 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from rtp_ext import _native
-from rtp_ext.functional._call import (
-    INTEGERS,
-    Call,
-    ShardedParameter,
-    expect_shape,
-    prepare,
-    saved,
-)
-from rtp_ext.functional._passes import in_dtypes_of
+from rtp_ext.functional._call import INTEGERS, Call, ShardedParameter, expect_shape
+from rtp_ext.functional._operation import Operation, Options, expect_features, graph_operand, rotate
+from rtp_ext.functional._passes import accumulation_dtype
 from rtp_ext.parameters.frozen import expect_takes_blocks
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only, wanted
 from rtp_ext.words import Reduction
 
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, call: Call, shape: Any, targets, x, *parameters):
-        ctx.call, ctx.shape = call, shape
+class Loss(NamedTuple):
+    """The settings of a cross-entropy; see `rotated_linear_cross_entropy`."""
 
-        def run() -> list[torch.Tensor]:
-            result = call.run(_native.cross_entropy_forward, x, targets, parameters, shape, call.options)
-            return [result.loss, result.lse]
-
-        loss, lse = call.once("linear_cross_entropy", [x, targets], parameters, run)
-        ctx.save_for_backward(x, targets, lse, *parameters)
-        return loss
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx, dloss):
-        x, targets, lse, *parameters = saved(ctx)
-        needs_x, *needs_parameter = wanted(ctx)[3:]
-        dx, *gradients = ctx.call.run(
-            _native.cross_entropy_backward,
-            dloss.contiguous(),
-            x,
-            targets,
-            lse,
-            parameters,
-            ctx.shape,
-            needs_x,
-            needs_parameter,
-            ctx.call.options,
-        )
-        return None, None, None, dx, *in_dtypes_of(parameters, gradients)
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    soft_cap: float | None = None
+    z_loss: float = 0.0
 
 
-def check_settings(name: str, label_smoothing: float, reduction: str, soft_cap: float | None, z_loss: float) -> None:
-    """Raises ValueError if a setting of the loss is out of range."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{name}: expected a reduction of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{name}: expected label_smoothing in [0, 1], got {label_smoothing}")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"{name}: expected a positive soft_cap or None, got {soft_cap}")
-    if z_loss < 0:
-        raise ValueError(f"{name}: expected z_loss >= 0, got {z_loss}")
+class LinearCrossEntropy(Operation):
+    """A vocabulary head and its loss. Inputs: x, targets. Settings: its shape with the settings of the loss."""
 
+    key = "linear cross-entropy"
+    label = "linear_cross_entropy"
+    bundle = in_chunks = True
 
-def prepare_cross_entropy(
-    call: Call,
-    prepared: Prepared | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    transposed: bool,
-) -> tuple[list[ShardedParameter], tuple[int, int, str | None]]:
-    """Returns the local shards, and (vocabulary, features, the format of the weight if it is in blocks)."""
-    params = [ShardedParameter("weight", weight, 1 if transposed else 0, 2)]
-    if bias is not None:
-        params.append(ShardedParameter("bias", bias, 0, 1))
+    def __init__(
+        self, options: Options, weight: torch.Tensor, bias: torch.Tensor | None, loss: Loss, transposed: bool = False
+    ) -> None:
+        super().__init__(options, weight, bias)
+        self.loss, self.transposed = loss, transposed
 
-    frozen = frozen_of(weight)
-    expect_takes_blocks(call.name, [frozen], transposed, call.in_place)
+    def operands(self, call: Call, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        x, targets = call.operand(inputs[0]), inputs[1]
+        if not isinstance(targets, torch.Tensor) or targets.dtype not in INTEGERS:
+            got = getattr(targets, "dtype", type(targets).__name__)
+            raise TypeError(f"{call.name}: expected integer targets, got {got}")
+        if targets.shape != x.shape[:-1]:
+            shapes = f"{tuple(x.shape[:-1])}, got {tuple(targets.shape)}"
+            raise ValueError(f"{call.name}: expected targets of shape {shapes}")
+        return [call.rows(x).contiguous(), targets.reshape(-1).to(torch.int64).contiguous()]
 
-    def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int, str | None]:
-        whole = shapes[0] if frozen is None else frozen.shape
-        vocabulary, features = reversed(whole) if transposed else whole
+    def prepare(self, call: Call, inputs: Sequence[torch.Tensor]) -> tuple[int, Any]:
+        (weight, bias), transposed = self.given, self.transposed
+        params = [ShardedParameter("weight", weight, 1 if transposed else 0, 2)]
         if bias is not None:
-            expect_shape(call, params[1], shapes[1], (vocabulary,))
-            if frozen is not None and frozen.group_rows > 1:
-                raise ValueError(
-                    f"{call.name}: expected rows that fill whole blocks of {frozen.format} in a frozen weight with a "
-                    f"bias, got rows of {features}"
-                )
-        return vocabulary, features, None if frozen is None else frozen.format
+            params.append(ShardedParameter("bias", bias, 0, 1))
+        frozen = frozen_of(weight)
+        expect_takes_blocks(call.name, [frozen], transposed, call.in_place)
 
-    facts = (("frozen", frozen), ("transposed", transposed))
-    return params, prepare(call, prepared, "linear cross-entropy", params, [x], facts, derive)
+        def derive(shapes: list[tuple[int, ...]]) -> dict[str, Any]:
+            whole = shapes[0] if frozen is None else frozen.shape
+            vocabulary, features = reversed(whole) if transposed else whole
+            if bias is not None:
+                expect_shape(call, params[1], shapes[1], (vocabulary,))
+                if frozen is not None and frozen.group_rows > 1:
+                    raise ValueError(
+                        f"{call.name}: expected rows that fill whole blocks of {frozen.format} in a frozen weight with "
+                        f"a bias, got rows of {features}"
+                    )
+            blocks = None if frozen is None else frozen.format
+            return {"vocabulary": vocabulary, "features": features, "transposed": transposed, "frozen": blocks}
+
+        facts = (("frozen", frozen), ("transposed", transposed))
+        sizes = self.agree(call, params, inputs, facts, derive)
+        settings = self.loss._asdict() | {"soft_cap": self.loss.soft_cap or 0.0}
+        del settings["reduction"]
+        return sizes["features"], _native.CrossEntropyShape(**sizes, bias=bias is not None, **settings)
+
+    def check(self, call: Call, settings: tuple[int, Any], inputs: Sequence[torch.Tensor]) -> None:
+        expect_features(call, inputs[0], settings[0])
+
+    def shaped(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        (loss, *_), targets = results, inputs[1]
+        if self.loss.reduction == "none":
+            return [loss.view(targets.shape)]
+        if self.loss.reduction == "sum":
+            return [loss.sum()]
+        return [loss.sum() / targets.to(torch.int64).ne(self.loss.ignore_index).sum()]
+
+    def in_graph(self, dtype: torch.dtype, inputs: Sequence[Any]) -> tuple[list[torch.Tensor], list[int]] | None:
+        x, targets = inputs
+        features = self.given[0].shape[0 if self.transposed else 1]
+        rows = graph_operand(x, dtype, features)
+        if rows is None or targets.dtype not in INTEGERS or targets.shape != x.shape[:-1]:
+            return None
+        return [rows, targets.reshape(-1).to(torch.int64)], [features]
+
+    @staticmethod
+    def graph_results(rows: Any, sizes: Sequence[Any], dtype: torch.dtype) -> list[tuple[Any, torch.dtype]]:
+        wide = accumulation_dtype(dtype)
+        return [((rows,), wide), ((2, rows), wide)]
+
+    @staticmethod
+    def forward(call, settings, inputs, parameters):
+        result = call.run(_native.cross_entropy_forward, *inputs, parameters, settings[1], call.options)
+        return [result.loss, result.lse]
+
+    @staticmethod
+    def backward(call, settings, gradients, inputs, parameters, kept, needs):
+        tensors = (gradients[0].contiguous(), *inputs, *kept, parameters)
+        arguments = (*tensors, settings[1], needs[0], needs[2:], call.options)
+        dx, *of_parameters = call.run(_native.cross_entropy_backward, *arguments)
+        return dx, None, *of_parameters
 
 
-def native_shape(
-    vocabulary: int,
-    features: int,
-    frozen: str | None,
-    biased: bool,
-    transposed: bool,
-    ignore_index: int,
-    label_smoothing: float,
-    soft_cap: float | None,
-    z_loss: float,
-) -> Any:
-    return _native.CrossEntropyShape(
-        vocabulary=vocabulary,
-        features=features,
-        transposed=transposed,
-        bias=biased,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        soft_cap=soft_cap or 0.0,
-        z_loss=z_loss,
-        frozen=frozen,
-    )
+def check_settings(name: str, loss: Loss) -> None:
+    """Raises ValueError if a setting of the loss is out of range."""
+    if loss.reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: expected a reduction of {', '.join(REDUCTIONS)}, got {loss.reduction!r}")
+    if not 0.0 <= loss.label_smoothing <= 1.0:
+        raise ValueError(f"{name}: expected label_smoothing in [0, 1], got {loss.label_smoothing}")
+    if loss.soft_cap is not None and loss.soft_cap <= 0:
+        raise ValueError(f"{name}: expected a positive soft_cap or None, got {loss.soft_cap}")
+    if loss.z_loss < 0:
+        raise ValueError(f"{name}: expected z_loss >= 0, got {loss.z_loss}")
 
 
 def rotated_linear_cross_entropy(
@@ -168,25 +170,7 @@ def rotated_linear_cross_entropy(
     Raises IndexError for targets out of range (on CUDA: a device assertion); everything else as in `rotated_linear`.
     Source: RTP, arXiv 2311.01635; online softmax: Milakov and Gimelshein, arXiv 1805.02867.
     """
-    check_settings(name, label_smoothing, reduction, soft_cap, z_loss)
-    call = Call.of(
-        weight, ring=ring, name=name, in_place=in_place, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
-    )
-    x = call.operand(x)
-    if not isinstance(targets, torch.Tensor) or targets.dtype not in INTEGERS:
-        raise TypeError(f"{name}: expected integer targets, got {getattr(targets, 'dtype', type(targets).__name__)}")
-    if targets.shape != x.shape[:-1]:
-        raise ValueError(f"{name}: expected targets of shape {tuple(x.shape[:-1])}, got {tuple(targets.shape)}")
-    _, (vocabulary, features, frozen) = prepare_cross_entropy(call, prepared, x, weight, bias, transposed)
-    if x.shape[-1] != features:
-        raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
-    shape = native_shape(
-        vocabulary, features, frozen, bias is not None, transposed, ignore_index, label_smoothing, soft_cap, z_loss
-    )
-    flat = targets.reshape(-1).to(torch.int64).contiguous()
-    loss = LinearCrossEntropy.apply(call, shape, flat, call.rows(x).contiguous(), *call.local_shards())
-    if reduction == "none":
-        return loss.view(targets.shape)
-    if reduction == "sum":
-        return loss.sum()
-    return loss.sum() / flat.ne(ignore_index).sum()
+    loss = Loss(ignore_index, label_smoothing, reduction, soft_cap, z_loss)
+    check_settings(name, loss)
+    options = Options(ring, in_place, prepared, compute_dtype, reduce_dtype, name)
+    return rotate(LinearCrossEntropy(options, weight, bias, loss, transposed), [x, targets])[0]

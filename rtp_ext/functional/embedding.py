@@ -2,55 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, ShardedParameter, prepare, saved
+from rtp_ext.functional._call import Call, ShardedParameter
+from rtp_ext.functional._operation import Operation, Options, rotate
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only, rounded
 
 
-class Embedding(torch.autograd.Function):
+class Embedding(Operation):
+    """A table. Settings: its shape, the dimension that is cut, and the row without a gradient (-1: none)."""
+
+    key = label = "embedding"
+    dgrad = autocasts = False
+    in_chunks = True
+
+    def __init__(self, options: Options, weight: torch.Tensor, shard_dim: int, padding_idx: int | None) -> None:
+        super().__init__(options, weight)
+        self.shard_dim, self.padding_idx = shard_dim, padding_idx
+
+    def operands(self, call: Call, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        (ids,), device = inputs, call.ring.device
+        if not isinstance(ids, torch.Tensor) or isinstance(ids, DTensor) or ids.dtype not in _IDS:
+            kind = type(ids).__name__
+            got = f"{getattr(ids, 'dtype', kind)} in a {kind}"
+            raise TypeError(f"{call.name}: expected int32 or int64 ids, got {got}")
+        if ids.device != device:
+            raise TypeError(f"{call.name}: expected ids on {device}, the device of the ring, got {ids.device}")
+        return [ids.reshape(-1).to(torch.int64).contiguous()]
+
+    def prepare(self, call: Call, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, int], int, int]:
+        param, padding = ShardedParameter("weight", self.given[0], self.shard_dim, 2), self.padding_idx
+        shape = self.agree(call, [param], inputs, (), lambda shapes: shapes[0])
+        if padding is None:
+            return shape, self.shard_dim, -1
+        if not -shape[0] <= padding < shape[0]:
+            raise ValueError(f"{call.name}: expected padding_idx within {shape[0]} embeddings, got {padding}")
+        return shape, self.shard_dim, padding % shape[0]
+
+    def shaped(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [results[0].view(*inputs[0].shape, results[0].shape[1])]
+
+    def in_graph(self, dtype: torch.dtype, inputs: Sequence[Any]) -> tuple[list[torch.Tensor], list[int]] | None:
+        (ids,), features = inputs, self.given[0].shape[1]
+        return None if ids.dtype not in _IDS else ([ids.reshape(-1).to(torch.int64)], [features, features])
+
     @staticmethod
-    def forward(ctx, call: Call, shape: tuple[int, int], shard_dim: int, padding_idx: int, ids, weight):
-        ctx.call, ctx.shape, ctx.shard_dim = call, shape, shard_dim
-        ctx.padding_idx = padding_idx
-        ctx.weight_dtype = weight.dtype
-        ctx.save_for_backward(ids)
-
-        def run() -> list[torch.Tensor]:
-            return [call.run(_native.embedding_forward, ids, weight, shape, shard_dim, call.options)]
-
-        return call.once("embedding", [ids], [weight], run)[0]
+    def reads(call: Call, settings: Any) -> Sequence[bool]:
+        return [False]
 
     @staticmethod
-    @first_order_only
-    def backward(ctx, dy):
-        (ids,) = saved(ctx)
-        dweight = ctx.call.run(
-            _native.embedding_backward,
-            dy.contiguous(),
-            ids,
-            ctx.shape,
-            ctx.shard_dim,
-            ctx.padding_idx,
-            ctx.call.options,
-        )
-        return None, None, None, None, None, rounded(dweight, ctx.weight_dtype)
+    def forward(call, settings, inputs, parameters):
+        shape, shard_dim, _ = settings
+        return [call.run(_native.embedding_forward, inputs[0], parameters[0], shape, shard_dim, call.options)]
+
+    @staticmethod
+    def backward(call, settings, gradients, inputs, parameters, kept, needs):
+        dy = gradients[0].contiguous()
+        return None, call.run(_native.embedding_backward, dy, inputs[0], *settings, call.options)
 
 
-def prepare_embedding(
-    call: Call, prepared: Prepared | None, weight: torch.Tensor, shard_dim: int, padding_idx: int | None
-) -> tuple[ShardedParameter, tuple[tuple[int, int], int]]:
-    """Returns the local shard, the shape of the whole table, and the row without a gradient (-1: none)."""
-    param = ShardedParameter("weight", weight, shard_dim, 2)
-    shape = prepare(call, prepared, "embedding", [param], [], (), lambda shapes: shapes[0])
-    if padding_idx is None:
-        return param, (shape, -1)
-    if not -shape[0] <= padding_idx < shape[0]:
-        raise ValueError(f"{call.name}: expected padding_idx within {shape[0]} embeddings, got {padding_idx}")
-    return param, (shape, padding_idx % shape[0])
+_IDS = (torch.int32, torch.int64)
 
 
 def rotated_embedding(
@@ -77,23 +93,7 @@ def rotated_embedding(
     Raises IndexError for ids out of range (on CUDA: a device assertion); otherwise as `rotated_linear`. Collective.
     Source: RTP, arXiv 2311.01635.
     """
-    call = Call.of(
-        weight,
-        ring=ring,
-        name=name,
-        in_place=in_place,
-        compute_dtype=compute_dtype,
-        reduce_dtype=reduce_dtype,
-        autocasts=False,
-    )
     if shard_dim not in (0, 1):
         raise ValueError(f"{name}: expected shard_dim 0 or 1, got {shard_dim}")
-    if not isinstance(ids, torch.Tensor) or isinstance(ids, DTensor) or ids.dtype not in (torch.int32, torch.int64):
-        kind = type(ids).__name__
-        raise TypeError(f"{name}: expected int32 or int64 ids, got {getattr(ids, 'dtype', kind)} in a {kind}")
-    if ids.device != ring.device:
-        raise TypeError(f"{name}: expected ids on {ring.device}, the device of the ring, got {ids.device}")
-    _, (shape, padding) = prepare_embedding(call, prepared, weight, shard_dim, padding_idx)
-    flat = ids.reshape(-1).to(torch.int64).contiguous()
-    y = Embedding.apply(call, shape, shard_dim, padding, flat, *call.local_shards())
-    return y.view(*ids.shape, shape[1])
+    options = Options(ring, in_place, prepared, compute_dtype, reduce_dtype, name)
+    return rotate(Embedding(options, weight, shard_dim, padding_idx), [ids])[0]

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from rtp_ext import _native
-from rtp_ext.functional._call import (
-    INTEGERS,
-    Call,
-    ShardedParameter,
-    expect_shape,
-    needs_gradients,
-    prepare,
-    saved,
-    watched_where_read,
-)
-from rtp_ext.functional._passes import in_dtypes_of
+from rtp_ext.functional._call import INTEGERS, Call, ShardedParameter, expect_shape
+from rtp_ext.functional._operation import Operation, Options, expect_features, rotate
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.parameters.frozen import expect_takes_blocks
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only, wanted
 from rtp_ext.words import ExpertActivation
 
 CLAMPED_SWIGLU: Final = "clamped_swiglu"  # the gate of GPT-OSS
@@ -31,50 +22,145 @@ CLAMPED_SWIGLU: Final = "clamped_swiglu"  # the gate of GPT-OSS
 _ACTIVATIONS = {**ACTIVATIONS, CLAMPED_SWIGLU: ("silu", True)}
 
 
-class _RotatedExperts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, call: Call, shape: Any, keep: bool, read: list[bool], index, x, weights, *parameters):
-        ctx.call, ctx.shape = call, shape
+class Experts(Operation):
+    """Stacked MLPs, cut along the experts. Inputs: x, weights of the router, index. Settings: an _Experts."""
 
-        def run() -> list[torch.Tensor]:
-            routed = call.run(_native.experts_forward, x, weights, index, parameters, shape, keep, call.options)
-            ctx.starts = routed.starts  # backward gets this context, even if a checkpoint recomputes the forward
-            return [routed.y, routed.order, routed.ends, *([] if routed.kept is None else [routed.kept])]
+    key = label = "experts"
+    bundle = True
 
-        y, order, ends, *kept = call.once("experts", [x, weights, index], parameters, run)
-        read_then = watched_where_read(parameters, read)
-        ctx.save_for_backward(x, weights, *read_then, order, ends, kept[0] if kept else None)
-        return y
+    def __init__(
+        self,
+        options: Options,
+        shards: Sequence[torch.Tensor | None],
+        activation: str,
+        *,
+        transposed: bool = False,
+        interleaved: bool = False,
+        clamp: tuple[float, float] | None = None,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(options, *shards)  # up, its bias, down, its bias
+        self.activation, self.transposed, self.interleaved = activation, transposed, interleaved
+        self.clamp, self.recompute = clamp, recompute
 
-    @staticmethod
-    @first_order_only
-    def backward(ctx, dy):
-        x, weights, *parameters, order, ends, kept = saved(ctx)
-        dx, dweights, *gradients = ctx.call.run(
-            _native.experts_backward,
-            dy.contiguous(),
-            x,
-            weights,
-            _native.ExpertsResult(kept, order, ends, ctx.starts),
-            parameters,
-            ctx.shape,
-            wanted(ctx)[5:],
-            ctx.call.options,
+    def operands(self, call: Call, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        x, (_, weights, index), name = call.operand(inputs[0]), inputs, call.name
+        if not isinstance(index, torch.Tensor) or index.dtype not in INTEGERS:
+            got = getattr(index, "dtype", type(index).__name__)
+            raise TypeError(f"{name}: expected an index of integers, got {got}")
+        if not isinstance(weights, torch.Tensor) or not weights.is_floating_point():
+            kind = getattr(weights, "dtype", type(weights).__name__)
+            raise TypeError(f"{name}: expected weights of floating-point numbers, got {kind}")
+        if index.dim() != x.dim() or index.shape[:-1] != x.shape[:-1] or weights.shape != index.shape:
+            raise ValueError(
+                f"{name}: expected index and weights of shape ({', '.join(map(str, x.shape[:-1]))}, K), got "
+                f"{tuple(index.shape)} and {tuple(weights.shape)}"
+            )
+        return [call.rows(x), call.rows(weights), call.rows(index).to(torch.int64).contiguous()]
+
+    def prepare(self, call: Call, inputs: Sequence[torch.Tensor]) -> _Experts:
+        function, gated = _ACTIVATIONS[self.activation]
+        names, transposed, name = ("up weight", "up bias", "down weight", "down bias"), self.transposed, call.name
+        params = [
+            ShardedParameter(what, tensor, 0, 3 if what.endswith("weight") else 2)
+            for what, tensor in zip(names, self.given, strict=True)
+            if tensor is not None
+        ]
+        frozen = tuple([frozen_of(param.tensor) for param in params])
+        expect_takes_blocks(name, frozen, False, call.in_place)
+        formats = {param.what: each.format for param, each in zip(params, frozen, strict=True) if each is not None}
+
+        def derive(shapes: list[tuple[int, ...]]) -> _Experts:
+            shapes = [shape if each is None else each.shape for shape, each in zip(shapes, frozen, strict=True)]
+            experts, *matrix = shapes[0]
+            features, up_rows = matrix if transposed else reversed(matrix)
+            hidden = up_rows // 2 if gated else up_rows
+            if gated and up_rows % 2:
+                raise ValueError(f"{name}: expected an even number of rows of gate and up, got {up_rows}")
+            expected = {
+                "up weight": shapes[0],
+                "up bias": (experts, up_rows),
+                "down weight": (experts, hidden, features) if transposed else (experts, features, hidden),
+                "down bias": (experts, features),
+            }
+            for param, whole in zip(params, shapes, strict=True):
+                expect_shape(call, param, whole, expected[param.what])
+            shape = _native.ExpertsShape(
+                experts=experts,
+                features=features,
+                hidden_features=hidden,
+                gated=gated,
+                up_bias=self.given[1] is not None,
+                down_bias=self.given[3] is not None,
+                transposed=transposed,
+                interleaved=self.interleaved,
+                activation=function,
+                clamped=None if self.clamp is None else _native.ClampedGate(alpha=self.clamp[0], limit=self.clamp[1]),
+                up_frozen=formats.get("up weight"),
+                down_frozen=formats.get("down weight"),
+            )
+            return _Experts(experts, features, shape, self.recompute)
+
+        facts = (
+            ("frozen", frozen),
+            ("activation", self.activation),
+            ("recompute", self.recompute),
+            ("transposed", transposed),
+            ("interleaved", self.interleaved),
+            ("clamped", self.clamp),
         )
-        return None, None, None, None, None, dx, dweights, *in_dtypes_of(parameters, gradients)
+        return self.agree(call, params, inputs, facts, derive)
+
+    def check(self, call: Call, settings: _Experts, inputs: Sequence[torch.Tensor]) -> None:
+        expect_features(call, inputs[0], settings.features)
+        index, experts = inputs[2], settings.experts
+        if index.device.type == "cpu" and index.numel() and (int(index.min()) < 0 or int(index.max()) > experts):
+            found = f"{int(index.min())} to {int(index.max())}"
+            raise IndexError(f"{call.name}: expected an index in [0, {experts}], got {found}")
+
+    @staticmethod
+    def reads(call: Call, settings: _Experts) -> Sequence[bool]:
+        needs_x, needs_weights, *needs = call.needs
+        keep = settings.keeps(call)
+        names = [param.what for param in call.params]
+        needs_up = any([need for need, what in zip(needs, names, strict=True) if what.startswith("up")])
+        read = {
+            "up weight": needs_x or not keep,  # for dx, and with its bias to recompute
+            "up bias": not keep,
+            "down weight": needs_x or needs_weights or needs_up,  # for hidden values, and the router's weights
+            "down bias": needs_weights,
+        }
+        return [read[what] for what in names]
+
+    @staticmethod
+    def forward(call, settings, inputs, parameters):
+        arguments = (*inputs, parameters, settings.shape, settings.keeps(call), call.options)
+        routed = call.run(_native.experts_forward, *arguments)
+        call.on_host = routed.starts
+        return [routed.y, routed.order, routed.ends, *([] if routed.kept is None else [routed.kept])]
+
+    @staticmethod
+    def backward(call, settings, gradients, inputs, parameters, kept, needs):
+        (order, ends, *hidden), (x, weights, _) = kept, inputs
+        routed = _native.ExpertsResult(hidden[0] if hidden else None, order, ends, call.on_host)
+        tensors = (gradients[0].contiguous(), x, weights, routed, parameters)
+        wanted = (*needs[:2], *needs[3:])
+        dx, dweights, *of_parameters = call.run(
+            _native.experts_backward, *tensors, settings.shape, wanted, call.options
+        )
+        return dx, dweights, None, *of_parameters
 
 
-def _read(params: Sequence[ShardedParameter], needs_x: bool, needs_weights: bool, keep: bool) -> list[bool]:
-    """Returns for each parameter whether backward reads it: up for dx, and with its bias to recompute; down for the
-    gradients of hidden values and, with its bias, of the router's weights."""
-    needs_up = any(needs_gradients(*(param.tensor for param in params if param.what.startswith("up"))))
-    read = {
-        "up weight": needs_x or not keep,
-        "up bias": not keep,
-        "down weight": needs_x or needs_weights or needs_up,
-        "down bias": needs_weights,
-    }
-    return [read[param.what] for param in params]
+@dataclass(frozen=True)
+class _Experts:
+    experts: int
+    features: int
+    shape: Any
+    recompute: bool
+
+    def keeps(self, call: Call) -> bool:
+        """Returns whether the forward keeps hidden values for a backward."""
+        return not self.recompute and any(call.needs)
 
 
 def rotated_experts(
@@ -130,88 +216,16 @@ def rotated_experts(
     """
     if activation not in _ACTIVATIONS:
         raise ValueError(f"{name}: expected an activation of {', '.join(_ACTIVATIONS)}, got {activation!r}")
-    function, gated = _ACTIVATIONS[activation]
-    if interleaved and not gated:
+    if interleaved and not _ACTIVATIONS[activation][1]:
         raise ValueError(f"{name}: interleaved expected an activation with a gate, got {activation!r}")
-    clamped = (float(alpha), float(limit)) if activation == CLAMPED_SWIGLU else None
-    call = Call.of(up, ring=ring, name=name, in_place=in_place, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
-    x = call.operand(x)
-    if not isinstance(index, torch.Tensor) or index.dtype not in INTEGERS:
-        raise TypeError(f"{name}: expected an index of integers, got {getattr(index, 'dtype', type(index).__name__)}")
-    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point():
-        kind = getattr(weights, "dtype", type(weights).__name__)
-        raise TypeError(f"{name}: expected weights of floating-point numbers, got {kind}")
-    if index.dim() != x.dim() or index.shape[:-1] != x.shape[:-1] or weights.shape != index.shape:
-        raise ValueError(
-            f"{name}: expected index and weights of shape ({', '.join(map(str, x.shape[:-1]))}, K), got "
-            f"{tuple(index.shape)} and {tuple(weights.shape)}"
-        )
-    candidates = [
-        ("up weight", up, 3),
-        ("up bias", up_bias, 2),
-        ("down weight", down, 3),
-        ("down bias", down_bias, 2),
-    ]
-    params = [ShardedParameter(what, tensor, 0, dims) for what, tensor, dims in candidates if tensor is not None]
-
-    frozen = tuple([frozen_of(param.tensor) for param in params])
-    expect_takes_blocks(name, frozen, False, in_place)
-    formats = {param.what: each.format for param, each in zip(params, frozen, strict=True) if each is not None}
-
-    def derive(shapes: list[tuple[int, ...]]) -> Any:
-        shapes = [shape if each is None else each.shape for shape, each in zip(shapes, frozen, strict=True)]
-        experts, *matrix = shapes[0]
-        features, up_rows = matrix if transposed else reversed(matrix)
-        hidden = up_rows // 2 if gated else up_rows
-        if gated and up_rows % 2:
-            raise ValueError(f"{name}: expected an even number of rows of gate and up, got {up_rows}")
-        expected = {
-            "up weight": shapes[0],
-            "up bias": (experts, up_rows),
-            "down weight": (experts, hidden, features) if transposed else (experts, features, hidden),
-            "down bias": (experts, features),
-        }
-        for param, whole in zip(params, shapes, strict=True):
-            expect_shape(call, param, whole, expected[param.what])
-        shape = _native.ExpertsShape(
-            experts=experts,
-            features=features,
-            hidden_features=hidden,
-            gated=gated,
-            up_bias=up_bias is not None,
-            down_bias=down_bias is not None,
-            transposed=transposed,
-            interleaved=interleaved,
-            activation=function,
-            clamped=None if clamped is None else _native.ClampedGate(alpha=clamped[0], limit=clamped[1]),
-            up_frozen=formats.get("up weight"),
-            down_frozen=formats.get("down weight"),
-        )
-        return experts, features, shape
-
-    facts = (
-        ("frozen", frozen),
-        ("activation", activation),
-        ("recompute", recompute),
-        ("transposed", transposed),
-        ("interleaved", interleaved),
-        ("clamped", clamped),
+    options = Options(ring, in_place, prepared, compute_dtype, reduce_dtype, name)
+    use = Experts(
+        options,
+        (up, up_bias, down, down_bias),
+        activation,
+        transposed=transposed,
+        interleaved=interleaved,
+        clamp=(float(alpha), float(limit)) if activation == CLAMPED_SWIGLU else None,
+        recompute=recompute,
     )
-    experts, features, shape = prepare(call, prepared, "experts", params, [x, weights], facts, derive)
-    if x.shape[-1] != features:
-        raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
-    flat = call.rows(index).to(torch.int64).contiguous()
-    if flat.device.type == "cpu" and flat.numel() and (int(flat.min()) < 0 or int(flat.max()) > experts):
-        raise IndexError(f"{name}: expected an index in [0, {experts}], got {int(flat.min())} to {int(flat.max())}")
-    keep = not recompute and any(call.needs)
-    y = _RotatedExperts.apply(
-        call,
-        shape,
-        keep,
-        _read(params, call.needs[0], call.needs[1], keep),
-        flat,
-        call.rows(x),
-        call.rows(weights),
-        *call.local_shards(),
-    )
-    return y.view(x.shape)
+    return rotate(use, [x, weights, index])[0]

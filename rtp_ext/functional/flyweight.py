@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from rtp_ext import _native
-from rtp_ext.functional._call import Call, ShardedParameter, needs_gradients, prepare, saved
+from rtp_ext.functional._call import Call, ShardedParameter, needs_gradients, prepare
 from rtp_ext.functional._copies import CallState, Copies, Cut, random_state, set_random_state
+from rtp_ext.functional._operation import Operation
 from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
+from rtp_ext.functional._rotated import Rotated
 from rtp_ext.parameters.sharding import local_shard, make_contiguous
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only, rounded, storing_modes, wanted
+from rtp_ext.ring.autograd import storing_modes
 from rtp_ext.words import Combine
 
 
@@ -31,17 +33,19 @@ class _Sum:
             self.value.add_(term)
 
 
-class _Flyweight(torch.autograd.Function):
+class Flyweight(Operation):
+    """Virtual copies. Inputs: tensors of the arguments, then whole parameters. Settings: the Copies of one call."""
+
+    key = label = "flyweight"
+    bundle = True
+
     @staticmethod
-    def forward(ctx: Any, call: Call, copies: Copies, *tensors: Tensor) -> Tensor:
+    def forward(call, copies, inputs, parameters):
         ring, device = call.ring, call.ring.device
-        inputs, replicated, params = copies.split(tensors)
-        ctx.call, ctx.copies = call, copies
-        ctx.states = {}
+        inputs, replicated, params = copies.split([*inputs, *parameters])
         outputs: dict[int, Tensor] = {}
         total = _Sum()
         shapes = copies.shapes(copies.cuts, ring)
-        stored = bool(storing_modes())
 
         def compute(execution: Any, step: Any) -> None:
             owner = step.owner
@@ -49,7 +53,7 @@ class _Flyweight(torch.autograd.Function):
                 return
             shards = execution.weight()
             if copies.keeps:
-                ctx.states[owner] = random_state(device)
+                copies.states[owner] = random_state(device)
             y = copies.within(owner, replicated, shards, lambda: copies.output(inputs))
             if copies.combine == "cat":
                 received = {shard.untyped_storage().data_ptr() for shard in shards}
@@ -61,33 +65,28 @@ class _Flyweight(torch.autograd.Function):
                     f"{tuple(y.shape)} of shard {owner}"
                 )
             total.add(y)
-            ctx.dtype = y.dtype
+            outputs[owner] = y.new_empty(0)
 
-        def run() -> list[Tensor]:
-            drive(call, _native.Execution.forward, (list(params), shapes, call.options), compute)
-            states = random_state(device) if stored else ()
-            if total.value is not None:
-                return [total.value.to(ctx.dtype), *states]
-            parts = [outputs[owner] for owner in sorted(outputs)]
-            ctx.extents = {owner: y.shape[copies.dim] for owner, y in sorted(outputs.items())}
-            return [torch.cat(parts, copies.dim), *states]
-
-        ctx.save_for_backward(*tensors)
-        y, *states = call.once("flyweight", [*inputs, *replicated], params, run)
-        if stored:  # a recomputation that reuses saved outputs draws no numbers; later draws must be the same
-            set_random_state(tuple(states), device)
-        return y
+        drive(call, _native.Execution.forward, (params, shapes, call.options), compute)
+        states = random_state(device) if copies.stored else ()
+        if total.value is not None:
+            return [total.value.to(next(iter(outputs.values())).dtype), *states]
+        parts = [outputs[owner] for owner in sorted(outputs)]
+        copies.extents.update({owner: y.shape[copies.dim] for owner, y in outputs.items()})
+        return [torch.cat(parts, copies.dim), *states]
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        call, copies = ctx.call, ctx.copies
-        ring, device = call.ring, call.ring.device
-        needs = wanted(ctx)[2:]
-        inputs, replicated, params = copies.split(saved(ctx))
+    def after(call: Call, settings: Copies, kept: Sequence[Tensor]) -> None:
+        if kept:  # a recomputation that reuses saved outputs draws no numbers; later draws must be the same
+            set_random_state(tuple(kept), call.ring.device)
+
+    @staticmethod
+    def backward(call, copies, gradients, inputs, parameters, kept, needs):
+        (dy,), ring, device = gradients, call.ring, call.ring.device
+        inputs, replicated, params = copies.split([*inputs, *parameters])
         _, needs_replicated, needs_shard = copies.split(needs)
         travelling = [index for index, needed in enumerate(needs_shard) if needed]
-        gradients = [params[i].new_empty(params[i].shape, dtype=call.options.local_dtype) for i in travelling]
+        local = [params[i].new_empty(params[i].shape, dtype=call.options.local_dtype) for i in travelling]
         shapes = [copies.shapes(cuts, ring) for cuts in (copies.cuts, [copies.cuts[i] for i in travelling])]
         sums = [_Sum() for _ in (*inputs, *replicated)]
         pending: dict[int, list[Tensor | None]] = {}
@@ -97,11 +96,11 @@ class _Flyweight(torch.autograd.Function):
                 tensor.detach().requires_grad_(needed)
                 for tensor, needed in zip((*inputs, *replicated, *execution.weight()), needs, strict=True)
             ]
-            set_random_state(ctx.states[owner], device)
+            set_random_state(copies.states[owner], device)
             dy_of_copy = dy
             if copies.combine == "cat":
-                start = sum(extent for other, extent in ctx.extents.items() if other < owner)
-                dy_of_copy = dy.narrow(copies.dim, start, ctx.extents[owner])
+                start = sum(extent for other, extent in copies.extents.items() if other < owner)
+                dy_of_copy = dy.narrow(copies.dim, start, copies.extents[owner])
             found = copies.gradients(owner, leaves, needs, dy_of_copy)
             shares, of_shards = found[: len(sums)], found[len(sums) :]
             for total, share in zip(sums, shares, strict=True):
@@ -125,7 +124,7 @@ class _Flyweight(torch.autograd.Function):
 
         outer = random_state(device)
         try:
-            arguments = (list(params), shapes[0], gradients, shapes[1], call.options, True, True)
+            arguments = (params, shapes[0], local, shapes[1], call.options, True, True)
             drive(call, _native.Execution.backward, arguments, compute)
         finally:
             set_random_state(outer, device)
@@ -136,9 +135,9 @@ class _Flyweight(torch.autograd.Function):
         ]
         of_inputs, of_replicated = totals[: len(inputs)], totals[len(inputs) :]
         of_local_shards: list[Tensor | None] = [None] * len(params)
-        for index, gradient in zip(travelling, gradients, strict=True):
-            of_local_shards[index] = rounded(gradient, params[index].dtype)
-        return None, None, *of_inputs, *_average(call, replicated, of_replicated, needs_replicated), *of_local_shards
+        for index, gradient in zip(travelling, local, strict=True):
+            of_local_shards[index] = gradient
+        return *of_inputs, *_average(call, replicated, of_replicated, needs_replicated), *of_local_shards
 
 
 def _average(
@@ -259,7 +258,7 @@ def rotated_flyweight(
             for param, whole in zip(params, shapes, strict=True)
         ]
 
-    cuts = prepare(call, prepared, "flyweight", params, [], facts, derive)
+    cuts = prepare(call, prepared, Flyweight.key, params, [], facts, derive, bundle=Flyweight.bundle)
     copies = Copies(
         name,
         module,
@@ -272,13 +271,13 @@ def rotated_flyweight(
         dim,
         any(needs),
         CallState.now(module, ring.device),
+        bool(storing_modes()),
     )
     whole_parameters = [local_shard(parameters[key]).to(call.compute_dtype) for key in replicated]
     for param in params:
         make_contiguous(param.tensor)
-    return _Flyweight.apply(
-        call, copies, *inputs, *whole_parameters, *(local.contiguous() for local in call.local_shards())
-    )
+    shards = [local.contiguous() for local in call.local_shards()]
+    return Rotated.apply(Flyweight, call, copies, *inputs, *whole_parameters, *shards)[0]
 
 
 def check_copies(

@@ -2,59 +2,71 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rtp_ext import _native
-from rtp_ext.functional._call import (
-    Call,
-    ShardedParameter,
-    expect_shape,
-    prepare,
-    saved,
-    watched_where_read,
-)
-from rtp_ext.functional._passes import in_dtypes_of
+from rtp_ext.functional._call import Call, ShardedParameter, expect_shape
+from rtp_ext.functional._operation import Operation, Options, expect_features, graph_operand, rotate
 from rtp_ext.parameters.frozen import FrozenWeight, expect_takes_blocks
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only, rounded, wanted
 from rtp_ext.ring.links.options import wire_itemsize
 from rtp_ext.ring.routes.route_planner import LayerSize
 
 
-class PartialLinear(torch.autograd.Function):
+class PartialLinear(Operation):
+    """A linear layer that is cut along its input features. Settings: its input features and its shape."""
+
+    key = "partial linear"
+    label = "linear"
+    late = True
+    reads_inputs = False
+
+    def __init__(self, options: Options, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> None:
+        super().__init__(options, weight, bias)
+        self.transposed = transposed
+
+    def prepare(self, call: Call, inputs: Sequence[torch.Tensor]) -> Any:
+        weight, bias = self.given
+        frozen, transposed = frozen_of(weight), self.transposed
+        expect_takes_blocks(call.name, [frozen], transposed, call.in_place)
+        params = _local_shards([weight], [bias], 0 if transposed else 1)
+
+        def derive(shapes: list[tuple[int, ...]]) -> Any:
+            shapes = [*shapes] if frozen is None else [frozen.shape, *shapes[1:]]
+            outputs, features = reversed(shapes[0]) if transposed else shapes[0]
+            _check_biases(call, params, shapes, transposed)
+            blocks = None if frozen is None else frozen.format
+            shape = _native.LinearShape(outputs, features, by_outputs=False, transposed=transposed, frozen=blocks)
+            return features, shape
+
+        facts = (("frozen", frozen), ("transposed", transposed))
+        return self.agree(call, params, inputs, facts, derive)
+
+    def check(self, call: Call, settings: Any, inputs: Sequence[torch.Tensor]) -> None:
+        expect_features(call, inputs[0], settings[0])
+
+    def in_graph(self, dtype: torch.dtype, inputs: Sequence[Any]) -> tuple[list[torch.Tensor], list[int]] | None:
+        return _in_graph(self.given[:1], dtype, inputs, self.transposed)
+
     @staticmethod
-    def forward(ctx, call: Call, shape: Any, x, weight, bias):
-        ctx.call, ctx.shape = call, shape
-        ctx.needs = ctx.needs_input_grad[2:]
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        (weight_then,) = watched_where_read([weight], ctx.needs[:1])
-        ctx.save_for_backward(x if ctx.needs[1] else x.new_empty(0), weight_then)
-        shards = [weight] if bias is None else [weight, bias]
-
-        def run() -> list[torch.Tensor]:
-            return [call.run(_native.partial_linear_forward, x, weight, bias, shape, call.options)]
-
-        return call.once("linear", [x], shards, run)[0]
+    def reads(call: Call, settings: Any) -> Sequence[bool]:
+        return [call.needs[0], False][: len(call.watched)]
 
     @staticmethod
-    @first_order_only
-    def backward(ctx, dy):
-        x, weight = saved(ctx)
-        needs = wanted(ctx)[2:]
-        if not any(needs):
-            return None, None, None, None, None
-        dx, dweight, dbias = ctx.call.run(
-            _native.partial_linear_backward, dy.contiguous(), x, weight, ctx.shape, needs, ctx.call.options
-        )
-        dweight = None if dweight is None else rounded(dweight, weight.dtype)
-        dbias = None if dbias is None else rounded(dbias, ctx.bias_dtype)
-        return None, None, dx, dweight, dbias
+    def forward(call, settings, inputs, parameters):
+        weight, bias = [*parameters, None][:2]
+        return [call.run(_native.partial_linear_forward, inputs[0], weight, bias, settings[1], call.options)]
+
+    @staticmethod
+    def backward(call, settings, gradients, inputs, parameters, kept, needs):
+        wanted = (*needs, False)[:3]
+        arguments = (gradients[0].contiguous(), inputs[0], parameters[0], settings[1], wanted, call.options)
+        return call.run(_native.partial_linear_backward, *arguments)[: len(needs)]
 
 
 @dataclass(frozen=True)
@@ -63,52 +75,103 @@ class _Bundle:
     projections: list[Any]
     inputs: int
     features: list[set[int]]  # for each input: features that its layers expect
-    outputs: list[tuple[int, int]]  # for each projection: its input and its output features
     multiplied: list[set[int]]  # for each parameter: the inputs whose gradients depend on it
     weights: list[bool]  # for each parameter: whether it is a weight, which the gradients of all inputs depend on
 
 
-class Linears(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, call: Call, bundle: _Bundle, *tensors):
-        inputs, parameters = tensors[: bundle.inputs], tensors[bundle.inputs :]
-        needs = ctx.needs_input_grad[2:]
-        ctx.call, ctx.bundle = call, bundle
-        ctx.needs_input, ctx.needs_parameter = needs[: bundle.inputs], needs[bundle.inputs :]
-        ctx.set_materialize_grads(False)
-        kept = inputs if any(ctx.needs_parameter) else [x.new_empty(x.shape[0], 0) for x in inputs]
-        read = bundle.weights
-        if not all(ctx.needs_input):
-            read = [any([ctx.needs_input[which] for which in inputs]) for inputs in bundle.multiplied]
-        ctx.save_for_backward(*kept, *watched_where_read(parameters, read))
-        arguments = (inputs, parameters, bundle.layers, bundle.projections, call.options)
-        run = functools.partial(call.run, _native.linear_forward, *arguments)
-        return tuple(call.once("linear", inputs, parameters, run))
+class Linears(Operation):
+    """Linear layers whose shards travel together, cut along their output features. Settings: a _Bundle."""
+
+    key = label = "linear"
+    late = in_chunks = True
+    results = None
+    reads_inputs = False
+
+    def __init__(
+        self,
+        options: Options,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        projections: Sequence[tuple[int, int, int, int]] | None = None,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__(options, *weights)
+        self.biases, self.projections, self.transposed = biases, projections, transposed
+
+    def parameters(self) -> list[torch.Tensor]:
+        found = []
+        for weight, bias in zip(self.given, self.biases, strict=True):
+            found.append(weight)
+            if bias is not None:
+                found.append(bias)
+        return found
+
+    def prepare(self, call: Call, inputs: Sequence[torch.Tensor]) -> _Bundle:
+        weights, biases, transposed, projections = self.given, self.biases, self.transposed, self.projections
+        params = _local_shards(weights, biases, 1 if transposed else 0)
+        if projections is not None:
+            projections = tuple(map(tuple, projections))  # type: ignore[arg-type]
+        frozen = tuple(map(frozen_of, weights))
+        if in_blocks := any(frozen):
+            expect_takes_blocks(call.name, frozen, transposed, call.in_place)
+
+        def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
+            return _bundle(call, params, shapes, biases, len(inputs), projections, transposed)
+
+        facts = (("projections", projections), ("inputs", len(inputs)), ("transposed", transposed), ("frozen", frozen))
+        tokens = 0
+        for x in inputs:
+            tokens = max(tokens, x.shape[:-1].numel())
+        planned: dict[str, Any] = (
+            {} if transposed or in_blocks else {"tokens": tokens, "size": lambda shapes: _size(call, shapes)}
+        )
+        return self.agree(call, params, inputs, facts, derive, **planned)
+
+    def check(self, call: Call, settings: _Bundle, inputs: Sequence[torch.Tensor]) -> None:
+        for x, features in zip(inputs, settings.features, strict=True):
+            if features != {x.shape[-1]}:
+                for expected in features:
+                    expect_features(call, x, expected)
+
+    def shaped(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self.projections is None:
+            return super().shaped(results, inputs)
+        found = []
+        for y, (which, *_) in zip(results, self.projections, strict=True):
+            found += super().shaped([y], inputs[which : which + 1])
+        return found
+
+    def in_graph(self, dtype: torch.dtype, inputs: Sequence[Any]) -> tuple[list[torch.Tensor], list[int]] | None:
+        return None if self.projections is not None else _in_graph(self.given, dtype, inputs, self.transposed)
 
     @staticmethod
-    @first_order_only
-    def backward(ctx, *dys):
-        bundle = ctx.bundle
-        kept = saved(ctx)
-        inputs, parameters = kept[: bundle.inputs], kept[bundle.inputs :]
-        needs = wanted(ctx)[2:]
-        found = [*dys]
-        for place, dy in enumerate(dys):
-            if dy is not None:
-                found[place] = dy.contiguous()
-        gradients = ctx.call.run(
-            _native.linear_backward,
-            found,
-            inputs,
-            parameters,
-            bundle.layers,
-            bundle.projections,
-            needs[: bundle.inputs],
-            needs[bundle.inputs :],
-            ctx.call.options,
-        )
-        of_inputs, of_parameters = gradients[: bundle.inputs], gradients[bundle.inputs :]
-        return None, None, *of_inputs, *in_dtypes_of(parameters, of_parameters)
+    def reads(call: Call, settings: _Bundle) -> Sequence[bool]:
+        needs = call.needs[: settings.inputs]
+        if all(needs):
+            return settings.weights
+        return [any([needs[which] for which in inputs]) for inputs in settings.multiplied]
+
+    @staticmethod
+    def forward(call, bundle, inputs, parameters):
+        return call.run(_native.linear_forward, inputs, parameters, bundle.layers, bundle.projections, call.options)
+
+    @staticmethod
+    def backward(call, bundle, gradients, inputs, parameters, kept, needs):
+        dys = [None if dy is None else dy.contiguous() for dy in gradients]
+        tensors = (dys, inputs, parameters, bundle.layers, bundle.projections)
+        wanted = (needs[: bundle.inputs], needs[bundle.inputs :])
+        return call.run(_native.linear_backward, *tensors, *wanted, call.options)
+
+
+def _in_graph(
+    weights: Sequence[Any], dtype: torch.dtype, inputs: Sequence[Any], transposed: bool
+) -> tuple[list[torch.Tensor], list[int]] | None:
+    """`Operation.in_graph` of layers with one input; sizes: input features, and the output features of each."""
+    outputs, features = (1, 0) if transposed else (0, 1)
+    rows = graph_operand(inputs[0], dtype, weights[0].shape[features])
+    if rows is None:
+        return None
+    return [rows], [weights[0].shape[features], *[weight.shape[outputs] for weight in weights]]
 
 
 def rotated_linear(
@@ -157,22 +220,12 @@ def rotated_linear(
     Raises ValueError or TypeError if shapes, dtypes or devices do not match (with expected and actual values),
     RingTimeout if a neighbour does not answer. Collective. Source: RTP, arXiv 2311.01635.
     """
-    options: dict[str, Any] = {
-        "in_place": in_place,
-        "compute_dtype": compute_dtype,
-        "reduce_dtype": reduce_dtype,
-        "name": name,
-    }
     if shard_dim not in (0, 1):
         raise ValueError(f"{name}: expected shard_dim 0 or 1, got {shard_dim}")
-    if shard_dim == 0:
-        return rotated_linears([x], [weight], [bias], ring=ring, transposed=transposed, prepared=prepared, **options)[0]
-    call = Call.of(weight, ring=ring, **options)
-    x = call.operand(x)
-    _, (outputs, inputs, native) = prepare_partial(call, prepared, [x], weight, bias, transposed)
-    _refuse_features(call, x.shape, [inputs])
-    y = PartialLinear.apply(call, native, call.rows(x), *call.local_shards(), *([None] if bias is None else []))
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
+    options = Options(ring, in_place, prepared, compute_dtype, reduce_dtype, name)
+    if shard_dim == 1:
+        return rotate(PartialLinear(options, weight, bias, transposed), [x])[0]
+    return rotate(Linears(options, [weight], [bias], transposed=transposed), [x])[0]
 
 
 def rotated_linears(
@@ -213,84 +266,8 @@ def rotated_linears(
         raise ValueError(f"{name}: expected at least one input and one weight, got {len(inputs)} and {len(weights)}")
     if len(weights) != len(biases):
         raise ValueError(f"{name}: expected as many biases as weights, got {len(biases)} and {len(weights)}")
-    call = Call.of(
-        weights[0],
-        ring=ring,
-        in_place=in_place,
-        compute_dtype=compute_dtype,
-        reduce_dtype=reduce_dtype,
-        name=name,
-    )
-    rows, shapes = [*inputs], []
-    for place, x in enumerate(inputs):
-        x = call.operand(x)
-        shapes.append(x.shape)
-        rows[place] = x if len(x.shape) == 2 else call.rows(x)
-    _, bundle = prepare_linears(call, prepared, rows, weights, biases, projections, transposed)
-    for shape, features in zip(shapes, bundle.features, strict=True):
-        if features != {shape[-1]}:
-            _refuse_features(call, shape, features)
-    ys = Linears.apply(call, bundle, *rows, *call.local_shards())
-    found = [*ys]
-    for place, (which, outputs) in enumerate(bundle.outputs):
-        if len(shapes[which]) != 2:
-            found[place] = ys[place].view(*shapes[which][:-1], outputs)
-    return tuple(found)
-
-
-def prepare_partial(
-    call: Call,
-    prepared: Prepared | None,
-    inputs: Sequence[torch.Tensor],
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    transposed: bool,
-) -> tuple[list[ShardedParameter], tuple[int, int, Any]]:
-    """Returns the local shards of a layer cut along its inputs, and (out features, in features, native shape)."""
-    frozen = frozen_of(weight)
-    expect_takes_blocks(call.name, [frozen], transposed, call.in_place)
-    format = None if frozen is None else frozen.format
-    params = _local_shards([weight], [bias], 0 if transposed else 1)
-
-    def derive(shapes: list[tuple[int, ...]]) -> tuple[int, int, Any]:
-        shapes = [*shapes] if frozen is None else [frozen.shape, *shapes[1:]]
-        outputs, features = reversed(shapes[0]) if transposed else shapes[0]
-        _check_biases(call, params, shapes, transposed)
-        native = _native.LinearShape(outputs, features, by_outputs=False, transposed=transposed, frozen=format)
-        return outputs, features, native
-
-    facts = (("frozen", frozen), ("transposed", transposed))
-    return params, prepare(call, prepared, "partial linear", params, inputs, facts, derive, late=True)
-
-
-def prepare_linears(
-    call: Call,
-    prepared: Prepared | None,
-    inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    projections: Sequence[tuple[int, int, int, int]] | None,
-    transposed: bool,
-) -> tuple[list[ShardedParameter], _Bundle]:
-    """Returns the local shards of layers cut along their output features, and their bundle."""
-    params = _local_shards(weights, biases, 1 if transposed else 0)
-    if projections is not None:
-        projections = tuple(map(tuple, projections))  # type: ignore[arg-type]
-    frozen = tuple(map(frozen_of, weights))
-    if in_blocks := any(frozen):
-        expect_takes_blocks(call.name, frozen, transposed, call.in_place)
-
-    def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
-        return _bundle(call, params, shapes, biases, len(inputs), projections, transposed)
-
-    facts = (("projections", projections), ("inputs", len(inputs)), ("transposed", transposed), ("frozen", frozen))
-    tokens = 0
-    for x in inputs:
-        tokens = max(tokens, x.shape[:-1].numel())
-    planned: dict[str, Any] = (
-        {} if transposed or in_blocks else {"tokens": tokens, "size": lambda shapes: _size(call, shapes)}
-    )
-    return params, prepare(call, prepared, "linears", params, inputs, facts, derive, late=True, **planned)
+    options = Options(ring, in_place, prepared, compute_dtype, reduce_dtype, name)
+    return tuple(rotate(Linears(options, weights, biases, projections, transposed), inputs))
 
 
 def _size(call: Call, shapes: Sequence[tuple[int, ...]]) -> LayerSize:
@@ -367,7 +344,6 @@ def _bundle(
         [_native.Projection(*projection) for projection in projections],
         inputs,
         features,
-        [(which, end - begin) for which, _, begin, end in projections],
         multiplied,
         [bool(inputs) for inputs in multiplied],
     )
@@ -375,12 +351,6 @@ def _bundle(
 
 def _native_blocks(frozen: FrozenWeight | None) -> dict[str, Any]:
     return {} if frozen is None else {"frozen": frozen.format, "in_mlp": frozen.rows > 0}
-
-
-def _refuse_features(call: Call, shape: torch.Size, features: Iterable[int]) -> None:
-    for expected in features:
-        if shape[-1] != expected:
-            raise ValueError(f"{call.name}: expected an input of {expected} features, got shape {tuple(shape)}")
 
 
 def _check_projections(

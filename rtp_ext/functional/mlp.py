@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from rtp_ext import _native
-from rtp_ext.functional._call import (
-    Call,
-    ShardedParameter,
-    expect_shape,
-    needs_gradients,
-    prepare,
-    saved,
-    watched_where_read,
-)
-from rtp_ext.functional._passes import in_dtypes_of
+from rtp_ext.functional._call import Call, ShardedParameter, expect_shape
+from rtp_ext.functional._operation import Operation, Options, expect_features, graph_operand, rotate
 from rtp_ext.parameters.frozen import expect_takes_blocks
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.autograd import first_order_only, wanted
 from rtp_ext.words import Activation
 
 # Activation -> (activation of the engine, gated)
@@ -37,48 +29,6 @@ ACTIVATIONS: dict[Any, tuple[str, bool]] = {
 }
 
 
-class MLP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, call: Call, shape: Any, keep: bool, read: list[bool], x, *parameters):
-        ctx.call, ctx.shape = call, shape
-
-        def run() -> list[torch.Tensor]:
-            result = call.run(_native.mlp_forward, x, parameters, shape, keep, call.options)
-            return [result.y, *result.kept]
-
-        y, *kept = call.once("mlp", [x], parameters, run)
-        ctx.parameters = len(parameters)
-        ctx.save_for_backward(x, *watched_where_read(parameters, read), *kept)
-        return y
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx, dy):
-        x, *rest = saved(ctx)
-        parameters, kept = rest[: ctx.parameters], rest[ctx.parameters :]
-        needs_x, *needs_parameter = wanted(ctx)[4:]
-        dx, *gradients = ctx.call.run(
-            _native.mlp_backward,
-            dy.contiguous(),
-            x,
-            kept,
-            parameters,
-            ctx.shape,
-            needs_x,
-            needs_parameter,
-            ctx.call.options,
-        )
-        return None, None, None, None, dx, *in_dtypes_of(parameters, gradients)
-
-
-def read_by_backward(params: Sequence[ShardedParameter], needs_x: bool, keep: bool) -> list[bool]:
-    """Returns for each parameter whether backward reads it: gate and up for dx, and with their biases to recompute;
-    down for the gradients of hidden values."""
-    hidden = needs_x or any(needs_gradients(*(param.tensor for param in params if not param.what.startswith("down"))))
-    found = {"down weight": hidden, "down bias": False}
-    return [found.get(param.what, not keep or (needs_x and param.what.endswith("weight"))) for param in params]
-
-
 class MLPParameters(NamedTuple):
     """Local shards of an MLP."""
 
@@ -90,70 +40,124 @@ class MLPParameters(NamedTuple):
     gate_bias: torch.Tensor | None = None
 
 
-def prepare_mlp(
-    call: Call,
-    prepared: Prepared | None,
-    x: torch.Tensor,
-    parameters: MLPParameters,
-    *,
-    activation: str,
-    recompute: bool,
-    transposed: bool,
-) -> tuple[list[ShardedParameter], tuple[int, int, Any]]:
-    """Returns the local shards in the order of the engine, and (in features, out features, native shape)."""
-    function, gated = ACTIVATIONS[activation]
-    outputs, inputs = (1, 0) if transposed else (0, 1)
-    candidates = [
-        ("gate weight", parameters.gate, outputs, 2),
-        ("gate bias", parameters.gate_bias, 0, 1),
-        ("up weight", parameters.up, outputs, 2),
-        ("up bias", parameters.up_bias, 0, 1),
-        ("down weight", parameters.down, inputs, 2),
-        ("down bias", parameters.down_bias, 0, 1),
-    ]
-    params = [ShardedParameter(what, tensor, dim, dims) for what, tensor, dim, dims in candidates if tensor is not None]
+class MLP(Operation):
+    """An MLP. `down` is cut along its input features. Settings: an _MLP."""
 
-    frozen = tuple([frozen_of(param.tensor) for param in params])
-    formats = {
-        None if each is None else each.format for each, param in zip(frozen, params, strict=True) if param.dims > 1
-    }
-    expect_takes_blocks(call.name, frozen, transposed, call.in_place)
-    if any(frozen) and len(formats) > 1:
-        raise ValueError(
-            f"{call.name}: expected weights of one format for frozen weights in blocks, got formats "
-            f"{', '.join(map(str, formats))}"
-        )
+    key = label = "mlp"
+    bundle = late = True
 
-    def derive(shapes: list[tuple[int, ...]]) -> Any:
-        shapes = [shape if each is None else each.shape for shape, each in zip(shapes, frozen, strict=True)]
-        whole = {param.what: shape for param, shape in zip(params, shapes, strict=True)}
-        hidden, features = whole["up weight"][outputs], whole["up weight"][inputs]
-        out_features = whole["down weight"][outputs]
-        down_shape = (hidden, out_features) if transposed else (out_features, hidden)
-        expected = {
-            "gate weight": whole["up weight"],
-            "gate bias": (hidden,),
-            "up bias": (hidden,),
-            "down weight": down_shape,
-            "down bias": (out_features,),
-        }
-        for param in params:
-            expect_shape(call, param, whole[param.what], expected.get(param.what, whole[param.what]))
-        shape = _native.MlpShape(
-            in_features=features,
-            hidden_features=hidden,
-            out_features=out_features,
-            gated=gated,
-            transposed=transposed,
-            up_bias=parameters.up_bias is not None,
-            down_bias=parameters.down_bias is not None,
-            activation=function,
-            frozen=next(iter(formats)),
-        )
-        return features, out_features, shape
+    def __init__(
+        self, options: Options, shards: MLPParameters, activation: str, recompute: bool, transposed: bool
+    ) -> None:
+        super().__init__(options, shards.up)
+        self.shards, self.activation, self.recompute, self.transposed = shards, activation, recompute, transposed
 
-    facts = (("frozen", frozen), ("activation", activation), ("recompute", recompute))
-    return params, prepare(call, prepared, "mlp", params, [x], facts, derive, late=True)
+    def parameters(self) -> list[torch.Tensor]:
+        each = self.shards
+        in_order = (each.gate, each.gate_bias, each.up, each.up_bias, each.down, each.down_bias)
+        return [tensor for tensor in in_order if tensor is not None]
+
+    def prepare(self, call: Call, inputs: Sequence[torch.Tensor]) -> _MLP:
+        each, transposed = self.shards, self.transposed
+        function, gated = ACTIVATIONS[self.activation]
+        outputs, features = (1, 0) if transposed else (0, 1)
+        candidates = [
+            ("gate weight", each.gate, outputs, 2),
+            ("gate bias", each.gate_bias, 0, 1),
+            ("up weight", each.up, outputs, 2),
+            ("up bias", each.up_bias, 0, 1),
+            ("down weight", each.down, features, 2),
+            ("down bias", each.down_bias, 0, 1),
+        ]
+        params = [
+            ShardedParameter(what, tensor, dim, dims) for what, tensor, dim, dims in candidates if tensor is not None
+        ]
+        frozen = tuple([frozen_of(param.tensor) for param in params])
+        weights = [block for block, param in zip(frozen, params, strict=True) if param.dims > 1]
+        formats = {None if block is None else block.format for block in weights}
+        expect_takes_blocks(call.name, frozen, transposed, call.in_place)
+        if any(frozen) and len(formats) > 1:
+            raise ValueError(
+                f"{call.name}: expected weights of one format for frozen weights in blocks, got formats "
+                f"{', '.join(map(str, formats))}"
+            )
+
+        def derive(shapes: list[tuple[int, ...]]) -> _MLP:
+            shapes = [shape if block is None else block.shape for shape, block in zip(shapes, frozen, strict=True)]
+            whole = {param.what: shape for param, shape in zip(params, shapes, strict=True)}
+            hidden, in_features = whole["up weight"][outputs], whole["up weight"][features]
+            out_features = whole["down weight"][outputs]
+            expected = {
+                "gate weight": whole["up weight"],
+                "gate bias": (hidden,),
+                "up bias": (hidden,),
+                "down weight": (hidden, out_features) if transposed else (out_features, hidden),
+                "down bias": (out_features,),
+            }
+            for param in params:
+                expect_shape(call, param, whole[param.what], expected.get(param.what, whole[param.what]))
+            shape = _native.MlpShape(
+                in_features=in_features,
+                hidden_features=hidden,
+                out_features=out_features,
+                gated=gated,
+                transposed=transposed,
+                up_bias=each.up_bias is not None,
+                down_bias=each.down_bias is not None,
+                activation=function,
+                frozen=next(iter(formats)),
+            )
+            return _MLP(in_features, shape, self.recompute)
+
+        facts = (("frozen", frozen), ("activation", self.activation), ("recompute", self.recompute))
+        return self.agree(call, params, inputs, facts, derive)
+
+    def check(self, call: Call, settings: _MLP, inputs: Sequence[torch.Tensor]) -> None:
+        expect_features(call, inputs[0], settings.features)
+
+    def in_graph(self, dtype: torch.dtype, inputs: Sequence[Any]) -> tuple[list[torch.Tensor], list[int]] | None:
+        outputs, features = (1, 0) if self.transposed else (0, 1)
+        up, down, gate, *_ = self.shards
+        rows = graph_operand(inputs[0], dtype, up.shape[features])
+        if rows is None:
+            return None
+        keep = not self.recompute and torch.is_grad_enabled()
+        keep = keep and any([tensor.requires_grad for tensor in [rows, *self.parameters()]])
+        hidden = up.shape[outputs]
+        kept = ([hidden] if gate is None else [hidden, hidden]) if keep else []
+        return [rows], [up.shape[features], down.shape[outputs], *kept]
+
+    @staticmethod
+    def reads(call: Call, settings: _MLP) -> Sequence[bool]:
+        needs_x, *needs = call.needs
+        keep = settings.keeps(call)
+        names = [param.what for param in call.params]
+        hidden = needs_x or any([need for need, what in zip(needs, names, strict=True) if not what.startswith("down")])
+        # down for the gradients of hidden values; gate and up for dx, and with their biases to recompute
+        found = {"down weight": hidden, "down bias": False}
+        return [found.get(what, not keep or (needs_x and what.endswith("weight"))) for what in names]
+
+    @staticmethod
+    def forward(call, settings, inputs, parameters):
+        arguments = (inputs[0], parameters, settings.shape, settings.keeps(call), call.options)
+        result = call.run(_native.mlp_forward, *arguments)
+        return [result.y, *result.kept]
+
+    @staticmethod
+    def backward(call, settings, gradients, inputs, parameters, kept, needs):
+        tensors = (gradients[0].contiguous(), inputs[0], kept, parameters)
+        return call.run(_native.mlp_backward, *tensors, settings.shape, needs[0], needs[1:], call.options)
+
+
+@dataclass(frozen=True)
+class _MLP:
+    features: int
+    shape: Any
+    recompute: bool
+
+    def keeps(self, call: Call) -> bool:
+        """Returns whether the forward keeps hidden values for a backward."""
+        return not self.recompute and any(call.needs)
 
 
 def rotated_mlp(
@@ -203,15 +207,6 @@ def rotated_mlp(
         raise ValueError(f"{name}: activation {activation} expected a gate: {gated}, got one: {gate is not None}")
     if gated and (gate_bias is None) != (up_bias is None):
         raise ValueError(f"{name}: expected biases of both gate and up or of neither")
-    call = Call.of(up, ring=ring, name=name, in_place=in_place, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
-    x = call.operand(x)
-    parameters = MLPParameters(up, down, gate, up_bias, down_bias, gate_bias)
-    params, (features, out_features, shape) = prepare_mlp(
-        call, prepared, x, parameters, activation=activation, recompute=recompute, transposed=transposed
-    )
-    if x.shape[-1] != features:
-        raise ValueError(f"{name}: expected an input of {features} features, got shape {tuple(x.shape)}")
-    keep = not recompute and any(call.needs)
-    read = read_by_backward(params, call.needs[0], keep)
-    y = MLP.apply(call, shape, keep, read, call.rows(x), *call.local_shards())
-    return y.view(*x.shape[:-1], out_features)
+    shards = MLPParameters(up, down, gate, up_bias, down_bias, gate_bias)
+    options = Options(ring, in_place, prepared, compute_dtype, reduce_dtype, name)
+    return rotate(MLP(options, shards, activation, recompute, transposed), [x])[0]

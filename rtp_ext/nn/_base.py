@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rtp_ext.families.same_forward import has_same_forward
+from rtp_ext.functional._operation import Options
+from rtp_ext.functional.torch_compile import library as _library  # noqa: F401  registers operators
 from rtp_ext.parameters import bitsandbytes, torchao
 from rtp_ext.parameters.frozen import FrozenWeight, freeze, keep
 from rtp_ext.parameters.initial import draw_as_whole
@@ -82,16 +84,21 @@ class RotatedModule(ShardedModule):
         twin.__class__ = cls if type(module) is base else mixed_class(cls, type(module))
         return twin
 
+    def _options(self, name: str | None = None, prepared: Prepared | None = None) -> Options:
+        """Returns the options of the module's operation, or of that of a bundle with its own name and plans."""
+        policy = self.mp_policy
+        return Options(
+            self.ring,
+            self.in_place,
+            prepared or self._prepared,
+            policy.param_dtype,
+            policy.reduce_dtype,
+            name or self.qualified_name,
+        )
+
     def _rotation(self) -> dict[str, Any]:
         """Returns the keyword arguments of the functional form."""
-        return {
-            "ring": self.ring,
-            "in_place": self.in_place,
-            "prepared": self._prepared,
-            "compute_dtype": self.mp_policy.param_dtype,
-            "reduce_dtype": self.mp_policy.reduce_dtype,
-            "name": self.qualified_name,
-        }
+        return self._options()._asdict()
 
     def _cast(self, x: torch.Tensor) -> torch.Tensor:
         """Returns an input in the policy's compute dtype, as fully_shard casts the inputs of its modules."""

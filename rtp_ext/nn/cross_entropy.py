@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.functional import rotated_linear_cross_entropy
-from rtp_ext.functional._call import Call, ShardedParameter
-from rtp_ext.functional.cross_entropy import check_settings, native_shape, prepare_cross_entropy
-from rtp_ext.functional.torch_compile import traced
-from rtp_ext.functional.torch_compile.operators import Bound
+from rtp_ext.functional._operation import rotate
+from rtp_ext.functional.cross_entropy import LinearCrossEntropy, Loss, check_settings
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring
@@ -88,57 +85,23 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
         z_loss: float = 0.0,
         **options: Any,
     ) -> None:
-        check_settings(type(self).__name__, label_smoothing, reduction, soft_cap, z_loss)
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-        self.reduction = reduction
-        self.soft_cap = soft_cap
-        self.z_loss = z_loss
+        loss = Loss(ignore_index, label_smoothing, reduction, soft_cap, z_loss)
+        check_settings(type(self).__name__, loss)
+        self.ignore_index, self.label_smoothing, self.reduction, self.soft_cap, self.z_loss = loss
         self._adopt(ring, {"weight": 0, "bias": 0}, **options)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        if torch.compiler.is_dynamo_compiling() and traced.tracing(self.ring):
-            settings = self.ignore_index, self.reduction
-            loss = traced.cross_entropy(self, self._cast(input), target, *settings)
-            if loss is not None:
-                return loss
-        return rotated_linear_cross_entropy(
-            self._cast(input),
-            self.weight,
-            target,
-            self.bias,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            reduction=self.reduction,
-            soft_cap=self.soft_cap,
-            z_loss=self.z_loss,
-            **self._rotation(),
-        )
+        return rotate(self._operation(), [self._cast(input), target], self)[0]
 
-    def _bound(self, _operation: str) -> Bound:
-        settings = self.ignore_index, self.label_smoothing, self.soft_cap, self.z_loss
-        return bound_cross_entropy(self, *settings)
+    def _operation(self, key: str = "") -> LinearCrossEntropy:
+        loss = Loss(self.ignore_index, self.label_smoothing, self.reduction, self.soft_cap, self.z_loss)
+        return LinearCrossEntropy(self._options(), self.weight, self.bias, loss)
 
     def extra_repr(self) -> str:
         settings = ("ignore_index", "label_smoothing", "reduction", "soft_cap", "z_loss")
         return ", ".join([super().extra_repr(), *(f"{name}={getattr(self, name)}" for name in settings)]) + (
             f", ring={self.ring.size}"
         )
-
-
-def bound_cross_entropy(
-    head: Any, ignore_index: int, label_smoothing: float = 0.0, soft_cap: float | None = None, z_loss: float = 0.0
-) -> Bound:
-    """Returns a head, a layer [vocabulary, features], as operators call it; see functional.torch_compile.operators."""
-
-    def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[ShardedParameter], tuple[Any, ...]]:
-        weight, bias = head.weight, head.bias
-        local_shards, sizes = prepare_cross_entropy(call, head._prepared, inputs[0], weight, bias, False)
-        biased = bias is not None
-        shape = native_shape(*sizes, biased, False, ignore_index, label_smoothing, soft_cap, z_loss)
-        return local_shards, (shape,)
-
-    return Bound(head.ring, head.qualified_name, head.in_place, head.mp_policy.reduce_dtype, prepare)
 
 
 def _settings_of(loss: nn.CrossEntropyLoss, options: dict[str, Any]) -> dict[str, Any]:

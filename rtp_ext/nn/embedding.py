@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.functional import rotated_embedding
-from rtp_ext.functional._call import Call, ShardedParameter
-from rtp_ext.functional.embedding import prepare_embedding
-from rtp_ext.functional.torch_compile import traced
-from rtp_ext.functional.torch_compile.operators import Bound
+from rtp_ext.functional._operation import rotate
+from rtp_ext.functional.embedding import Embedding
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring
@@ -93,26 +90,11 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
         self._adopt(ring, {"weight": shard_dim}, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_dynamo_compiling() and traced.tracing(self.ring):
-            output = traced.embedding(self, input)
-            if output is not None:
-                return output
-        return rotated_embedding(
-            input,
-            self._parameters["weight"],  # type: ignore[arg-type]
-            shard_dim=self.shard_dims["weight"],
-            padding_idx=self.padding_idx,
-            **self._rotation(),
-        )
+        return rotate(self._operation(), [input], self)[0]
 
-    def _bound(self, _operation: str) -> Bound:
-        def prepare(call: Call, _inputs: list[torch.Tensor]) -> tuple[list[ShardedParameter], tuple[Any, ...]]:
-            shard_dim = self.shard_dims["weight"]
-            table: Any = self._parameters["weight"]
-            local, (shape, padding) = prepare_embedding(call, self._prepared, table, shard_dim, self.padding_idx)
-            return [local], (shape, shard_dim, padding)
-
-        return Bound(self.ring, self.qualified_name, self.in_place, self.mp_policy.reduce_dtype, prepare)
+    def _operation(self, key: str = "") -> Embedding:
+        table: Any = self._parameters["weight"]
+        return Embedding(self._options(), table, self.shard_dims["weight"], self.padding_idx)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ring={self.ring.size}, shard_dim={self.shard_dims['weight']}"

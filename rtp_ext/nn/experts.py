@@ -10,8 +10,8 @@ from torch import nn
 
 from rtp_ext.families.activations import FUNCTIONS, activation_of
 from rtp_ext.families.experts import computes_experts
-from rtp_ext.functional import rotated_experts
-from rtp_ext.functional.experts import CLAMPED_SWIGLU
+from rtp_ext.functional._operation import rotate
+from rtp_ext.functional.experts import CLAMPED_SWIGLU, Experts
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
@@ -184,21 +184,18 @@ class RotatedExperts(RotatedModule, nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        gate: dict[str, Any] = {} if self.clamp is None else dict(zip(("alpha", "limit"), self.clamp, strict=True))
-        return rotated_experts(
-            self._cast(hidden_states),
-            top_k_index,
-            top_k_weights,
-            getattr(self, self._up_name),
-            self.down_proj,
-            up_bias=getattr(self, f"{self._up_name}_bias", None),
-            down_bias=getattr(self, "down_proj_bias", None),
-            activation=self.activation,
+        return rotate(self._operation(), [self._cast(hidden_states), top_k_weights, top_k_index], self)[0]
+
+    def _operation(self, key: str = "") -> Experts:
+        names = (self._up_name, f"{self._up_name}_bias", "down_proj", "down_proj_bias")
+        return Experts(
+            self._options(),
+            [getattr(self, name, None) for name in names],
+            self.activation,
             transposed=self.is_transposed,
             interleaved=not self.is_concatenated,
+            clamp=self.clamp,
             recompute=self.recompute,
-            **gate,
-            **self._rotation(),
         )
 
     def extra_repr(self) -> str:

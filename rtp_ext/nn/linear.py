@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.functional import rotated_linear, rotated_linears
-from rtp_ext.functional._call import Call, ShardedParameter
-from rtp_ext.functional.linear import prepare_linears, prepare_partial
-from rtp_ext.functional.torch_compile import traced
-from rtp_ext.functional.torch_compile.operators import Bound
+from rtp_ext.functional._operation import Operation, rotate
+from rtp_ext.functional.linear import Linears, PartialLinear
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
 from rtp_ext.ring import Ring
@@ -59,18 +56,12 @@ class RotatedLinear(RotatedModule, nn.Linear):
         self._adopt(ring, {"weight": shard_dim, "bias": 0}, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_dynamo_compiling() and traced.tracing(self.ring):
-            output = None if self.together is None else self.together.traced(self, input)
-            if output is None:
-                output = traced.linear(self, self._cast(input), self.shard_dims["weight"] == 1, transposed=False)
-            if output is not None:
-                return output
-        if self.together is not None and (output := self.together.forward(self, input)) is not None:
+        if self.together is not None and (output := self.together.output(self, input)) is not None:
             return output
-        return _rotated(self, input, self.shard_dims["weight"], transposed=False)
+        return rotate(self._operation(), [self._cast(input)], self)[0]
 
-    def _bound(self, operation: str) -> Bound:
-        return _bound(self, operation, transposed=False)
+    def _operation(self, key: str = "") -> Operation:
+        return _use_of(self, self.shard_dims["weight"], transposed=False)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ring={self.ring.size}, shard_dim={self.shard_dims['weight']}"
@@ -90,36 +81,17 @@ class RotatedTransposedLinear(RotatedModule):
         self._adopt(ring, {"weight": 1 - shard_dim, "bias": 0}, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_dynamo_compiling() and traced.tracing(self.ring):
-            output = traced.linear(self, self._cast(input), self.shard_dims["weight"] == 0, transposed=True)
-            if output is not None:
-                return output
-        return _rotated(self, input, 1 - self.shard_dims["weight"], transposed=True)
+        return rotate(self._operation(), [self._cast(input)], self)[0]
 
-    def _bound(self, operation: str) -> Bound:
-        return _bound(self, operation, transposed=True)
+    def _operation(self, key: str = "") -> Operation:
+        return _use_of(self, 1 - self.shard_dims["weight"], transposed=True)
 
 
-def _rotated(layer: Any, input: torch.Tensor, shard_dim: int, transposed: bool) -> torch.Tensor:
-    """Returns the output of the layer, whose weight [out_features, in_features] is cut along `shard_dim`."""
-    x = input if layer.mp_policy.param_dtype is None else layer._cast(input)
+def _use_of(layer: Any, shard_dim: int, transposed: bool) -> Operation:
+    """Returns the operation of a layer whose weight [out_features, in_features] is cut along `shard_dim`."""
     registered = layer._parameters  # read without nn.Module's __getattr__, but for a parametrization
     plain = "weight" in registered and "bias" in registered
     weight, bias = (registered["weight"], registered["bias"]) if plain else (layer.weight, layer.bias)
     if shard_dim == 1:
-        return rotated_linear(x, weight, bias, shard_dim=1, transposed=transposed, **layer._rotation())
-    return rotated_linears([x], [weight], [bias], transposed=transposed, **layer._rotation())[0]
-
-
-def _bound(layer: Any, operation: str, transposed: bool) -> Bound:
-    """Returns the layer as operators call it; see functional.torch_compile.operators."""
-
-    def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[ShardedParameter], tuple[Any, ...]]:
-        weight, bias, prepared = layer.weight, layer.bias, layer._prepared
-        if operation == "linears":
-            local_shards, bundle = prepare_linears(call, prepared, inputs, [weight], [bias], None, transposed)
-            return local_shards, (bundle,)
-        local_shards, (_, _, native) = prepare_partial(call, prepared, inputs, weight, bias, transposed)
-        return local_shards, (native,)
-
-    return Bound(layer.ring, layer.qualified_name, layer.in_place, layer.mp_policy.reduce_dtype, prepare)
+        return PartialLinear(layer._options(), weight, bias, transposed)
+    return Linears(layer._options(), [weight], [bias], transposed=transposed)

@@ -8,11 +8,8 @@ import torch
 from torch import nn
 
 from rtp_ext.families.blocks import MLPSpec, mlp_block
-from rtp_ext.functional import rotated_mlp
-from rtp_ext.functional._call import Call, ShardedParameter
-from rtp_ext.functional.mlp import ACTIVATIONS, MLPParameters, prepare_mlp
-from rtp_ext.functional.torch_compile import traced
-from rtp_ext.functional.torch_compile.operators import Bound
+from rtp_ext.functional._operation import rotate
+from rtp_ext.functional.mlp import ACTIVATIONS, MLP, MLPParameters
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.ring import Prepared, Ring
@@ -20,48 +17,20 @@ from rtp_ext.ring.registry import register
 from rtp_ext.words import Activation
 
 
-def bundled_mlp(
-    block: nn.Module, spec: MLPSpec, x: torch.Tensor, *, recompute: bool, name: str, prepared: Prepared
-) -> torch.Tensor:
-    """Computes the output of an MLP block of rotated layers; `down` is cut along its input features."""
-    up, down = block.get_submodule(spec.up), block.get_submodule(spec.down)
-    gate = None if spec.gate is None else block.get_submodule(spec.gate)
-    if torch.compiler.is_dynamo_compiling() and traced.tracing(up.ring):  # type: ignore[union-attr]
-        transposed = isinstance(up, RotatedTransposedLinear)
-        output = traced.mlp(block, up, down, gate, up._cast(x), recompute, transposed)  # type: ignore[operator]
-        if output is not None:
-            return output
-    options = {**up._rotation(), "name": name, "prepared": prepared}  # type: ignore[operator]
-    return rotated_mlp(
-        up._cast(x),  # type: ignore[operator]
-        up.weight,  # type: ignore[arg-type]
-        down.weight,  # type: ignore[arg-type]
-        None if gate is None else gate.weight,  # type: ignore[arg-type]
-        up_bias=up.bias,  # type: ignore[arg-type]
-        down_bias=down.bias,  # type: ignore[arg-type]
-        gate_bias=None if gate is None else gate.bias,  # type: ignore[arg-type]
-        activation=spec.activation,
-        recompute=recompute,
-        transposed=isinstance(up, RotatedTransposedLinear),
-        **options,
-    )
+def mlp_operation(block: nn.Module, spec: MLPSpec, *, recompute: bool, name: str, prepared: Prepared) -> MLP:
+    """Returns the operation of an MLP block of rotated layers; `down` is cut along its input features."""
+    up: Any = block.get_submodule(spec.up)
+    down: Any = block.get_submodule(spec.down)
+    gate: Any = None if spec.gate is None else block.get_submodule(spec.gate)
+    of_gate = (None, None) if gate is None else (gate.weight, gate.bias)
+    shards = MLPParameters(up.weight, down.weight, of_gate[0], up.bias, down.bias, of_gate[1])
+    transposed = isinstance(up, RotatedTransposedLinear)
+    return MLP(up._options(name, prepared), shards, spec.activation, recompute, transposed)
 
 
-def bound_mlp(block: nn.Module, spec: MLPSpec, *, recompute: bool, name: str, prepared: Prepared) -> Bound:
-    """Returns an MLP block as operators call it; see functional.torch_compile.operators."""
-    up, down = block.get_submodule(spec.up), block.get_submodule(spec.down)
-    gate = None if spec.gate is None else block.get_submodule(spec.gate)
-
-    def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[ShardedParameter], tuple[Any, ...]]:
-        of_gate = (None, None) if gate is None else (gate.weight, gate.bias)
-        shards: Any = (up.weight, down.weight, of_gate[0], up.bias, down.bias, of_gate[1])
-        transposed = isinstance(up, RotatedTransposedLinear)
-        settings: dict[str, Any] = {"activation": spec.activation, "recompute": recompute, "transposed": transposed}
-        local_shards, (_, _, shape) = prepare_mlp(call, prepared, inputs[0], MLPParameters(*shards), **settings)
-        # the operators detect writes to all parameters
-        return local_shards, (shape, not recompute and any(call.needs), [True] * len(local_shards))
-
-    return Bound(up.ring, name, up.in_place, up.mp_policy.reduce_dtype, prepare)  # type: ignore
+def bundled_mlp(block: Any, spec: MLPSpec, x: torch.Tensor) -> torch.Tensor:
+    """Returns the output of an MLP block, which is registered for graphs."""
+    return rotate(block._operation(), [block.get_submodule(spec.up)._cast(x)], block)[0]
 
 
 class RotatedMLP(ShardedModule, nn.Module):
@@ -140,11 +109,11 @@ class RotatedMLP(ShardedModule, nn.Module):
         return twin
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        options: dict[str, Any] = {"name": "RotatedMLP", "prepared": self._prepared}
-        return bundled_mlp(self, self.spec, input, recompute=self.recompute, **options)
+        return bundled_mlp(self, self.spec, input)
 
-    def _bound(self, _operation: str) -> Bound:
-        return bound_mlp(self, self.spec, recompute=self.recompute, name="RotatedMLP", prepared=self._prepared)
+    def _operation(self, key: str = "") -> MLP:
+        options: dict[str, Any] = {"name": "RotatedMLP", "prepared": self._prepared}
+        return mlp_operation(self, self.spec, recompute=self.recompute, **options)
 
     def extra_repr(self) -> str:
         return f"activation={self.spec.activation}, recompute={self.recompute}"

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from rtp_ext.families.blocks import MLPSpec
-from rtp_ext.functional.torch_compile.operators import Bound
+from rtp_ext.functional.mlp import MLP
 from rtp_ext.nn.linear import RotatedLinear, RotatedTransposedLinear
-from rtp_ext.nn.mlp import bound_mlp, bundled_mlp
+from rtp_ext.nn.mlp import bundled_mlp, mlp_operation
 from rtp_ext.parameters.sharded_module import ShardedModule, mixin_of
 from rtp_ext.ring import Prepared
 from rtp_ext.ring.registry import register
@@ -91,17 +91,15 @@ class BundledMLP(ShardedModule):
 
     is_intact._dynamo_marked_constant = True  # type: ignore[attr-defined]  # evaluated when a graph is compiled
 
-    def _bound(self, _operation: str) -> Bound:
+    def _operation(self, key: str = "") -> MLP:
         assert self.mlp_spec is not None
         block: Any = self
         options: dict[str, Any] = {"name": self.qualified_name, "prepared": self.__dict__["_prepared"]}
-        return bound_mlp(block, self.mlp_spec, recompute=self.mlp_recompute, **options)
+        return mlp_operation(block, self.mlp_spec, recompute=self.mlp_recompute, **options)
 
     def bundled(self, x: torch.Tensor) -> torch.Tensor:
         assert self.mlp_spec is not None
-        block: Any = self
-        options: dict[str, Any] = {"name": self.qualified_name, "prepared": self.__dict__["_prepared"]}
-        return bundled_mlp(block, self.mlp_spec, x, recompute=self.mlp_recompute, **options)
+        return bundled_mlp(self, self.mlp_spec, x)
 
 
 def _along(block: nn.Module, path: str) -> Iterator[nn.Module]:

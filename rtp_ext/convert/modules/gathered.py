@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from rtp_ext._native import share_version
+from rtp_ext.compilers import tracing
 from rtp_ext.convert.modules.gathered_copies import GatheredCopies, keep_writes, version_of
 from rtp_ext.functional.torch_compile import traced
 from rtp_ext.outer.policy import OuterPolicy, Unit
@@ -96,7 +97,7 @@ class ForwardScope:
 
     def parameter(self, owner: GatheredModule, name: str) -> Any:
         """Returns the parameter `name` of `owner`: the gathered one inside a forward, else the registered one."""
-        if torch.compiler.is_dynamo_compiling() and traced.tracing(self.ring):
+        if torch.compiler.is_dynamo_compiling() and tracing(self.ring):
             return self.parameters_while_compiling(owner)[owner._rtp_gathered.index(name)]
         registered = owner._parameters[name]
         if registered is None or name not in owner._rtp_gathered:

@@ -10,10 +10,8 @@ from torch import nn
 
 from rtp_ext.convert.modules.bundled import unhooked
 from rtp_ext.families.blocks import has_usual_loss
-from rtp_ext.functional import rotated_linear_cross_entropy
-from rtp_ext.functional.torch_compile import traced
-from rtp_ext.functional.torch_compile.operators import Bound
-from rtp_ext.nn.cross_entropy import bound_cross_entropy
+from rtp_ext.functional._operation import Operation, rotate
+from rtp_ext.functional.cross_entropy import LinearCrossEntropy, Loss
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.parameters.sharded_module import ShardedModule, mixin_of
 from rtp_ext.words import Reduction
@@ -29,8 +27,11 @@ class FusedHead(RotatedLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return input if self.fusing else super().forward(input)
 
-    def _bound(self, operation: str) -> Bound:
-        return bound_cross_entropy(self, _IGNORED) if operation == "linear cross-entropy" else super()._bound(operation)
+    def _operation(self, key: str = "") -> Operation:
+        return self.fused(Loss(_IGNORED)) if key == LinearCrossEntropy.key else super()._operation(key)
+
+    def fused(self, loss: Loss) -> LinearCrossEntropy:
+        return LinearCrossEntropy(self._options(), self.weight, self.bias, loss)
 
 
 class FusedLossModel(ShardedModule):
@@ -103,19 +104,8 @@ class FusedLossModel(ShardedModule):
         head: Any = self.lm_head
         shift_labels = shift_labels.to(logits.device)
         reduction: Reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = None
-        if torch.compiler.is_dynamo_compiling() and traced.tracing(head.ring) and ignore_index == _IGNORED:
-            loss = traced.cross_entropy(head, head._cast(logits), shift_labels, ignore_index, reduction)
-        if loss is None:
-            loss = rotated_linear_cross_entropy(
-                head._cast(logits),
-                head.weight,
-                shift_labels,
-                head.bias,
-                ignore_index=ignore_index,
-                reduction=reduction,
-                **head._rotation(),
-            )
+        settings, owner = Loss(ignore_index, reduction=reduction), head if ignore_index == _IGNORED else None
+        (loss,) = rotate(head.fused(settings), [head._cast(logits), shift_labels], owner)
         if num_items_in_batch is None:
             return loss
         if isinstance(num_items_in_batch, torch.Tensor):

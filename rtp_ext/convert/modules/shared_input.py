@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.functional import rotated_linears
-from rtp_ext.functional._call import Call, ShardedParameter
-from rtp_ext.functional.linear import prepare_linears
+from rtp_ext.compilers import tracing
+from rtp_ext.functional._operation import in_graph, rotate
+from rtp_ext.functional.linear import Linears
 from rtp_ext.functional.torch_compile import traced
-from rtp_ext.functional.torch_compile.operators import Bound
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.ring import Prepared
 from rtp_ext.ring.registry import register
@@ -51,8 +50,17 @@ class SharedInput:
         self.shared = False
         self.clear()
 
-    def forward(self, layer: RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
+    def output(self, layer: RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
         """Returns the output of `layer` for `x`, or None where it has to rotate on its own."""
+        if torch.compiler.is_dynamo_compiling() and tracing(layer.ring):
+            return self._traced(layer, x)
+        return self._eager(layer, x)
+
+    def _operation(self, key: str = "") -> Linears:
+        weights, biases = [each.weight for each in self.layers], [each.bias for each in self.layers]
+        return Linears(self.layers[0]._options(self.name, self.prepared), weights, biases)
+
+    def _eager(self, layer: RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
         if not self.shared or not isinstance(x, torch.Tensor) or x.is_inference():
             return None  # an inference tensor has no version counter that would show writes
         place = next(i for i, each in enumerate(self.layers) if each is layer)
@@ -63,16 +71,12 @@ class SharedInput:
             self.separate()
             logger.info("%s: its layers are called with different inputs and rotate one by one", self.name)
             return None
-        options = {**layer._rotation(), "name": self.name, "prepared": self.prepared}
-        outputs = rotated_linears(
-            [layer._cast(x)], [each.weight for each in self.layers], [each.bias for each in self.layers], **options
-        )
+        outputs = rotate(self._operation(), [layer._cast(x)])
         self._source, self._key = weakref.ref(x, lambda _: self.clear()), key
         self._waiting = dict(enumerate(outputs))
         return self._waiting.pop(place)
 
-    def traced(self, layer: RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
-        """Does the same as `forward` while a compiler traces."""
+    def _traced(self, layer: RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
         if not self.shared or not isinstance(x, torch.Tensor):
             return None
         place: int = layer.shared_input_place  # type: ignore[assignment]
@@ -87,23 +91,13 @@ class SharedInput:
                 return waiting[place]
             self.shared, self.in_graph = False, None
             return None
-        outputs = traced.linears(self, self.layers, layer._cast(x), transposed=False)
+        outputs = in_graph(self._operation(), [layer._cast(x)], self)
         if outputs is None:
             return None
         for tensor in [x, *weights]:
             traced.watch(tensor)
         self.in_graph = (x, mode, [None if each == place else y for each, y in enumerate(outputs)])
         return outputs[place]
-
-    def _bound(self, _operation: str) -> Bound:
-        first = self.layers[0]
-
-        def prepare(call: Call, inputs: list[torch.Tensor]) -> tuple[list[ShardedParameter], tuple[Any, ...]]:
-            weights, biases = [each.weight for each in self.layers], [each.bias for each in self.layers]
-            params, bundle = prepare_linears(call, self.prepared, inputs, weights, biases, None, False)
-            return params, (bundle,)
-
-        return Bound(first.ring, self.name, first.in_place, first.mp_policy.reduce_dtype, prepare)
 
     def _state(self, x: torch.Tensor) -> tuple:
         weights = [

@@ -22,6 +22,13 @@ from rtp_ext.convert.plan.traffic import (
     slot_bytes,
 )
 from rtp_ext.families.blocks import MLPBlock
+from rtp_ext.functional._operation import Operation
+from rtp_ext.functional.convolution import Convolution
+from rtp_ext.functional.cross_entropy import LinearCrossEntropy
+from rtp_ext.functional.experts import Experts
+from rtp_ext.functional.linear import Linears, PartialLinear
+from rtp_ext.functional.mlp import MLP
+from rtp_ext.functional.operations import OPERATIONS
 from rtp_ext.parameters.frozen import FrozenWeight
 
 ROTATED, GATHERED, REPLICATED, IGNORED = "rotated", "gathered", "replicated", "ignored"
@@ -273,15 +280,15 @@ class RotationPlan:
         for bundle in self.bundles:
             layers = [modules[name] for name in bundle.layers]
             name = bundle.label if bundle.kind == "mlp" else f"{bundle.label}.({', '.join(bundle.paths)})"
-            kind = "mlp" if bundle.kind == "mlp" else "linear"
+            operation = MLP if bundle.kind == MLP.key else Linears
             members = [member for layer in layers for member in _members(layer)]
             in_blocks = any(layer.in_blocks for layer in layers)
-            yield bundle.title, _passes(layers[0], kind, name, in_blocks), members
+            yield bundle.title, _passes(layers[0], operation, name, in_blocks), members
         for module in self.modules:
             if module.moved == ROTATED and module.name not in together:
                 members = _members(module)
                 if members:
-                    passes = _passes(module, _kind_of(module), module.label, module.in_blocks)
+                    passes = _passes(module, _operation_of(module), module.label, module.in_blocks)
                     yield module.label, passes, members
 
     def _row(
@@ -293,7 +300,7 @@ class RotationPlan:
         if passes is not None and owned.moved == ROTATED:
             route, _ = facts.route_of(passes.name, passes.is_planned)
             gradient_route = "direct" if facts.gradients.direct(route, passes.reduce_dtype) else "chain"
-            bias = len(owned.shape) < (3 if passes.kind == "experts" else 2)
+            bias = len(owned.shape) < (3 if passes.operation is Experts else 2)
             narrow = facts.travel == "int8" or (facts.travel == "bfloat16" and passes.compute_dtype.itemsize > 2)
             travel = facts.travel if narrow and not bias and ranks > 1 else _name(passes.compute_dtype)
             if owned.frozen is not None:
@@ -344,19 +351,19 @@ class RotationPlan:
         )
 
 
-def _kind_of(module: ModulePlan) -> str:
-    """Returns the kind of rotation of a single layer, as in `Passes`."""
+def _operation_of(module: ModulePlan) -> type[Operation]:
+    """Returns the operation of a single layer."""
     if module.layer == "attention":
-        return "linear"
+        return Linears
     if module.layer == "linear":
         by_outputs = module.cuts["weight"] == (1 if module.transposed else 0)
-        return "linear" if by_outputs else "partial linear"
-    return module.layer or "convolution"
+        return Linears if by_outputs else PartialLinear
+    return LinearCrossEntropy if module.layer == "head" else OPERATIONS[module.layer or Convolution.key]
 
 
-def _passes(module: ModulePlan, kind: str, name: str, in_blocks: bool) -> Passes:
+def _passes(module: ModulePlan, operation: type[Operation], name: str, in_blocks: bool) -> Passes:
     return Passes(
-        kind=kind,
+        operation=operation,
         name=name,
         weight_dtype=module.parameters[0].dtype,
         compute_dtype=module.compute_dtype,

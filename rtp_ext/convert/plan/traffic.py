@@ -16,12 +16,13 @@ import torch
 
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP, shard_sizes
+from rtp_ext.functional._operation import Operation
+from rtp_ext.functional.linear import Linears
 from rtp_ext.parameters.frozen import FrozenWeight
 from rtp_ext.ring import Ring
 from rtp_ext.ring.inference import InferenceRing
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 
-BUNDLES = ("mlp", "experts", "head", "flyweight")  # their weight gradients need results of their input gradients
 _ALIGNMENT = 16  # bytes; alignment of a parameter in the flat buffer of a gather, see rtp_ext.parameters.gather
 
 
@@ -197,11 +198,10 @@ class Shards:
 class Passes:
     """The rotation of an operation.
 
-    kind: `linear` (one layer or several, sharded along outputs), `partial linear` (one, along inputs), `embedding`,
-    `convolution` (any operation whose passes are driven from Python), `mlp`, `experts`, `head` or `flyweight`.
+    name: that of the layer, or of the bundle.
     """
 
-    kind: str
+    operation: type[Operation]
     name: str
     weight_dtype: torch.dtype
     compute_dtype: torch.dtype
@@ -213,7 +213,7 @@ class Passes:
     @property
     def is_planned(self) -> bool:
         """Whether the route planner decides on it."""
-        return self.kind == "linear" and not self.transposed and not self.in_blocks
+        return self.operation is Linears and not self.transposed and not self.in_blocks
 
 
 @dataclass(frozen=True)
@@ -243,14 +243,14 @@ def rotation_traffic(passes: Passes, shards: Sequence[Shards], facts: RingFacts)
     quantized = direct and facts.gradients.travel == "int8"
     cast = passes.compute_dtype != passes.weight_dtype or facts.travel is not None
     in_place = passes.in_place and alone and route != "gather" and not cast and facts.receives_anywhere
-    bundle = passes.kind in BUNDLES
+    bundle = passes.operation.bundle
     trains = any(each.trained for each in shards)
     common = {"route": route, "hosts": facts.hosts, "in_place": in_place}
     forward = _hops(facts.ranks, facts.rank, "weight", pass_="forward", **common)
     backward = {
         **common,
         "pass_": "backward",
-        "dgrad": passes.kind != "embedding",
+        "dgrad": passes.operation.dgrad,
         "wgrad": trains,
         "bundle": bundle,
         "halves": halves and not direct,
@@ -321,15 +321,15 @@ def gathered_traffic(
 
 def _chunks(passes: Passes, shards: Sequence[Shards], route: str, facts: RingFacts) -> tuple[int, int]:
     """Returns the number of chunks in which the shards travel, and the rows of the largest."""
-    capped = passes.kind in ("linear", "head") and sum(not each.is_bias for each in shards) == 1
-    if not (capped or passes.kind == "embedding") or passes.transposed or passes.in_blocks:
+    capped = passes.operation.in_chunks and sum(not each.is_bias for each in shards) == 1
+    if not capped or passes.transposed or passes.in_blocks:
         return 1, 0
     parts = []
     for each in shards:
         shape = [*each.shape]
         shape[each.dim] = _sizes(shape[each.dim], facts.ranks)[0]
         parts.append((shape[0], math.prod(shape[1:]), True))
-    size = _native.OperationSize(parts, passes.kind == "head", True)
+    size = _native.OperationSize(parts, passes.operation.bundle, True)
     home = facts.gradients.local_dtype(route, passes.reduce_dtype)
     count, rows = size.chunks(max(passes.compute_dtype.itemsize, home.itemsize), facts.slot_cap)
     return count, rows

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from rtp_ext.compilers import keep_order
 from rtp_ext.functional._selective import NAMESPACE
 from rtp_ext.functional.torch_compile.operators import (
     VERSION,
@@ -167,24 +166,4 @@ def _register() -> torch.library.Library:
 
 
 _LIBRARY = _register()
-
-
-@functools.cache
-def register_effects() -> None:
-    """Registers ordered effects, so that compilers keep all operators in their order. Runs at the first trace, because
-    it imports the compiler."""
-    from torch._higher_order_ops.effects import _register_effectful_op
-    from torch._library.effects import EffectType
-
-    for name in _SCHEMAS:
-        _register_effectful_op(operator(name), EffectType.ORDERED)
-    _leave_gradients_alone()
-
-
-def _leave_gradients_alone() -> None:
-    """Excludes DTensor.__tensor_unflatten__ from compilation. Where a compiled function calls `backward`, torch 2.14
-    would compile it and fail if parameters are cut along different dimensions."""
-    from torch._dynamo.eval_frame import set_code_exec_strategy
-    from torch._dynamo.types import FrameAction, FrameExecStrategy
-
-    set_code_exec_strategy(DTensor.__tensor_unflatten__.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+keep_order(map(operator, _SCHEMAS))
