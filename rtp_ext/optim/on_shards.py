@@ -112,8 +112,9 @@ class _Tested:
                 except whole_and_parts.Unfit as error:
                     given = f"{self.cls.__module__}.{self.cls.__qualname__}"
                     raise ValueError(
-                        f"on_shards: {given} {error}. Shards can step by themselves only where norms of tensors, "
-                        "statistics of rows or columns and products of matrices have no part (docs/optimizers.md)"
+                        f"on_shards: {given} {error}. A shard can step by itself only where the step of a number depends "
+                        "on no other: on no norm of a tensor, statistic of a row or column, or product of matrices "
+                        "(docs/optimizers.md)"
                     ) from error
                 for name in ("numbers", "cut", "changed"):
                     getattr(self.findings, name).update(getattr(found, name))
