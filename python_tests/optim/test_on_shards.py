@@ -270,6 +270,27 @@ def _trains(rank, ranks, cases_of):
     for shape, outer in cases_of:
         for cls in (Own, AllInState):
             assert_trains(cases, cls.__name__, _maker(cls), rank, shape, outer)
+        with cases.case(f"averages, {shape} {outer}"):
+            plain, model = Mixed(), convert(Mixed(), shape, outer() if outer else None)
+            (reference,), (optimizer,) = _maker(Averaged)(plain), _maker(Averaged)(model)
+            train(plain, [reference], range(ranks), 3)
+            train(model, [optimizer], [rank], 3)
+            trained = wholes(model.parameters())
+            for mode in ("eval", "train"):
+                versions = [p._version for p in model.parameters()]
+                getattr(reference, mode)()
+                getattr(optimizer, mode)()
+                assert all(p._version > known for p, known in zip(model.parameters(), versions, strict=True))
+                assert_alike(model, plain)
+                assert differs(trained[0], wholes(model.parameters())[0], 1e-4) == (mode == "eval")
+                # the forward computes with what has been written
+                loss = sum(batch_loss(plain, each, 9) for each in range(ranks))
+                found = batch_loss(model, rank, 9).detach().clone()
+                torch.distributed.all_reduce(found)
+                assert_same(found, loss.detach(), 1e-12, mode, scale=1.0)
+            train(plain, [reference], range(ranks), 2, first=3)
+            train(model, [optimizer], [rank], 2, first=3)
+            assert_alike(model, plain)
     model = convert(Mixed(), (ranks,))
     with (
         cases.case("control: without on_shards"),
@@ -353,24 +374,6 @@ def _uses(rank, ranks):
             optimizer.step()
     with cases.case("more arguments of a step"), pytest.raises(ValueError, match="a step of Own with a closure alone"):
         on_shards(Own, model.parameters()).step(None, 1)
-    with cases.case("averages"):
-        plain, model = Mixed(), convert(Mixed(), (ranks,))
-        (reference,), (optimizer,) = _maker(Averaged)(plain), _maker(Averaged)(model)
-        train(plain, [reference], range(ranks), 3)
-        train(model, [optimizer], [rank], 3)
-        trained = wholes(model.parameters())
-        batch_loss(model, rank, 9)  # what follows is prefetched
-        for mode in ("eval", "train"):
-            getattr(reference, mode)()
-            getattr(optimizer, mode)()
-            assert_alike(model, plain)
-            assert differs(trained[0], wholes(model.parameters())[0], 1e-4) == (mode == "eval")
-            # the forward computes with what has been written
-            assert_same(batch_loss(model, rank, 9), batch_loss(plain, rank, 9), 1e-12, mode, scale=1.0)
-            batch_loss(model, rank, 9)
-        train(plain, [reference], range(ranks), 2, first=3)
-        train(model, [optimizer], [rank], 2, first=3)
-        assert_alike(model, plain)
     with cases.case("tables with sparse gradients stay whole"):
         plain, model = (
             nn.Embedding(7, 5, sparse=True).double(),
