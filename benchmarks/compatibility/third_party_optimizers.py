@@ -46,11 +46,11 @@ from shared.card import (
 )
 from shared.launch import Place, launch
 
-from compatibility.third_party_table import page
+from compatibility.third_party_table import CLOSE, page
 
 PACKAGE = "pytorch_optimizer"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
-STEPS, CLOSE, LIMIT = 5, 1e-4, 20.0  # LIMIT: seconds that a rank waits for the others
+STEPS, LIMIT = 5, 20.0  # LIMIT: seconds that a rank waits for the others
 ARGUMENTS = {"ranger21": {"num_iterations": STEPS}, "bsam": {"num_data": 15}}  # that have no default
 
 
@@ -211,8 +211,8 @@ def main() -> int:
     if not args.quick and (refusal := refusal_to_write(path)) is not None:
         parser.error(refusal)
     wrong = []
+    card = environment_card(torch.device("cpu"), command)
     for ranks in map(int, args.ranks.split(",")):
-        card = environment_card(torch.device("cpu"), command)
         for row in launch(work, args, ranks):
             known = row.get("on_shards", {}).get("off")
             wrong += [row["optimizer"]] if known is not None and not known <= CLOSE else []
