@@ -80,6 +80,10 @@ def _trust(self, p, state, group, loss):
     _plain(p, group, p.grad * p.norm())
 
 
+def _clipped(self, p, state, group, loss):
+    _plain(p, group, p.grad / (p.grad.norm() / 1e4).clamp(min=1.0))
+
+
 def _late_size(self, p, state, group, loss):
     _plain(p, group, p.grad / (p.grad.norm() if p.numel() > 30000 else 1.0))
 
@@ -154,6 +158,7 @@ class _Inner(Own):
 REFUSED = [
     (_variant("Centered", _centered), r"Centered does not act .* \[7, 5\] in 3 parts along dimension 1"),
     (_variant("Trust", _trust), r"Trust does not act on each number by itself: numbers of a parameter \[7\]"),
+    (_variant("Clipped", _clipped), r"Clipped does not act on each number by itself"),
     (_variant("LateSize", _late_size), r"parameter \[260, 263\] in 3 parts"),
     (_variant("Factors", _factors), r"keeps state 'row' of shape \[7\] of a parameter \[7, 5\]"),
     (_variant("Lists", _lists), r"keeps tensors in a list, state 'queue'"),

@@ -18,6 +18,10 @@ from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.dtensor_parameters import rotates
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
+_WHY = (
+    ". A shard can step by itself only where the step of a number depends on no other: on no norm of a tensor, "
+    "statistic of a row or column, or product of matrices"
+)
 
 
 def on_shards(Optimizer: type[O], params: Iterable[Any], **options: Any) -> O:
@@ -96,7 +100,7 @@ class _Tested:
         for group in optimizer.param_groups:
             if group["params"] and not self._values(group) <= self.known:
                 options = {key: value for key, value in group.items() if key in self.keys}
-                if group["lr"]:  # may be 0 for now
+                if group.get("lr"):  # may be 0 for now
                     options["lr"] = group["lr"]
                 self.test([options], _shards([group]))
                 self.known |= self._values(group)
@@ -110,12 +114,9 @@ class _Tested:
                 try:
                     found = whole_and_parts.test(self.cls, list(kept.values()), self.options, dtype, device)
                 except whole_and_parts.Unfit as error:
+                    why = "" if isinstance(error, whole_and_parts.Fails) else _WHY
                     given = f"{self.cls.__module__}.{self.cls.__qualname__}"
-                    raise ValueError(
-                        f"on_shards: {given} {error}. A shard can step by itself only where the step of a number depends "
-                        "on no other: on no norm of a tensor, statistic of a row or column, or product of matrices "
-                        "(docs/optimizers.md)"
-                    ) from error
+                    raise ValueError(f"on_shards: {given} {error}{why} (docs/optimizers.md)") from error
                 for name in ("numbers", "cut", "changed"):
                     getattr(self.findings, name).update(getattr(found, name))
 

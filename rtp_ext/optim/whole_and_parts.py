@@ -20,13 +20,15 @@ from rtp_ext.convert.optimizers import StandIn
 Groups = Sequence[dict[str, Any]]
 
 PARTS = 3
-STEPS = 32
 # One of the small shapes is shorter than the number of parts in one dimension. The large one is above sizes from which
 # optimizers keep factors or quantized state (128, 256 and 4096), and its parts are below one of them. It comes second:
 # what needs square matrices of all numbers is refused before.
 SHAPES = (((7,), (7, 5), (2, 5, 3)), ((260, 263),))
-# Of the gradients of successive steps: they jump in both directions, so that rules for large ones come into force.
-SCALES = (1.0, 1e-3, 30.0, 0.1, 1e-2, 10.0, 1.0, 0.3)
+# Of the gradients of successive steps: they jump in both directions, so that rules for large and small ones come into
+# force; the last steps, where the dtype has the range, by orders of magnitude.
+SCALES = (*(1.0, 1e-3, 30.0, 0.1, 1e-2, 10.0, 1.0, 0.3) * 3, 1e3, 1.0, 1e-6, 1.0, 1e6, 1e-3, 1e-10, 1.0)
+MODERATE = (1e-3, 30.0)
+STEPS = len(SCALES)
 MODES = ("eval", "train")  # methods of optimizers that keep averaged weights, which exchange them with the parameters
 
 
@@ -34,7 +36,7 @@ class Unfit(Exception):
     """The optimizer cannot step on parts; its text says why, as the end of a sentence that begins with its name."""
 
 
-class _Fails(Unfit):
+class Fails(Unfit):
     """The class raises an error of its own."""
 
 
@@ -124,7 +126,7 @@ def test(cls: type[Optimizer], groups: Groups, options: dict[str, Any], dtype: t
     with torch.random.fork_rng(others, device_type=kind), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Steps are small beside numbers: rounding could hide what float64 shows, which not every class takes.
-        with contextlib.suppress(_Fails):
+        with contextlib.suppress(Fails):
             for shapes in SHAPES if dtype != wide else ():
                 _Test(cls, groups, options, shapes * len(groups), wide, device, Findings()).run()
         for shapes in SHAPES:
@@ -167,7 +169,9 @@ class _Test:
             self.findings.changed |= changed
 
     def step(self, number: int, whole: _Whole, parts: Sequence[_Part]) -> None:
-        scale = SCALES[number % len(SCALES)]
+        scale = SCALES[number]
+        if torch.finfo(self.dtype).max < 1e30:
+            scale = min(max(scale, MODERATE[0]), MODERATE[1])
         gradients = [self.draw(shape, spread=2) * scale for shape in self.shapes]
         for parameter, gradient in zip(whole.parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
@@ -216,7 +220,7 @@ class _Test:
             raise
         except Exception as error:
             text = str(error).strip().partition("\n")[0][:200]
-            raise _Fails(f"{what}: {type(error).__name__}: {text}") from error
+            raise Fails(f"{what}: {type(error).__name__}: {text}") from error
         if not all(map(torch.equal, before, _drawn(self.device))):
             raise Unfit("draws random numbers, which are others for a part than for the whole")
 
