@@ -112,13 +112,11 @@ class _Tested:
         for dtype in sorted({shard.dtype for shard in shards} or {torch.get_default_dtype()}, key=str):
             for device in sorted(devices, key=str):
                 try:
-                    found = whole_and_parts.test(self.cls, list(kept.values()), self.options, dtype, device)
+                    whole_and_parts.test(self.cls, list(kept.values()), self.options, dtype, device, self.findings)
                 except whole_and_parts.Unfit as error:
                     why = "" if isinstance(error, whole_and_parts.Fails) else _WHY
                     given = f"{self.cls.__module__}.{self.cls.__qualname__}"
                     raise ValueError(f"on_shards: {given} {error}{why} (docs/optimizers.md)") from error
-                for name in ("numbers", "cut", "changed"):
-                    getattr(self.findings, name).update(getattr(found, name))
 
     def begin(self, optimizer: Optimizer) -> None:
         self.keys = {key for group in optimizer.param_groups for key in group}
@@ -153,8 +151,10 @@ def _fixed(group: dict[str, Any]) -> Any:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, (float, Tensor)):
-        return str(bool(value)) if isinstance(value, float) or value.numel() == 1 else "tensor"
+    if isinstance(value, Tensor):
+        return "tensor"  # whose value the host would have to wait for
+    if isinstance(value, float):
+        return str(bool(value))
     if isinstance(value, (list, tuple)):
         return str([_kind(each) for each in value])
     return f"{type(value).__name__} {value!r}"

@@ -116,10 +116,17 @@ def bare_step(optimizer: Optimizer) -> Any:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def test(cls: type[Optimizer], groups: Groups, options: dict[str, Any], dtype: torch.dtype, device: Any) -> Findings:
-    """Steps small random tensors of one dtype whole and in parts along each dimension. Raises Unfit where any number
-    differs. `groups`: options of parameter groups, without parameters. Leaves torch's random numbers as they are."""
-    findings = Findings()
+def test(
+    cls: type[Optimizer],
+    groups: Groups,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    findings: Findings,
+) -> None:
+    """Steps small random tensors of one dtype whole and in parts along each dimension, and adds to `findings`. Raises
+    Unfit where any number differs. `groups`: options of parameter groups, without parameters. Leaves torch's random
+    numbers as they are."""
     others = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type
     wide = torch.promote_types(dtype, torch.float64)
@@ -131,7 +138,6 @@ def test(cls: type[Optimizer], groups: Groups, options: dict[str, Any], dtype: t
                 _Test(cls, groups, options, shapes * len(groups), wide, device, Findings()).run()
         for shapes in SHAPES:
             _Test(cls, groups, options, shapes * len(groups), dtype, device, findings).run()
-    return findings
 
 
 @dataclass
