@@ -10,7 +10,7 @@ from shared.reports import own_pages
 CLOSE = 1e-4
 
 # What became of an optimizer as it is, and by on_shards: rows and columns.
-AS_IS = ("right", "torch's error", "wrong numbers")
+AS_IS = ("right", "an error", "wrong numbers")
 ON_SHARDS = ("right", "refused")
 
 
@@ -32,9 +32,9 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def outcome(found: dict[str, Any]) -> str:
-    """Returns `right`, `refused` by on_shards, `torch's error`, or `wrong numbers`."""
+    """Returns `right`, `refused` by on_shards, `an error`, or `wrong numbers`."""
     if found["built"] or found["trained"]:
-        return "refused" if "on_shards: " in found["built"] else "torch's error"
+        return "refused" if "on_shards: " in found["built"] else "an error"
     return "right" if found["off"] <= CLOSE else "wrong numbers"
 
 
@@ -51,7 +51,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             continue
         as_is, on_shards = (
             max((outcome(line[way]) for line in lines), key=order.index)
-            for way, order in (("as_is", AS_IS), ("on_shards", (*ON_SHARDS, "torch's error", "wrong numbers")))
+            for way, order in (("as_is", AS_IS), ("on_shards", (*ON_SHARDS, "an error", "wrong numbers")))
         )
         cells.setdefault((as_is, on_shards), []).append(name)
     lines_of_table = [["as they are", "by `on_shards`", "", "classes"]]

@@ -27,6 +27,6 @@ def test_the_worse_of_several_numbers_of_ranks_shows():
         {**line, "class": "C", "ranks": 2, "plain": "fails"},
     ]
     made = table(rows)
-    assert "| torch's error | wrong numbers | 1 | A |" in made
+    assert "| an error | wrong numbers | 1 | A |" in made
     assert "| wrong numbers | refused | 1 | B |" in made
     assert "on 2 and 3 ranks" in made and "C |" in made
