@@ -26,6 +26,7 @@ PAGES_OF_THEIR_OWN = {  # of results whose tables their own scripts make
     "search_ways": "predictions.md",
     "soak": "reliability.md",
     "soak_hosts": "reliability.md",
+    "third_party_optimizers": "optimizers.md",
     "versions": "limits.md",
 }
 COMPARE = RESULTS / "cpu-2core" / "compare.jsonl"

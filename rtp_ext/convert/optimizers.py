@@ -1,16 +1,16 @@
 """Optimizers of converted models: some step on DTensors, some on this rank's shards, others are refused.
 
 torch's optimizers step on DTensors, as they do after fully_shard. Where DTensor has no rule for an operation of an
-optimizer, its step gets plain tensors instead: hooks pass it a stand-in that holds the local parts of parameters,
-gradients and state. An elementwise step on those equals the step on the whole. Optimizers that a stand-in does not
-support are refused by name. docs/optimizers.md has the table.
+optimizer, or for those that `rtp_ext.optim.on_shards` has made, the step gets plain tensors instead: hooks pass it a
+stand-in that holds the local parts of parameters, gradients and state. An elementwise step on those equals the step on
+the whole. Optimizers that a stand-in does not support are refused by name. docs/optimizers.md has the table.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ from rtp_ext.ring.autograd import as_gradient
 from rtp_ext.ring.dtensor_parameters import rotates
 
 REPLACED = "_rtp_replaced"  # attribute of a plain parameter that a model has replaced by shards: its name there
+# Attribute of an optimizer whose step has been tested to act on each number by itself: a function that is called before
+# each step, with the optimizer and the arguments and keywords of the step, and returns the `numbers` of a StandIn.
+ON_SHARDS = "_rtp_on_shards"
 
 # Optimizers that no hook can correct, by the package and the name of a class or of one of its bases.
 _REFUSED = {
@@ -103,9 +106,13 @@ def _stand_in(optimizer: Optimizer, arguments: tuple, keywords: dict[str, Any]) 
     if not _rotated(optimizer):
         return None
     adafactor = _takes(optimizer, Adafactor)
-    if not adafactor and not _elementwise(optimizer):
+    tested = optimizer.__dict__.get(ON_SHARDS)
+    if tested is not None:
+        stand_in = StandIn(optimizer, numbers=tested(optimizer, arguments[1:], keywords))
+    elif adafactor or _elementwise(optimizer):
+        stand_in = StandIn(optimizer, adafactor)
+    else:
         return None
-    stand_in = _StandIn(optimizer, adafactor)
     closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
 
     def fill() -> Any:
@@ -166,20 +173,36 @@ def _refuse_few_rows(kind: str, parameter: DTensor) -> None:
 _STAND_IN = "_rtp_stand_in"  # attribute of an optimizer that stands for another in one step: its _StandIn
 
 
-class _StandIn:
+class StandIn:
     """A stand-in for an optimizer in one step: an optimizer of the same class, of this rank's plain shards.
 
     The closure of the step fills it, after all hooks and before the optimizer reads a gradient. A step that fails
     leaves the optimizer itself unchanged. `adafactor`: rotated parameters are left out, and step before the others.
+    `numbers`: names of state that is one number, even where a shard has one number too.
     """
 
-    def __init__(self, given: Optimizer, adafactor: bool) -> None:
-        self.given, self.adafactor = given, adafactor
+    def __init__(self, given: Optimizer, adafactor: bool = False, numbers: Collection[str] = ("step",)) -> None:
+        self.given, self.adafactor, self.numbers = given, adafactor, numbers
         self.optimizer: Any = object.__new__(type(given))
         self.optimizer.__dict__.update(given.__dict__, **{_STAND_IN: self})
         self.owners: dict[torch.Tensor, torch.Tensor] = {}  # parameters by their plain shards
+        self.filled = 0
+
+    def shard(self, parameter: Any) -> torch.Tensor:
+        """Returns this rank's shard of a parameter, with the shard of its gradient."""
+        if not rotates(parameter):
+            return parameter
+        shard = held(parameter).detach().requires_grad_(parameter.requires_grad)
+        if parameter.grad is not None:
+            shard.grad = shard_of(parameter.grad, parameter)
+        return shard
+
+    def laid_out(self, value: torch.Tensor, parameter: Any) -> torch.Tensor:
+        """Returns a new value of the state with the layout of its parameter."""
+        return as_gradient(value, parameter._spec)
 
     def fill(self, closure: Callable[[], Any] | None) -> Any:
+        self.filled += 1
         loss = None if closure is None else closure()
         with torch.no_grad():
             stand_ins: dict[torch.Tensor, torch.Tensor] = {}
@@ -187,16 +210,15 @@ class _StandIn:
                 if self.adafactor:
                     step_on_shards(group, list(filter(rotates, group["params"])), self.given.state)
                 for parameter in group["params"]:
-                    if not rotates(parameter):
-                        stand_ins[parameter] = parameter
-                    elif not self.adafactor:
-                        stand_ins[parameter] = _plain_shard(parameter)
+                    if not (self.adafactor and rotates(parameter)):
+                        stand_ins[parameter] = self.shard(parameter)
             self.owners = {shard: parameter for parameter, shard in stand_ins.items()}
             self.optimizer.param_groups = [
                 {**group, "params": [stand_ins[p] for p in group["params"] if p in stand_ins]}
                 for group in self.given.param_groups
             ]
-            self.optimizer.state = defaultdict(dict)
+            whole = {key: value for key, value in self.given.state.items() if not isinstance(key, torch.Tensor)}
+            self.optimizer.state = defaultdict(dict, whole)
             for parameter, shard in stand_ins.items():
                 if parameter in self.given.state:
                     state = self.given.state[parameter]
@@ -209,25 +231,25 @@ class _StandIn:
         for group, known in zip(left.pop("param_groups"), self.given.param_groups, strict=True):
             known.update({key: value for key, value in group.items() if key != "params"})
         for shard, state in left.pop("state").items():
+            if not isinstance(shard, torch.Tensor):
+                self.given.state[shard] = state
+                continue
             parameter = self.owners[shard]
             known = self.given.state[parameter]
             for key, value in state.items():
-                if parameter is shard or not _is_cut(key, value, shard):
+                if parameter is shard or not self._is_cut(key, value, shard):
                     known[key] = value
                 elif held(known.get(key)) is not value:  # new: else it has been written in place
-                    known[key] = as_gradient(value, parameter._spec)  # type: ignore[attr-defined]
+                    known[key] = self.laid_out(value, parameter)
         del left[_STAND_IN]
         self.given.__dict__.update(left)
 
+    def _is_cut(self, key: str, value: Any, shard: torch.Tensor) -> bool:
+        """Returns whether a value of the state has the layout of its shard."""
+        return isinstance(value, torch.Tensor) and key not in self.numbers and value.shape == shard.shape
 
-def _plain_shard(parameter: Any) -> torch.Tensor:
-    """Returns this rank's shard of a parameter, with the shard of its gradient."""
-    shard = held(parameter).detach().requires_grad_(parameter.requires_grad)
-    if parameter.grad is not None:
-        shard.grad = shard_of(parameter.grad, parameter)
-    return shard
-
-
-def _is_cut(key: str, value: Any, shard: torch.Tensor) -> bool:
-    """Returns whether a value of the state has the layout of its shard; `step` is a number, even for a scalar."""
-    return isinstance(value, torch.Tensor) and key != "step" and value.shape == shard.shape
+    def call(self, method: str) -> None:
+        """Calls a method of the optimizer's class that writes to parameters outside of steps."""
+        self.fill(None)
+        getattr(type(self.given), method)(self.optimizer)
+        self.give_back()

@@ -81,8 +81,10 @@ def _count_update(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: 
 
 def _is_whole(value: Any, parameter: Any) -> bool:
     """Returns whether a value of the state is a plain tensor as large as a whole parameter that is sharded. The same on
-    every rank."""
+    every rank. One number may be a count of steps, of shape [1] as the parameter."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != parameter.shape:
+        return False
+    if value.numel() == 1:
         return False
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     return any(ranks > 1 and not isinstance(placement, Replicate) for placement, ranks in sizes)
