@@ -128,7 +128,7 @@ def test_torchtitan(tmp_path):
         pytest.skip("torchtitan is not installed: make frameworks")
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    words = ["the", "shards", "of", "a", "ring", "visit", "every", "rank", "and", "each", "product", "hides", "a", "hop"]
+    words = ["shards", "of", "a", "ring", "visit", "every", "rank", "and", "products", "hide", "their", "hops", "there"]
     texts = [" ".join(words[(place * number) % len(words)] for place in range(60)) for number in range(1, 400)]
     for name in ("data", "tokenizer"):
         (tmp_path / name).mkdir()
