@@ -90,6 +90,46 @@ def test_parts_first(ranks):
     run_ranks(_trains, ranks, timeout=240.0)
 
 
+class _Adapted(nn.Module):
+    """A layer with an adapter around it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = (nn.Linear(*sizes, bias=False).double() for sizes in ((10, 3), (3, base.out_features)))
+        with torch.no_grad():
+            for number, layer in enumerate((self.down, self.up)):
+                layer.weight.copy_(0.3 * random(*layer.weight.shape, dtype=torch.float64, seed=number))
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def _added(rank, ranks):
+    """Layers that a part gets after its own conversion are converted with the model around it."""
+    cases = Cases()
+    for again in (True, False):
+        with cases.case(f"the model around it is {'' if again else 'not '}converted"):
+            plain, model = make_model(), make_model()
+            rtp_ext.fully_rotate(model.blocks[0] if again else model)
+            for each in (plain, model):
+                each.blocks[0].up = _Adapted(each.blocks[0].up)
+            if again:
+                rtp_ext.fully_rotate(model)
+            added = model.blocks[0].up
+            assert [isinstance(each.weight, DTensor) for each in (added.base, added.down, added.up)] == [
+                True,
+                again,
+                again,
+            ]
+            assert_trained(model, plain, rank, ranks, "model")
+    cases.finish()
+
+
+def test_layers_added_to_a_part():
+    run_ranks(_added, 2)
+
+
 class _Probe(nn.Module):
     """Notes the dtype that it is given."""
 

@@ -25,7 +25,7 @@ from rtp_ext.convert.optimizers import mark_replaced, watch_optimizers, weak_par
 from rtp_ext.convert.plan.inspect_model import inspect_model
 from rtp_ext.convert.plan.request import TIMEOUT, Options, Parts, Request, names_of, state_in
 from rtp_ext.convert.plan.rotation_plan import RotationPlan
-from rtp_ext.convert.scopes import RotationState, install, is_inside, mark_inside, state_of
+from rtp_ext.convert.scopes import RotationState, install, is_inside, state_of
 from rtp_ext.convert.validation import read_call, validate
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.outer.policy import Unit
@@ -236,7 +236,6 @@ def _adopt(parts: Parts, scopes: Mapping[int, RotationState]) -> None:
             if inner is not None and inner.ring is before:
                 inner.ring, inner.outer_policy = around.ring, around.outer_policy
         state.around.append(weakref.ref(around))
-        mark_inside(part)
         logger.info("fully_rotate: %s (%s) was converted before, and keeps its policy", name, type(part).__name__)
 
 
