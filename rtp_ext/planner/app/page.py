@@ -109,14 +109,14 @@ def _guarded(answer: Callable[..., Iterable[bytes]], token: str, local: bool) ->
     """Returns a WSGI application that passes on what the page asks for, without the token, and refuses all else: other
     local users, and web sites whose names lead to this machine. local: refuse names that are not this machine's."""
 
-    def application(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        host, origin = environ.get("HTTP_HOST", ""), environ.get("HTTP_ORIGIN")
-        given, _, path = environ.get("PATH_INFO", "").removeprefix("/").partition("/")
+    def application(request: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        host, origin = request.get("HTTP_HOST", ""), request.get("HTTP_ORIGIN")
+        given, _, path = request.get("PATH_INFO", "").removeprefix("/").partition("/")
         known = secrets.compare_digest(given.encode(), token.encode())
         if not known or (local and not loopback(_name(host))) or origin not in (None, f"http://{host}"):
             start("403 Forbidden", [("Content-Type", "text/plain")])
             return [b"Open the whole address that rtp-ext plan --app printed.\n"]
-        return answer({**environ, "PATH_INFO": f"/{path}"}, start)
+        return answer({**request, "PATH_INFO": f"/{path}"}, start)
 
     return application
 
