@@ -91,6 +91,24 @@ def test_search_and_comparison_are_those_of_the_command(capsys):
     assert {cell.link for cell in cells} == {"NVLink", "PCIe", "400 Gb/s"}
 
 
+def test_the_page_offers_what_the_command_does(capsys, tmp_path):
+    small = tmp_path / "small.json"
+    small.write_text(json.dumps({"base": "rtx-4090-24gb", "name": "no host", "host_bytes_per_s": 0.0}))
+    for words, told in (
+        (("--model", "llama-3-405b", "--gpus", "1"), "also with states on the host"),
+        (
+            ("--model", "llama-3-8b", "--cluster", str(small), "--gpus", "4"),
+            "Training adapters alone fits: .*frozen=nf4",
+        ),
+        (("--model", "llama-3-8b", "--gpus", "64", "--top", "1"), "no ring among them: the fastest takes"),
+    ):
+        result = found(words)
+        main(["plan", *words])
+        printed = capsys.readouterr()
+        assert re.search(told, result.message), result.message
+        assert "".join(result.message.split()) in "".join((printed.out + printed.err).split())
+
+
 def test_the_timeline_is_that_of_the_prediction():
     settings = settings_of(_options("--plan", "rtp=4"))
     view = view_of(arguments(settings))
