@@ -100,7 +100,7 @@ def test_the_page_offers_what_the_command_does(capsys, tmp_path):
             ("--model", "llama-3-8b", "--cluster", str(small), "--gpus", "4"),
             "Training adapters alone fits: .*frozen=nf4",
         ),
-        (("--model", "llama-3-8b", "--gpus", "64", "--top", "1"), "no ring among them: the fastest takes"),
+        (("--model", "gpt-3-xl", "--gpus", "1"), "no ring among them: it takes at least 2 GPUs"),
     ):
         result = found(words)
         main(["plan", *words])
