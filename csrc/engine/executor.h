@@ -16,6 +16,7 @@
 
 #include "base/checks.h"
 #include "base/ranges.h"
+#include "base/signals.h"
 #include "device/sm_carveout.h"
 #include "engine/hops/deferred_reductions.h"
 #include "engine/hops/dequantized_weights.h"
@@ -124,13 +125,16 @@ class Executor {
     const ShardSource* source = pulls_.source();
     return getpid() != owner_ && (source != nullptr ? !source->survives_fork() : !transport_->loopback());
   }
-  // Runs `action`; an error of the transport marks the ring as failed and is rethrown.
+  // Runs `action`; an error of the transport, or of a signal's handler, marks the ring as failed and is rethrown.
   template <typename Action>
   void or_fail(Action&& action) {
     try {
       action();
     } catch (RotationError& error) {
       error.add(fail(error.what()));
+      throw;
+    } catch (const Interrupted&) {
+      fail(Interrupted::kReason);
       throw;
     }
   }
@@ -242,25 +246,33 @@ class Execution {
   Range range_, compute_range_;  // for profilers
 };
 
-// Runs `action`; an error of the transport, or of torch while neighbours wait for hops, marks the ring as failed and is
-// rethrown.
+// Runs `action`; an error of the transport, of a signal's handler, or of torch while neighbours wait for hops, marks
+// the ring as failed and is rethrown.
 template <typename Action>
 auto Execution::guarded(Action&& action) {
   const StreamsScope scope(executor_.streams());
+  const auto leave = [this] {
+    executor_.streams().select_compute_stream(0);
+    carveout_.reset();
+  };
+  const auto fail = [&](const std::string& reason) -> const std::string& {
+    ended_ = true;
+    return executor_.fail(reason);
+  };
   try {
     return action();
   } catch (RotationError& error) {
-    executor_.streams().select_compute_stream(0);
-    error.add(executor_.fail(error.what()));
-    ended_ = true;
-    carveout_.reset();
+    leave();
+    error.add(fail(error.what()));
+    throw;
+  } catch (const Interrupted&) {
+    leave();
+    fail(Interrupted::kReason);
     throw;
   } catch (c10::Error& error) {  // for example out of memory, perhaps only on this rank
-    executor_.streams().select_compute_stream(0);
-    carveout_.reset();
+    leave();
     if (!executor_.transport().loopback()) {  // the hops that neighbours have posted would wait for this rank
-      error.add_context(executor_.fail(concat(operation_, ": ", error.what_without_backtrace())));
-      ended_ = true;
+      error.add_context(fail(concat(operation_, ": ", error.what_without_backtrace())));
     }
     throw;
   }

@@ -4,6 +4,7 @@
 
 #include "base/checks.h"
 #include "base/host.h"
+#include "base/signals.h"
 #include "engine/executor.h"
 #include "engine/shards/copied/copied_shards.h"
 #include "engine/shards/pulled_shards.h"
@@ -30,7 +31,17 @@ namespace {
 using namespace rtp;
 using NoGil = py::gil_scoped_release;
 
+class RaisedByHandler : public py::error_already_set, public Interrupted {};
+
+// Python runs handlers on its main thread; another one would only wait for the GIL.
+void run_signal_handlers() {
+  if (gettid() != getpid()) return;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_Occurred() == nullptr && PyErr_CheckSignals() != 0) throw RaisedByHandler();
+}
+
 void bind_errors(py::module_& m) {
+  signal_handlers = run_signal_handlers;
   static py::handle base = py::register_exception<RotationError>(m, "RotationError", PyExc_RuntimeError);
   py::register_exception<RingTimeout>(m, "RingTimeout", base);
   py::register_exception<CudaError>(m, "CudaError", base);

@@ -170,7 +170,7 @@ def test_who_keeps_the_store():
 def _told(**broken):
     """Reports of ranks in the order in which they gave up."""
     return {
-        int(rank[1:]): {"text": rank, "own": False, "broken": others, "seen": time_, "ended": time_}
+        int(rank[1:]): {"text": rank, "own": False, "broken": others, "seen": time_, "ended": time_, "left": []}
         for time_, (rank, others) in enumerate(broken.items())
     }
 
@@ -205,7 +205,7 @@ class _Slow(dist.HashStore):
 
 
 def _answer(text="theirs", broken=(), seen=0.0, ended=0.0):
-    return json.dumps({"text": text, "own": False, "broken": [*broken], "seen": seen, "ended": ended})
+    return json.dumps({"text": text, "own": False, "broken": [*broken], "seen": seen, "ended": ended, "left": []})
 
 
 def _alone(store, me, ranks):
@@ -276,3 +276,25 @@ def test_ranks_that_are_out_of_step_are_told_where_they_waited():
         "; the ranks are out of step, and waited in head backward (global ranks 0, 1), all_gather (global ranks 2)"
     )
     assert said.endswith(expected), said
+
+
+def _left(rank, ranks, transport, killed):
+    """Rank 0 has fewer batches: it ends its ring in good order, or is killed."""
+    ring = Ring(transport=transport, timeout=TIMEOUT)
+    for _ in range(2):
+        ring.all_reduce(torch.ones(3))
+    if rank == 0:
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ring.close()
+    with pytest.raises(RingTimeout) as caught:
+        ring.all_reduce(torch.ones(3))
+    text = str(caught.value)
+    assert ("global rank 0 had left: closed the ring" in text) is not killed, text
+    assert ("who failed: global rank 0" in text) is killed, text
+
+
+@pytest.mark.parametrize(("transport", "ranks"), [("shm", 2), ("tcp", 2), ("shm", 3)])
+@pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
+def test_a_rank_that_has_finished_did_not_fail(transport, ranks, killed):
+    run_ranks(_left, ranks, transport, killed, lost=[0] if killed else [])

@@ -35,7 +35,7 @@ def drive(call: Call, begin: Any, arguments: Sequence[Any], compute: Callable[[A
                     compute(execution, step)
             finally:
                 execution.finish()
-        except RuntimeError as error:
+        except BaseException as error:
             call.ring.abandon(error)
             raise
 

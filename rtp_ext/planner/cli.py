@@ -251,13 +251,7 @@ def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
     with progress("searching for plans"):
         plans = search(model, cluster, global_batch=batch, top=options.top, uneven=options.uneven)
     if not plans:
-        tried = "also with states on the host and all layers recomputed" if cluster.offloads else "on the GPUs alone"
-        print(
-            f"{PROGRAM}: no plan for {model.name} with a global batch of {batch} fits below the memory limit of "
-            f"{cluster.gpus} x {cluster.name}, {tried}; --min-gpus computes the number of GPUs needed"
-            f"{text.adapters_that_fit(model, cluster, batch)}",
-            file=sys.stderr,
-        )
+        print(f"{PROGRAM}: {text.no_plan_fits(model, cluster, batch)}", file=sys.stderr)
         return 1
     names = [name_of(plan.strategy) for plan in plans]
     memory, times = [plan.memory for plan in plans], [plan.time for plan in plans]
@@ -273,7 +267,7 @@ def _search(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -> 
     else:
         print(text.search_table(names, plans, title))
         if not any(plan.strategy.rtp > 1 for plan in plans):
-            print(text.why_no_ring(model, cluster, batch, plans[0]))
+            print("\n".join(wrapped(text.why_no_ring(model, cluster, batch, plans[0]))))
         if options.explain:
             first = plans[0]
             result = explain_time(model, cluster, first.strategy, first.time)

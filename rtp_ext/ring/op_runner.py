@@ -69,6 +69,6 @@ class OpRunner:
             if self.graphs.on and function in CAPTURED:
                 return self.graphs.run(operation, function, arguments)
             return function(executor, *arguments)
-        except RuntimeError as error:
+        except BaseException as error:
             self._communicator.abandon(error)
             raise

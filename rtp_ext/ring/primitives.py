@@ -137,7 +137,7 @@ class Primitives:
     def _next(self, execution: Any) -> Any:
         try:
             return execution.next()
-        except RuntimeError as error:
+        except BaseException as error:
             self._communicator.abandon(error)
             raise
 

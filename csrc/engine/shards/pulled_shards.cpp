@@ -8,6 +8,7 @@
 
 #include "base/checks.h"
 #include "base/crc32c.h"
+#include "base/signals.h"
 #include "base/threads.h"
 
 namespace rtp {
@@ -113,7 +114,8 @@ void PulledShards::leave(int owner) {
 
 void PulledShards::wait(Queued& pull) {
   std::unique_lock lock(mutex_);
-  ended_.wait(lock, [&] { return pull.ended || closing_; });
+  constexpr auto kAlways = std::chrono::steady_clock::time_point::max();
+  wait_until(ended_, lock, kAlways, [&] { return pull.ended || closing_; });
   if (pull.failure) std::rethrow_exception(pull.failure);
   if (!pull.ended) throw RotationError(concat("a pull of shards from rank ", pull.task.owner, ": the ring was closed"));
 }

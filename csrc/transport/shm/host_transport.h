@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/checks.h"
+#include "base/signals.h"
 #include "base/threads.h"
 #include "transport/shm/mailbox.h"
 #include "transport/shm/polling.h"
@@ -41,8 +42,8 @@ struct Segment {
   SharedMemory memory;
 };
 
-inline constexpr auto kProcessCheckInterval =
-    std::chrono::milliseconds(100);  // interval at which a waiting thread checks that its peers are alive
+// Interval at which a waiting thread checks that its peers are alive.
+inline constexpr auto kProcessCheckInterval = kSignalInterval;
 
 class HostTransfer;
 
@@ -149,6 +150,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
       if (control().state != RingState::alive) throw_end(hop);
       const bool look = now >= next_check;
       if (look) next_check = now + kProcessCheckInterval;
+      if (look && now > start + kSignalInterval) check_signals();
       if (const auto lost = lost_rank(peer, look); lost && !ready())
         throw_timeout(hop, first_ + lost->rank, waited, lost->reason);
       if (waited > timeout_) throw_timeout(hop, first_ + peer, waited, "timeout");

@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "base/checks.h"
+#include "base/signals.h"
 #include "base/threads.h"
 #include "transport/tcp/peers.h"
 
@@ -178,15 +179,14 @@ void SocketTransport::wait(const PendingHop& pending, Direction direction) {
   const auto start = Clock::now();
   std::unique_lock lock(mutex_);
   std::condition_variable& wake = queue(pending.hop.channel, direction).done;
-  while (!done.load()) {
-    check(pending.hop, Clock::now() - start);
-    if (wake.wait_until(lock, start + timeout_) == std::cv_status::timeout && !done.load()) {
-      check(pending.hop, Clock::now() - start);
-      const int peer = direction == Direction::in ? pending.hop.from : pending.hop.to;
-      const std::string problem = peers_.problem();
-      throw_timeout(pending.hop, peer, Clock::now() - start, problem.empty() ? "timeout" : problem);
-    }
-  }
+  const auto ended = [&] {
+    if (!done.load()) check(pending.hop, Clock::now() - start);
+    return done.load();
+  };
+  if (wait_until(wake, lock, start + timeout_, ended)) return;
+  const int peer = direction == Direction::in ? pending.hop.from : pending.hop.to;
+  const std::string problem = peers_.problem();
+  throw_timeout(pending.hop, peer, Clock::now() - start, problem.empty() ? "timeout" : problem);
 }
 
 void SocketTransport::check(const Hop& hop, Clock::duration waited) {

@@ -111,7 +111,13 @@ def training_cases(rank, ranks, cases):
         policy = rtp_ext.outer_of(model)
         rtp_ext.set_gradient_divide_factor(model, 2)
         parts = [list(model.mlp.parameters()), [p for n, p in model.named_parameters() if "mlp" not in n]]
-        policy.attach(*(torch.optim.SGD(part, lr=0.1) for part in parts))
+        policy.attach(*(torch.optim.SGD(part, lr=0.5) for part in reversed(parts)))
+        replaced = policy._optimizers[1]
+        policy.attach(torch.optim.SGD(parts[0], lr=0.1))  # replaces the one of these parameters, keeps the other
+        policy.attach(torch.optim.SGD(parts[1], lr=0.1))
+        assert [[*o.param_groups[0]["params"]] for o in policy._optimizers] == parts
+        with pytest.raises(ValueError, match=r"SGD: expected an optimizer that .* knows of"):
+            replaced.step()
         plain = Tiny()
         for step in range(2):
             rtp_ext.set_requires_all_reduce(model, False)

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from argparse import Namespace
 
 import pytest
@@ -87,6 +89,24 @@ def test_search_and_comparison_are_those_of_the_command(capsys):
     ]
     assert [line.rpartition(" ")[2] for line in _printed(python)] == [str(cell.advantage) for cell in cells]
     assert {cell.link for cell in cells} == {"NVLink", "PCIe", "400 Gb/s"}
+
+
+def test_the_page_offers_what_the_command_does(capsys, tmp_path):
+    small = tmp_path / "small.json"
+    small.write_text(json.dumps({"base": "rtx-4090-24gb", "name": "no host", "host_bytes_per_s": 0.0}))
+    for words, told in (
+        (("--model", "llama-3-405b", "--gpus", "1"), "also with states on the host"),
+        (
+            ("--model", "llama-3-8b", "--cluster", str(small), "--gpus", "4"),
+            "Training adapters alone fits: .*frozen=nf4",
+        ),
+        (("--model", "gpt-3-xl", "--gpus", "1"), "no ring among them: it takes at least 2 GPUs"),
+    ):
+        result = found(words)
+        main(["plan", *words])
+        printed = capsys.readouterr()
+        assert re.search(told, result.message), result.message
+        assert "".join(result.message.split()) in "".join((printed.out + printed.err).split())
 
 
 def test_the_timeline_is_that_of_the_prediction():
@@ -218,12 +238,21 @@ def browser(tmp_path):
 
 
 @pytest.fixture
-def page():
-    """The address of a page on a free port."""
+def page_addresses():
+    """Starts pages on free ports and returns their addresses."""
     command = [sys.executable, "-m", "rtp_ext", "plan", "--app", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        yield re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())[0]
-        server.terminate()
+    with contextlib.ExitStack() as started:
+
+        def start(number):
+            pages = [
+                started.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+                for _ in range(number)
+            ]
+            for each in pages:
+                started.callback(each.terminate)
+            return [re.search(r"http://127\.0\.0\.1:\d+/[\w-]+/", each.stdout.readline())[0] for each in pages]
+
+        yield start
 
 
 def _until(condition, seconds=10.0):
@@ -235,7 +264,8 @@ def _until(condition, seconds=10.0):
     return value
 
 
-def test_the_page_in_a_browser(capsys, browser, page):
+def test_the_page_in_a_browser(capsys, browser, page_addresses):
+    (page,) = page_addresses(1)
     script = browser.execute_script
 
     def text(name):
@@ -291,22 +321,57 @@ def test_the_page_in_a_browser(capsys, browser, page):
 
     requests = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = {each["params"]["request"]["url"] for each in requests if each["method"] == "Network.requestWillBeSent"}
-    outside = [url for url in asked if not url.startswith((page, "data:", "blob:", "chrome:", "devtools:"))]
+    outside = [
+        url
+        for url in asked
+        if not url.startswith((page, "data:", "blob:", "chrome:", "chrome-untrusted:", "devtools:"))
+    ]
     assert len(asked) > 5 and outside == []
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
-def test_names_that_lead_here_from_elsewhere_are_refused():
+def test_only_the_owner_reaches_the_page_and_no_name_from_elsewhere_leads_here():
     pytest.importorskip("dash", reason="needs Dash: pip install 'rtp-ext[app]'")
     from rtp_ext.planner.app import page
 
-    client = page.app(settings_of(_options()), "127.0.0.1").server.test_client()
-    for host, status in (
-        ("127.0.0.1:8050", 200),
-        ("localhost", 200),
-        ("[::1]:80", 200),
-        ("attacker.example:8050", 403),
+    client = page.app(settings_of(_options()), "127.0.0.1", "SECRET").server.test_client()
+
+    def status(path, host="127.0.0.1:8050", **headers):
+        return client.get(path, headers={"Host": host, **headers}).status_code
+
+    for path in ("/SECRET/", "/SECRET", "/SECRET/_dash-layout", "/SECRET/_dash-dependencies"):
+        assert status(path) == 200, path
+    for path in (
+        "/",
+        "",
+        "/_dash-layout",
+        "/SECRE/",
+        "/SECRETS/",
+        "//SECRET/",
+        "/secret/",
+        "/SECR\u00c9T/_dash-layout",
     ):
-        assert client.get("/", headers={"Host": host}).status_code == status, host
-    anywhere = page.app(settings_of(_options()), "0.0.0.0").server.test_client()
-    assert anywhere.get("/", headers={"Host": "node7:8050"}).status_code == 200
+        assert status(path) == 403, path
+    for host in ("localhost", "[::1]:80"):
+        assert status("/SECRET/", host) == 200, host
+    for host in ("attacker.example:8050", "", "["):
+        assert status("/SECRET/", host) == 403, host
+    assert status("/SECRET/", Origin="http://127.0.0.1:8050") == 200
+    for origin in ("http://attacker.example", "http://127.0.0.1:8051", "null"):
+        assert status("/SECRET/", Origin=origin) == 403, origin
+    assert client.post("/_dash-update-component", headers={"Host": "localhost"}, json={}).status_code == 403
+
+    anywhere = page.app(settings_of(_options()), "0.0.0.0", "SECRET").server.test_client()
+    assert anywhere.get("/SECRET/", headers={"Host": "node7:8050"}).status_code == 200
+    assert anywhere.get("/", headers={"Host": "node7:8050"}).status_code == 403
+
+
+def test_each_start_prints_an_address_of_its_own(page_addresses):
+    pytest.importorskip("dash", reason="needs Dash: pip install 'rtp-ext[app]'")
+    first, second = page_addresses(2)
+    assert len(first.rpartition("/")[0].rpartition("/")[2]) >= 32 and first.split("/")[3] != second.split("/")[3]
+    with urllib.request.urlopen(first, timeout=10) as answer:
+        assert answer.status == 200
+    for wrong in (first.rsplit("/", 2)[0] + "/", f"{first.rsplit('/', 2)[0]}/{second.split('/')[3]}/"):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(wrong, timeout=10)

@@ -31,7 +31,13 @@ from torch.utils._pytree import tree_map_only
 from rtp_ext.dtensor_hooks import before_steps_of
 from rtp_ext.outer.local_training.guards import Guard, mixture, refuse_unattached
 from rtp_ext.outer.local_training.means import Means, mark_written
-from rtp_ext.outer.local_training.optimizers import leaves, refuse_scaler, rehearses, unsharded_state
+from rtp_ext.outer.local_training.optimizers import (
+    leaves,
+    parameters_of,
+    refuse_scaler,
+    rehearses,
+    unsharded_state,
+)
 from rtp_ext.outer.local_training.replica_dim import (
     own_replica_slice,
     place_on_ring,
@@ -133,10 +139,11 @@ class AfterSteps(Means):
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def attach(self, *optimizers: Optimizer) -> None:
-        """Registers the optimizers of the model; the policy acts after each of them has stepped once.
+        """Registers optimizers of the model; the policy acts after each of those registered has stepped once.
 
-        Replaces optimizers that were attached before. Raises TypeError for an argument that is no
-        torch.optim.Optimizer, and ValueError for an optimizer that has none of the model's parameters.
+        Replaces those attached before that share parameters with these, and keeps the others: two calls with an
+        optimizer each are one call with both. Raises TypeError for an argument that is no torch.optim.Optimizer, and
+        ValueError for an optimizer that has none of the model's parameters.
         """
         if self.ring is None:
             raise ValueError(f"{self!r}: expected fully_rotate(..., outer=this policy) before attach")
@@ -145,16 +152,19 @@ class AfterSteps(Means):
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise TypeError(f"{self!r}: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}")
-            if self.acts and not any(self._has(p) for group in optimizer.param_groups for p in group["params"]):
+            if self.acts and not any(map(self._has, parameters_of(optimizer))):
                 raise ValueError(
                     f"{self!r}: expected an optimizer of the parameters of the model that the policy was given to, got "
                     f"a {type(optimizer).__name__} that has none of them: build it after fully_rotate"
                 )
         for handle in self._handles:
             handle.remove()
-        self._optimizers, self._stepped = list(optimizers), set()
+        theirs = set(map(id, parameters_of(*optimizers)))
+        kept = [each for each in self._optimizers if theirs.isdisjoint(map(id, parameters_of(each)))]
+        self._optimizers = [*kept, *dict.fromkeys(optimizers)]
+        self._stepped &= set(map(id, kept))
         self._handles = []
-        for optimizer in optimizers if self.acts else ():
+        for optimizer in self._optimizers if self.acts else ():
             self._handles += [
                 before_steps_of(optimizer, self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
@@ -394,7 +404,7 @@ class AfterSteps(Means):
             raise ValueError(f"{self!r}: expected attach(optimizer) before {what}, which is of the optimizer too")
         own = {id(parameter) for parameter in self._whole().parameters()}
         for optimizer in self._optimizers:
-            if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            if any(id(p) not in own for p in parameters_of(optimizer)):
                 raise ValueError(
                     f"{self!r}: expected optimizers of this model alone before {what}, got a "
                     f"{type(optimizer).__name__} with parameters of another, such as the next stage of a pipeline: "

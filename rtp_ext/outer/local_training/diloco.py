@@ -15,7 +15,7 @@ from rtp_ext.outer.buckets import InFlightBucket
 from rtp_ext.outer.local_training.after_steps import AfterSteps
 from rtp_ext.outer.local_training.local_sgd import at_least
 from rtp_ext.outer.local_training.means import mark_written, sum_dtype
-from rtp_ext.outer.local_training.optimizers import make_state
+from rtp_ext.outer.local_training.optimizers import make_state, parameters_of
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import as_gradient, as_parameter
@@ -147,7 +147,7 @@ class DiLoCo(AfterSteps):
         modules were converted as a list or one by one, without an enclosing module."""
         numbers = {index for index, _ in named.values()}
         others = [(index, p) for index, p in self._handled() if index not in numbers]
-        stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        stepped = set(map(id, parameters_of(*self._optimizers)))
         for index, parameter in others:
             if id(parameter) in stepped:
                 raise ValueError(

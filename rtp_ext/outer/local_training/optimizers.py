@@ -12,6 +12,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 
+def parameters_of(*optimizers: Optimizer) -> list[torch.nn.Parameter]:
+    """Returns the parameters of all groups."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
 def rehearses(optimizer: Optimizer, arguments: Any, keywords: Any) -> bool:
     """Returns whether a step only initializes state: torch.distributed.checkpoint runs a step without gradients to
     create the state into which it loads a checkpoint."""
@@ -26,7 +31,7 @@ def make_state(optimizer: Optimizer) -> list[torch.Tensor]:
 
     Runs a step with gradients and a learning rate of 0, as torch.distributed.checkpoint does for all parameters.
     """
-    missing = [p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state]
+    missing = [p for p in parameters_of(optimizer) if p not in optimizer.state]
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         if "lr" in group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 
 from rtp_ext.command_line import in_words
@@ -29,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     """Serves the page until it is interrupted. Returns 2 for invalid arguments, 1 where it cannot listen."""
     host = options.host or HOST
     port = PORT if options.port is None else options.port
+    token = secrets.token_urlsafe(24)
     try:
         if not 0 <= port < 65536:
             raise ValueError(f"expected --port of 0 to 65535, got {port}")
@@ -39,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
             if (error.name or "").partition(".")[0] not in ("dash", "flask", "plotly", "werkzeug"):
                 raise
             raise ImportError("--app needs Dash: pip install 'rtp-ext[app]'") from None
-        server = page.server(settings, host, port)
+        server = page.server(settings, host, port, token)
     except OSError as error:
         why = in_words(error).partition(" (while")[0]  # of socket.create_server, which repeats the address
         print(f"{cli.PROGRAM}: cannot listen on {host}, port {port}: {why}; see --port", file=sys.stderr)
@@ -48,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"{cli.PROGRAM}: error: {in_words(error)}", file=sys.stderr)
         return 2
     if not loopback(host):
-        print(f"{cli.PROGRAM}: warning: others who reach {host} can use this page", file=sys.stderr)
+        print(f"{cli.PROGRAM}: warning: others can read the address of this page on its way to {host}", file=sys.stderr)
     shown = f"[{host}]" if ":" in host else host
-    print(f"planner: http://{shown}:{server.port} (Ctrl-C ends it)", flush=True)
+    print(f"planner: http://{shown}:{server.port}/{token}/ (Ctrl-C ends it)", flush=True)
     server.serve_forever()
     return 0

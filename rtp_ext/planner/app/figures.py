@@ -164,7 +164,7 @@ def _values(
 def plans(found: Found) -> Any:
     """The plans of a search, fastest first."""
     if not found.plans:
-        return html.P(found.message, className="note")
+        return html.P(sentence(found.message), className="note")
     titles = ("rank", "plan, and what binds it", "step", "compute", "exposed", "bubble", "memory", "of the line")
     body: list[html.Tr] = []
     for plan in found.plans:
@@ -191,7 +191,11 @@ def plans(found: Found) -> Any:
         notes += " = : within the error of the model from others of that rank."
     unlike = f"{sentence(found.unlike)} " if found.unlike else ""
     return html.Div(
-        [html.P(found.message), html.Div(table, className="wide plans"), html.P(unlike + notes, className="note")]
+        [
+            html.P(sentence(found.message)),
+            html.Div(table, className="wide plans"),
+            html.P(unlike + notes, className="note"),
+        ]
     )
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import dash
 from dash import Dash, Input, Output, State, dcc, html
-from flask import abort, request
 from werkzeug.serving import BaseWSGIServer, make_server
 
 from rtp_ext.command_line import PROGRAM, in_words
@@ -73,8 +73,8 @@ _HINTS = {
 }
 
 
-def server(settings: Settings, host: str, port: int) -> BaseWSGIServer:
-    """Returns a server that listens already.
+def server(settings: Settings, host: str, port: int, token: str) -> BaseWSGIServer:
+    """Returns a server that listens already, and answers what begins with /TOKEN.
 
     Raises:
         OSError: it cannot listen on `host` and `port`.
@@ -82,12 +82,12 @@ def server(settings: Settings, host: str, port: int) -> BaseWSGIServer:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    made = make_server(host, listening.getsockname()[1], app(settings, host).server, True, fd=listening.detach())
+    made = make_server(host, listening.getsockname()[1], app(settings, host, token).server, True, fd=listening.detach())
     return made
 
 
-def app(settings: Settings, host: str) -> Dash:
-    """Returns the page with its callbacks. settings: what the fields have at first."""
+def app(settings: Settings, host: str, token: str) -> Dash:
+    """Returns the page with its callbacks, below /TOKEN. settings: what the fields have at first."""
     made = Dash(
         PROGRAM,
         title="RTP planner",
@@ -96,23 +96,43 @@ def app(settings: Settings, host: str) -> Dash:
         assets_folder="none",
         meta_tags=[{"name": "viewport", "content": "width=device-width, initial-scale=1"}],
         index_string=_index(),
+        routes_pathname_prefix="/",
+        requests_pathname_prefix=f"/{token}/",
     )
-    if loopback(host):
-
-        @made.server.before_request
-        def refuse_other_names() -> None:  # a name that another site resolves to this machine
-            if not loopback(urlsplit(f"//{request.host}").hostname or ""):
-                abort(403)
-
+    made.server.wsgi_app = _guarded(made.server.wsgi_app, token, loopback(host))  # type: ignore[method-assign]
     made.layout = _layout(settings)
     _connect(made)
     return made
 
 
+def _guarded(answer: Callable[..., Iterable[bytes]], token: str, local: bool) -> Callable[..., Iterable[bytes]]:
+    """Returns a WSGI application that passes on what the page asks for, without the token, and refuses all else: other
+    local users, and web sites whose names lead to this machine. local: refuse names that are not this machine's."""
+
+    def application(request: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        host, origin = request.get("HTTP_HOST", ""), request.get("HTTP_ORIGIN")
+        given, _, path = request.get("PATH_INFO", "").removeprefix("/").partition("/")
+        known = secrets.compare_digest(given.encode(), token.encode())
+        if not known or (local and not loopback(_name(host))) or origin not in (None, f"http://{host}"):
+            start("403 Forbidden", [("Content-Type", "text/plain")])
+            return [b"Open the whole address that rtp-ext plan --app printed.\n"]
+        return answer({**request, "PATH_INFO": f"/{path}"}, start)
+
+    return application
+
+
+def _name(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
 def _index() -> str:
     style = Path(__file__).with_name("page.css").read_text()
     return (
-        "<!DOCTYPE html><html lang='en'><head>{%metas%}<title>{%title%}</title>{%css%}<style>"
+        "<!DOCTYPE html><html lang='en'><head>{%metas%}<link rel='icon' href='data:,'>"
+        + "<title>{%title%}</title>{%css%}<style>"
         + style
         + "</style></head><body>{%app_entry%}<footer>{%config%}{%scripts%}{%renderer%}</footer></body></html>"
     )

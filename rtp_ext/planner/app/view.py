@@ -16,6 +16,7 @@ from rtp_ext.observe.timeline import Event
 from rtp_ext.planner import cli
 from rtp_ext.planner.app.settings import parsed
 from rtp_ext.planner.constants import TimeConstants, constants
+from rtp_ext.planner.display.text import no_plan_fits, why_no_ring
 from rtp_ext.planner.memory.report import MemoryReport
 from rtp_ext.planner.plan_text import name_of
 from rtp_ext.planner.plans.differences import differences_line
@@ -212,12 +213,9 @@ def found(arguments: tuple[str, ...]) -> Found:
     plans = search(model, cluster, global_batch=batch, top=options.top)
     ring = next((plan for plan in plans if plan.strategy.rtp > 1), None)
     if not plans:
-        message = (
-            f"No plan for {model.name} with a global batch of {batch} fits below the memory limit of {cluster.gpus} x "
-            f"{cluster.name}."
-        )
+        message = no_plan_fits(model, cluster, batch)
     elif ring is None:
-        message = f"No plan with a ring is among these {len(plans)}."
+        message = why_no_ring(model, cluster, batch, plans[0])
     elif ring is plans[0]:
         message = "The fastest plan has a ring."
     else:

@@ -80,12 +80,16 @@ def search_table(names: Sequence[str], plans: Sequence[Plan], title: str) -> str
     return "\n".join([*wrapped(title), *shown, *tie, *(wrapped(unlike) if unlike else [])])
 
 
-def adapters_that_fit(model: ModelSpec, cluster: Cluster, batch: int) -> str:
-    """Returns what training adapters around frozen 4-bit weights would take, where that fits."""
+def no_plan_fits(model: ModelSpec, cluster: Cluster, batch: int) -> str:
+    """Returns what a search without a result has tried, and what training adapters around frozen 4-bit weights would
+    take, where that fits."""
+    tried = "also with states on the host and all layers recomputed" if cluster.offloads else "on the GPUs alone"
     found = fastest_ring(model, cluster, global_batch=batch, frozen="nf4", lora_rank=_ADAPTER_RANK)
-    if found is None:
-        return ""
-    return f". Training adapters alone fits: {found[0]:.4g} s a step with {name_of(found[1])}"
+    return (
+        f"no plan for {model.name} with a global batch of {batch} fits below the memory limit of {cluster.gpus} x "
+        f"{cluster.name}, {tried}; --min-gpus computes the number of GPUs needed"
+        + (f". Training adapters alone fits: {found[0]:.4g} s a step with {name_of(found[1])}" if found else "")
+    )
 
 
 def why_no_ring(model: ModelSpec, cluster: Cluster, batch: int, first: Plan) -> str:
@@ -97,11 +101,10 @@ def why_no_ring(model: ModelSpec, cluster: Cluster, batch: int, first: Plan) -> 
         return "no ring among them: none fits below the memory limit"
     seconds, plan = found
     memory = estimate_memory(model, cluster, plan, batch).peak_allocated_bytes
-    line = (
+    return (
         f"no ring among them: the fastest takes {seconds:.4g} s, {seconds / first.step_seconds:.2f} times the first "
         f"plan, and {gb(memory)} GB, with {name_of(plan)}"
     )
-    return "\n".join(wrapped(line))
 
 
 def _block(name: str, report: MemoryReport, parameters: int) -> str:

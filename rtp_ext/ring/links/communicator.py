@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import pickle
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,8 @@ from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.wiring import Wiring
 
 _FIRST_BYTES = 1024  # bytes of a value and its length in the first of two gathers; few values are longer
+_CLOSED = re.compile(r"rank (\d+) of the ring did not answer [^:]*: it closed its ring")  # as transports tell it
+_PIECE = datetime.timedelta(milliseconds=200)
 
 _RECORD = "; what this rank did last: "  # precedes the path of the record in errors of the executor, once in a text
 
@@ -143,18 +146,22 @@ class Communicator:
             self.executor.fail("its process group was destroyed")
             self.executor.check_alive(operation)
 
-    def abandon(
+    def abandon(self, error: BaseException) -> None:
+        """Drops the groups of a ring that has failed in a native call, so that neighbours in a collective fail too.
+        Appends the rank that failed to the text of `error`, unless a handler of a signal raised it. Does nothing to a
+        ring that has not failed."""
+        if self.executor is not None and not self.executor.alive:
+            self._leave(error if isinstance(error, RuntimeError) else _failed_here(error))
+
+    def _leave(
         self,
         error: Exception,
         suspects: Sequence[int] | None = None,
         near: Sequence[int] | None = None,
         ended: float | None = None,
     ) -> None:
-        """Drops the groups of a ring that has failed, so that neighbours in a collective fail too. Appends the rank
-        that failed to the text of `error`; for the arguments see FailureReport.call. Does nothing to a ring that has
-        not failed."""
-        if self.executor is not None and self.executor.alive:
-            return
+        """Drops the groups, and appends the rank that failed to the text of `error`; for the other arguments see
+        FailureReport.call."""
         own = not isinstance(error, RingTimeout)
         groups = self._open_groups()
         broken, seen = set() if own else broken_links(groups), time.time()
@@ -165,8 +172,9 @@ class Communicator:
             return
         note: str = "" if self.executor is None else self.executor.fail("")
         text = str(error).removesuffix(note)
+        left = [self.members[int(rank)] for rank in _CLOSED.findall(text) if int(rank) < len(self.members)]
         verdict = self.failure_report.call(
-            text, own, broken, seen, suspects, self.members if near is None else near, ended
+            text, own, broken, seen, suspects, self.members if near is None else near, ended, left
         )
         if verdict:
             error.args = (text + verdict + note,)
@@ -181,7 +189,7 @@ class Communicator:
         """Fails the executor with `error`, and drops the groups. Appends the rank that failed to the error's text."""
         if self.executor is not None:
             error.args = (str(error) + self.executor.fail(str(error)),)
-        self.abandon(error, suspects, near, ended)
+        self._leave(error, suspects, near, ended)
 
     @contextlib.contextmanager
     def ended_by_errors(self, operation: str) -> Iterator[None]:
@@ -191,7 +199,7 @@ class Communicator:
             yield
         except BaseException as error:
             if self.executor is None or self.executor.alive:
-                self.end(RotationError(f"{operation}: this rank failed: {type(error).__name__}: {error}"))
+                self.end(_failed_here(error, operation))
             raise
 
     def _open_groups(self) -> list[dist.ProcessGroup]:
@@ -212,20 +220,29 @@ class Communicator:
         identity: what the ranks of a ring over CPUs compare before: operation, module and size. A ring fails where they
         differ, since the process group would mix the values of two modules, or end the process where sizes differ.
         """
-        start, posted = time.monotonic(), False
+        start, work = time.monotonic(), None
         recorded = 0 if self.executor is None else self.executor.begin_collective(operation)
         try:
             if identity and self.executor is not None:
                 self.executor.meet(identity)
             work = post(*tensors, group=group, async_op=True)
-            posted = True
-            work.wait() if group in self._groups else work.wait(self.timeout)
+            if group not in self._groups:
+                work.wait(self.timeout)
+            elif group is self._control or self.device.type == "cpu":
+                _wait_for_gloo(work)
+            else:
+                work.wait()
         except RuntimeError as error:
-            if not posted and not isinstance(error, (dist.DistError, RingTimeout)):
-                if self.executor is not None and not self.executor.alive:
-                    self.abandon(error)
+            if work is None and not isinstance(error, (dist.DistError, RingTimeout)):
+                self.abandon(error)
                 raise
             raise self._lost(operation, time.monotonic() - start, error) from error
+        except BaseException as error:  # of a handler of a signal
+            if work is None or work.is_completed():
+                self.abandon(error)
+            else:
+                self.end(_failed_here(error, operation))
+            raise
         if self.executor is not None:
             self.executor.end_collective(recorded)
 
@@ -290,6 +307,18 @@ class Communicator:
         what = f"all_reduce of {name}"
         self.collectively(what, dist.all_reduce, values, group=self._collective, identity=f"{what} {_size(values)}")
         return values
+
+
+def _wait_for_gloo(work: Any) -> None:
+    """Waits in pieces, between which Python runs handlers of signals: Gloo's wait runs none."""
+    while not work.is_completed():
+        with contextlib.suppress(RuntimeError):  # the piece is over, or the work has failed
+            work.wait(_PIECE)
+    work.wait()
+
+
+def _failed_here(error: BaseException, operation: str = "Ring") -> RotationError:
+    return RotationError(f"{operation}: this rank failed: {type(error).__name__}: {error}")
 
 
 def _size(values: torch.Tensor) -> str:

@@ -107,6 +107,7 @@ class FailureReport:
         suspects: Sequence[int] | None = None,
         near: Sequence[int] = (),
         ended: float | None = None,
+        left: Sequence[int] = (),
     ) -> str:
         """Reports this rank's failure, and returns the addition to the error `text`, which names the ranks that failed:
         those that do not report, or those that the reports of others name. Returns an empty text in later calls. Takes
@@ -122,6 +123,7 @@ class FailureReport:
                 and counts as missing only if none of these is missing.
             ended: the earliest time at which this rank's own connections closed: a collective that times out closes
                 them before a rank checks. None: not before `seen`.
+            left: ranks that this one waited for, and that had closed their ring.
         """
         grace = GRACE if suspects is None else PATIENCE
         if self._called:
@@ -129,7 +131,7 @@ class FailureReport:
         self._called = True
         deadline = time.monotonic() + grace
         mine = {"text": text[:300], "own": own, "broken": sorted(broken), "seen": seen}
-        mine["ended"] = seen if ended is None else min(ended, seen)
+        mine |= {"ended": seen if ended is None else min(ended, seen), "left": [*left]}
         heard: list[str] = []  # verdict of the thread
         answers = threading.Event()
 
@@ -170,7 +172,8 @@ class FailureReport:
             if self._store.check([_FOUND]):
                 return self._read(_FOUND)
             # A process that ends after its report is no cause: this checks silent ranks alone.
-            ended = [rank for rank in others if rank in self.neighbours and self._state(rank) is not None]
+            running = [rank for rank in others if rank in self.neighbours and rank not in mine["left"]]
+            ended = [rank for rank in running if self._state(rank) is not None]
             if gone := self._gone(self._silent(ended)):
                 return self._found(gone)
             if time.monotonic() > deadline or self._answered(others):
@@ -183,10 +186,16 @@ class FailureReport:
         if suspects is None and not missed:
             missed = silent
         answers = {rank: json.loads(self._read(str(rank))) for rank in self.ranks if rank not in silent}
+        left = {rank for each in answers.values() for rank in each["left"]}
+        absent, known = [rank for rank in missed if rank not in left], _own(answers) or _lost_links(answers)
         # A silent rank whose process runs may only be slow, if another cause is known.
-        seen_to_run = all(rank in self.neighbours for rank in missed)
-        if missed and not (seen_to_run and (_own(answers) or _lost_links(answers))):
-            return self._found(_verdict(missed, f"no report within {grace} s"))
+        if absent and not (known and all(rank in self.neighbours for rank in absent)):
+            return self._found(_verdict(absent, f"no report within {grace} s"))
+        if missed and not known:
+            return self._found(
+                f"; global rank{'s' * (len(missed) > 1)} {_some(missed)} had left: closed the ring, as at the end of a "
+                "program, or after an error outside of the ring"
+            )
         return self._found(_first(answers) if _own(answers) else _links(answers))
 
     def _answered(self, ranks: Sequence[int]) -> bool:

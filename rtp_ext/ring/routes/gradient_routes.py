@@ -62,7 +62,7 @@ class LateGradients:
         """Waits for the unfinished hops of a gradient that an operation's backward has returned."""
         try:
             self._communicator.executor.land(gradient)
-        except RuntimeError as error:
+        except BaseException as error:
             self._communicator.abandon(error)
             raise
 
