@@ -88,6 +88,26 @@ def patch_data(handles: Callable[[DTensor], bool], assign: Callable[[DTensor, An
     DTensor.data = property(stock.__get__, assign_data)  # type: ignore[assignment]
 
 
+def _set_rule(operator: Any, rule: Callable[[Callable[..., Any], tuple, dict], Any]) -> None:
+    """Has `rule(stock, arguments, keywords)` decide how DTensor treats an operator, where `stock(*arguments,
+    **keywords)` is torch's way."""
+    before = _RULES.get(operator)
+
+    def stock(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            return before(operator, args, kwargs)
+        _RULES.pop(operator, None)
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            _RULES[operator] = choose
+
+    def choose(_operator: Any, args: tuple, kwargs: dict) -> Any:
+        return rule(stock, args, kwargs)
+
+    _RULES[operator] = choose
+
+
 @functools.cache
 def patch_random(operators: tuple, handles: Callable[[Any], bool], draw: Callable[..., Any]) -> None:
     """The random operators of DTensor: torch 2.11 to 2.14.
@@ -98,18 +118,14 @@ def patch_random(operators: tuple, handles: Callable[[Any], bool], draw: Callabl
     if not _RULES:
         logger.warning("torch %s hides how DTensor treats operators: initialise models before", torch.__version__)
 
-    def choose(operator: Any, args: tuple, kwargs: dict) -> Any:
-        if handles(args[0]):
-            return draw(operator, *args, **kwargs)
-        del _RULES[operator]
-        try:
-            return operator(*args, **kwargs)
-        finally:
-            _RULES[operator] = choose
+    def choose(operator: Any, stock: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        return draw(operator, *args, **kwargs) if handles(args[0]) else stock(*args, **kwargs)
 
-    _RULES.update(dict.fromkeys(operators, choose))
+    for operator in operators:
+        _set_rule(operator, functools.partial(choose, operator))
 
 
+@functools.cache
 def patch_grad_scaler() -> None:
     """The rule of DTensor for the unscaling of GradScaler: torch 2.11 to 2.14.
 
@@ -117,17 +133,50 @@ def patch_grad_scaler() -> None:
     an overflow in another rank's shard goes unnoticed, and ranks no longer take the same steps. The patch puts sharded
     gradients first.
     """
+
+    def sharded_first(stock: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        gradients = sorted(args[0], key=lambda gradient: sum(isinstance(p, Replicate) for p in gradient.placements))
+        return stock(gradients, *args[1:], **kwargs)
+
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    stock = _RULES.get(operator)
-    if stock is None or hasattr(stock, _PATCHED):
+    if operator in _RULES:
+        _set_rule(operator, sharded_first)
+
+
+@functools.cache
+def patch_operators(rules: tuple[tuple[Any, Callable[[Callable[..., Any], tuple, dict], Any]], ...]) -> None:
+    """Operators of DTensor: torch 2.11 to 2.14. `rules`: see `_set_rule`; of an operator that torch lacks, None.
+
+    - A sum of a plain scalar and a DTensor is a DTensor, whose gradient enters the graph of the plain scalar, where the
+      next operator raises, and whose local value is that of no rank.
+    - `item` of a DTensor returns the part of this rank without an error.
+    - A gradient that is replicated cannot be added to one that is cut: gradients of parameters with fewer rows than
+      ranks, for which most operators return replicated tensors.
+    - Norms of order infinity, maxima and minima raise on ranks with an empty shard alone; the others wait for them.
+    """
+    for operator, rule in rules:
+        if operator is not None:
+            _set_rule(operator, rule)
+
+
+@functools.cache
+def patch_mixing(refuse: Callable[[Any, torch.Tensor, Any], None]) -> None:
+    """The replication of plain scalars among the arguments of DTensor's operators: torch 2.11 to 2.14.
+
+    torch does not return the gradient of such a scalar as a plain tensor. `refuse(operator, scalar, mesh)` is called
+    before.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    name = "_try_replicate_spec_for_scalar_tensor"
+    stock = getattr(dispatcher, name, None)
+    if stock is None:
         return
 
-    def sharded_first(op_call: Any, args: tuple, kwargs: dict) -> Any:
-        gradients = sorted(args[0], key=lambda gradient: sum(isinstance(p, Replicate) for p in gradient.placements))
-        return stock(op_call, (gradients, *args[1:]), kwargs)
+    def replicate(operator: Any, scalar: torch.Tensor, mesh: Any) -> Any:
+        refuse(operator, scalar, mesh)
+        return stock(operator, scalar, mesh)
 
-    setattr(sharded_first, _PATCHED, True)
-    _RULES[operator] = sharded_first
+    setattr(dispatcher, name, replicate)
 
 
 @functools.cache

@@ -90,6 +90,53 @@ def _ties(rank, ranks):
         rtp_ext.fully_rotate(model, timeout=TIMEOUT)
 
 
+class _Transposed(nn.Module):
+    """A linear layer [outputs, inputs] and one [inputs, outputs] with the same weight, in either order."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+        made = {"linear": nn.Linear(6, 6), "conv": Conv1D(6, 6)}
+        for name in sorted(made, reverse=first == "linear"):
+            setattr(self, name, made[name].double())
+        self.conv.weight = self.linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(torch.tanh(self.linear(x)))
+
+
+def _ties_cut_otherwise(rank, ranks):
+    for first in ("linear", "conv"):
+        torch.manual_seed(0)
+        plain = _Transposed(first)
+        assert next(name for name, _ in plain.named_children()) == first
+        model = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=TIMEOUT)
+        inputs = torch.randn(ranks, 3, 6, dtype=torch.float64)
+        model(inputs[rank]).pow(2).sum().backward()
+        (sum(plain(each).pow(2).sum() for each in inputs) / ranks).backward()
+        assert_same(model.linear.weight.grad.full_tensor(), plain.linear.weight.grad, 1e-10, f"{first} first")
+        assert model.conv.weight is model.linear.weight
+        plan = str(rtp_ext.explain(model))
+        assert plan.count("with which it shares its weight") == 1, plan
+
+
+def test_ties_of_layers_that_cut_their_weight_otherwise():
+    run_ranks(_ties_cut_otherwise, 2)
+
+
+def _late_ties(rank, ranks):
+    """A tie of layers that cut their weights otherwise, made after the conversion."""
+    model = nn.ModuleDict({"table": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    rtp_ext.fully_rotate(model, timeout=TIMEOUT)
+    model.head.weight = model.table.weight
+    with pytest.raises(ValueError, match=r"head: expected a weight cut along 0.* share it before fully_rotate"):
+        model.head(model.table(torch.arange(3)))
+
+
+def test_late_ties_are_refused_with_a_remedy():
+    run_ranks(_late_ties, 2)
+
+
 def test_ties_to_what_stays_whole_are_refused():
     run_ranks(_ties, 2)
 

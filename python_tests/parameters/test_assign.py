@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -101,6 +102,15 @@ def _assigned(rank, ranks):
         check_tied(model)
         check_trains(model, plain, rank, ranks)
     rtp_ext.ring_of(model).close()
+    for assign, made_there in product((True, False), repeat=2):
+        with cases.case(f"in inference mode, assign={assign}, tensors made there: {made_there}"):
+            model = rotated(make_tied())
+            with torch.inference_mode():
+                state = {name: tensor.clone() for name, tensor in plain.state_dict().items()} if made_there else None
+                model.load_state_dict(state or plain.state_dict(), assign=assign)
+            assert not any(parameter.is_inference() for parameter in model.parameters())
+            check_trains(model, plain, rank, ranks)
+        rtp_ext.ring_of(model).close()
     with cases.case("swapped tensors"):
         model = rotated(make_tied())
         torch.__future__.set_swap_module_params_on_conversion(True)

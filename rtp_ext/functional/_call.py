@@ -184,7 +184,10 @@ class ShardedParameter:
             if ranks != call.ring.size:
                 raise ValueError(f"{label} on {call.ring.size} ranks, got {ranks}")
             if ring_dim(tensor) != self.dim:
-                raise ValueError(f"{label} cut along {self.dim}, got placements {tensor.placements}")
+                raise ValueError(
+                    f"{label} cut along {self.dim}, got placements {tensor.placements}: modules that share a parameter "
+                    "have to share it before fully_rotate, which then cuts it for all of them"
+                )
 
     def expect_sharded(self, call: Call) -> None:
         if not isinstance(self.tensor, DTensor):

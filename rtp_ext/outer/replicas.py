@@ -11,11 +11,8 @@ import torch.distributed as dist
 from rtp_ext.ring import Ring
 from rtp_ext.ring.links.companion import Companion
 from rtp_ext.ring.links.failure_report import this_process
-from rtp_ext.ring.links.groups import all_gather_single
+from rtp_ext.ring.links.groups import all_gather_single, reduce_scatter_single
 from rtp_ext.ring.links.hosts import find_hosts
-
-# torch 2.14 renamed reduce_scatter_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Replicas(Companion):
@@ -50,7 +47,7 @@ class Replicas(Companion):
         [n]."""
         self.check_alive("replicas")
         row = torch.empty_like(values[0])
-        return _reduce_scatter_single(row, values.view(-1), group=self._collective, async_op=True), row
+        return reduce_scatter_single(row, values.view(-1), group=self._collective, async_op=True), row
 
     def sent_by_scatter(self, row: torch.Tensor) -> int:
         """Returns the bytes that a rank sends in a `begin_reduce_scatter` with result `row`: K - 1 rows; twice as many

@@ -141,10 +141,6 @@ class Extended:
     def answers(self) -> list[tuple[tuple[int, ...], str]]:
         return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in self.inputs]
 
-    def sent(self) -> list[tuple[list[tuple[int, ...]], int]]:
-        """Returns for each of `inputs` its shapes on all ranks and the bytes of an element."""
-        return [(shapes, tensor.itemsize) for shapes, tensor in zip(self.shapes, self.inputs, strict=True)]
-
     def whole(self, arrived: list[torch.Tensor]) -> torch.Tensor:
         """Returns the whole parameter from `arrived`, the inputs of all ranks concatenated in rank order."""
         whole, _ = getattr(self.shard, _POST)(tuple(arrived), self.metadata, self.dtype)

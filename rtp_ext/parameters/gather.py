@@ -1,13 +1,13 @@
-"""Gathers whole parameters with one flat collective: for parameters that do not rotate."""
+"""Gathers whole parameters, many in one collective: for parameters that do not rotate."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from itertools import islice, product
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +23,8 @@ from rtp_ext.ring.autograd import first_order_only, gradient_handler_of, rounded
 from rtp_ext.ring.cpu_offload import on_device
 from rtp_ext.ring.mesh import ring_dim
 
-_ALIGNMENT = 16  # bytes; of a parameter inside the flat buffer
+_ALIGNMENT = 16  # bytes; of a parameter among those that travel together
+_BUCKET = 16 << 20  # bytes of parameters or gradients, of all owners together, that travel at once
 
 
 @unseen
@@ -37,7 +38,7 @@ def gather(
 ) -> list[torch.Tensor]:
     """Returns whole parameters gathered from their shards, differentiable. Collective.
 
-    Forward: one flat all-gather. Backward: one flat all-reduce, which averages over the ring.
+    Forward: all-gathers. Backward: reduce-scatters, which average over the ring. Both in buckets.
 
     Args:
         owners: name and module of each parameter.
@@ -52,7 +53,7 @@ def gather(
                 shard if place in extended else _cast(shard, mp_policy.param_dtype)
                 for place, shard in enumerate(shards)
             ]
-            layouts = _layouts(parameters, cast, ring, names_of(owners))
+            layouts = _layouts(parameters, ring, names_of(owners))
             every = (
                 _gather_extended(ring, layouts, cast, extended) if extended else _gather_flat(ring, layouts, cast, sent)
             )
@@ -96,7 +97,7 @@ def _gather_extended(
     for place, (layout, shard) in enumerate(zip(layouts, shards, strict=True)):
         special = extended.get(place)
         travels += [shard] if special is None else special.inputs
-        how += [layout] if special is None else [_Layout.stacked(*sent, layout.name) for sent in special.sent()]
+        how += [layout] if special is None else [_Layout.stacked(shapes, layout.name) for shapes in special.shapes]
         counts.append(len(how) - sum(counts))
     arrived = iter(_gather_flat(ring, how, travels))
     whole = []
@@ -128,32 +129,34 @@ def _cast(shard: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The cut of one parameter, and its size in the flat buffer."""
+    """The cut of one parameter."""
 
     shape: tuple[int, ...]
     dim: int | None  # None: replicated
     sizes: tuple[int, ...]  # extents of the owners' shards along dim
-    flat_bytes: int  # aligned bytes of the largest shard
     name: str
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, shard: torch.Tensor, ring: Ring, name: str) -> _Layout:
+    def of(cls, parameter: torch.Tensor, ring: Ring, name: str) -> _Layout:
         shape, dim = tuple(parameter.shape), ring_dim(parameter)
-        if dim is None:
-            return cls(shape, None, (), 0, name)
-        sizes = tuple(shard_sizes(shape[dim], ring.size))
-        largest = math.prod((*shape[:dim], sizes[0], *shape[dim + 1 :])) * shard.element_size()
-        return cls(shape, dim, sizes, -(-largest // _ALIGNMENT) * _ALIGNMENT, name)
+        return cls(shape, dim, () if dim is None else tuple(shard_sizes(shape[dim], ring.size)), name)
 
     @classmethod
-    def stacked(cls, shapes: list[tuple[int, ...]], itemsize: int, name: str) -> _Layout:
+    def stacked(cls, shapes: list[tuple[int, ...]], name: str) -> _Layout:
         """Returns the layout of the concatenation of one tensor of each rank, with any numbers of rows."""
-        sizes, rest = tuple(shape[0] for shape in shapes), shapes[0][1:]
-        largest = max(sizes) * math.prod(rest) * itemsize
-        return cls((sum(sizes), *rest), 0, sizes, -(-largest // _ALIGNMENT) * _ALIGNMENT, name)
+        sizes = tuple(shape[0] for shape in shapes)
+        return cls((sum(sizes), *shapes[0][1:]), 0, sizes, name)
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """The shape of the largest shard; that of no numbers for a replicated parameter, which does not travel."""
+        if self.dim is None:
+            return (0,)
+        return (*self.shape[: self.dim], max(self.sizes), *self.shape[self.dim + 1 :])
 
     def shard_shape(self, owner: int) -> tuple[int, ...]:
-        assert self.dim is not None
+        if self.dim is None:
+            return self.shape
         return (*self.shape[: self.dim], self.sizes[owner], *self.shape[self.dim + 1 :])
 
     def take(self, whole: torch.Tensor, owner: int) -> torch.Tensor:
@@ -168,11 +171,8 @@ def names_of(owners: Sequence[tuple[str, nn.Module]]) -> list[str]:
     return [f"{getattr(owner, 'qualified_name', type(owner).__name__)}.{name}" for name, owner in owners]
 
 
-def _layouts(
-    parameters: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], ring: Ring, names: Sequence[str]
-) -> list[_Layout]:
-    every = zip(parameters, shards, names, strict=True)
-    return [_Layout.of(parameter, shard, ring, name) for parameter, shard, name in every]
+def _layouts(parameters: Sequence[torch.Tensor], ring: Ring, names: Sequence[str]) -> list[_Layout]:
+    return [_Layout.of(parameter, ring, name) for parameter, name in zip(parameters, names, strict=True)]
 
 
 def _together(layouts: list[_Layout]) -> str:
@@ -182,24 +182,73 @@ def _together(layouts: list[_Layout]) -> str:
     return names[0] + (others if len(names) > 1 else "")
 
 
+class _Piece(NamedTuple):
+    """Some rows of the shards of one parameter, and their place among the values that travel."""
+
+    parameter: int
+    rows: slice
+    at: int
+    size: int  # of the largest shard
+
+
+def _in_buckets(shards: Sequence[tuple[int, int]], room: int, align: int = 1, begin: int = 0) -> list[list[_Piece]]:
+    """Cuts the largest shards of parameters, given as rows and size of a row, into pieces, and lists those that travel
+    together: at most `room`, but for a single row. The first bucket has other values up to `begin`."""
+    buckets: list[list[_Piece]] = [[]]
+    at = begin
+    for parameter, (rows, width) in enumerate(shards):
+        first = 0
+        while first < rows:
+            count = min(rows - first, max((room - at) // max(width, 1), 0 if at else 1))
+            if count <= 0:
+                buckets.append([])
+                at = 0
+                continue
+            size = -(-count * width // align) * align
+            buckets[-1].append(_Piece(parameter, slice(first, first + count), at, size))
+            first, at = first + count, at + size
+    return buckets
+
+
+def _length(bucket: list[_Piece], begin: int = 0) -> int:
+    return bucket[-1].at + bucket[-1].size if bucket else begin
+
+
 def _gather_flat(
     ring: Ring, layouts: list[_Layout], shards: list[torch.Tensor], sent: list[torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
-    """Gathers all shards in one collective. They travel as bytes, so that their dtypes may differ."""
+    """Gathers all shards, in buckets. They travel as bytes, so that their dtypes may differ."""
     ring.settle_in_backward()
-    sections = [layout.flat_bytes for layout in layouts]
-    flat = torch.zeros(sum(sections), dtype=torch.uint8, device=ring.device)
-    for shard, layout, section in zip(shards, layouts, flat.split(sections), strict=True):
-        if layout.dim is not None:
-            section[: shard.nbytes].view(shard.dtype).copy_(shard.reshape(-1))
-        if sent is not None:
-            sent.append(shard.clone() if layout.dim is None else section[: shard.nbytes])
-    # [R, bytes], split below into one [R, bytes of a parameter] for each parameter
-    gathered = ring.all_gather(flat, _together(layouts)) if flat.numel() else flat.expand(ring.size, -1)
-    return [
-        shard.clone() if layout.dim is None else _assemble(layout, part, shard.dtype)
-        for shard, layout, part in zip(shards, layouts, gathered.split(sections, dim=1), strict=True)
+    wholes = [
+        shard.clone() if layout.dim is None else torch.empty(layout.shape, dtype=shard.dtype, device=ring.device)
+        for layout, shard in zip(layouts, shards, strict=True)
     ]
+    if sent is not None:
+        sent += [shard.clone(memory_format=torch.contiguous_format) for shard in shards]
+    widths = [
+        (layout.largest[0], math.prod(layout.largest[1:]) * shard.element_size())
+        for layout, shard in zip(layouts, shards, strict=True)
+    ]
+    buckets = _in_buckets(widths, _BUCKET // ring.size, _ALIGNMENT)
+    # for all buckets: a process group may keep tensors alive for a while after it has sent them
+    longest = max(map(_length, buckets))
+    flat, every = _buffers(ring, torch.uint8, longest, ring.size * longest)
+    for bucket in filter(None, buckets):
+        mine = flat[: _length(bucket)]
+        for piece in bucket:
+            own = shards[piece.parameter][piece.rows]
+            mine[piece.at : piece.at + own.nbytes].view(own.dtype).view(own.shape).copy_(own)
+        rows = ring.all_gather(mine, _together(layouts), every)
+        for piece, (owner, row) in product(bucket, enumerate(rows)):
+            target = layouts[piece.parameter].take(wholes[piece.parameter], owner)[piece.rows]
+            target.copy_(row[piece.at : piece.at + target.nbytes].view(target.dtype).view(target.shape))
+    return wholes
+
+
+def _buffers(ring: Ring, dtype: torch.dtype, mine: int, every: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns memory of so many numbers for what leaves and for what arrives."""
+    leaving = torch.zeros(mine, dtype=dtype, device=ring.device)
+    return leaving, torch.empty(every, dtype=dtype, device=ring.device)
 
 
 def _reduce_flat(
@@ -211,36 +260,84 @@ def _reduce_flat(
 ) -> list[torch.Tensor | None]:
     """Returns this rank's shards of the gradients, averaged over the ring; None for a parameter that no rank has used.
 
-    All ranks reduce the same parameters, used or not. A flag for each parameter, after the values, counts its users.
+    All ranks reduce the same parameters, used or not. Flags before the values count the users of each.
     """
     if not layouts:
         return []
     double = any(dtype in (torch.float64, torch.complex128) for dtype in computed)
     dtype = reduce_dtype or (torch.float64 if double else torch.float32)
     # of a complex number, the real and the imaginary part
-    shapes = [
-        (*layout.shape, 2) if of.is_complex else layout.shape for layout, of in zip(layouts, computed, strict=True)
-    ]
-    counts = [math.prod(shape) for shape in shapes]
-    flat = torch.zeros(sum(counts) + len(layouts), dtype=dtype, device=ring.device)
-    *values, used = flat.split([*counts, len(layouts)])
-    for place, gradient in enumerate(gradients):
-        if gradient is not None:
-            real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-            values[place].copy_(real.reshape(-1))
-            used[place] = 1
-    ring.all_reduce(flat, f"the gradient of {_together(layouts)}").div_(ring.size)
+    pairs = [(2,) if of.is_complex else () for of in computed]
+    given = [None if each is None else _as_real(each) for each in gradients]
+    name = f"the gradient of {_together(layouts)}"
     # On CUDA reading the flags would synchronise: there a parameter that no rank used gets zeros.
-    unused = (used == 0).tolist() if ring.device.type == "cpu" else [False] * len(layouts)
-    found: list[torch.Tensor | None] = []
-    for layout, shape, of, value, is_unused in zip(layouts, shapes, computed, values, unused, strict=True):
-        if is_unused:
-            found.append(None)
-            continue
-        # a copy: the gradient must not keep the whole buffer alive
-        mine = layout.take(value.view(shape), ring.rank).clone(memory_format=torch.contiguous_format)
-        found.append(torch.view_as_complex(mine.to(summing_dtype(dtype))) if of.is_complex else mine)
-    return found
+    flags = [float(each is not None) for each in given] if ring.device.type == "cpu" else []
+    found = [
+        torch.zeros(layout.shard_shape(ring.rank) + pair, dtype=dtype, device=ring.device)
+        for layout, pair in zip(layouts, pairs, strict=True)
+    ]
+    widths = [
+        (layout.largest[0], math.prod(layout.largest[1:] + pair)) for layout, pair in zip(layouts, pairs, strict=True)
+    ]
+    buckets = _in_buckets(widths, _BUCKET // (ring.size * dtype.itemsize), begin=len(flags))
+    longest = max(_length(bucket, len(flags)) for bucket in buckets)
+    buffer, arrived = _buffers(ring, dtype, ring.size * longest, ring.size * longest)
+    for number, bucket in enumerate(buckets):
+        length = _length(bucket, len(flags))
+        rows = buffer[: ring.size * length].view(ring.size, length)
+        if number == 0:
+            rows[:, : len(flags)] = torch.tensor(flags, dtype=dtype, device=ring.device)
+        for piece, (owner, row) in product(bucket, enumerate(rows)):
+            _fill(row, piece, layouts[piece.parameter].take, owner, given[piece.parameter])
+        mine = ring.reduce_scatter(rows, name, arrived) if length else buffer
+        if number == 0:
+            unused = (mine[: len(flags)] == 0).tolist() or [False] * len(layouts)
+        for piece in bucket:
+            own = found[piece.parameter][piece.rows]
+            own.copy_(mine[piece.at : piece.at + own.numel()].view(own.shape)).div_(ring.size)
+    _reduce_replicated(ring, layouts, found, given, name)
+    return [
+        None if none else torch.view_as_complex(mine.to(summing_dtype(dtype))) if pair else mine
+        for mine, pair, none in zip(found, pairs, unused, strict=True)
+    ]
+
+
+def _as_real(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+
+
+def _fill(
+    row: torch.Tensor,
+    piece: _Piece,
+    take: Callable[[torch.Tensor, int], torch.Tensor],
+    owner: int,
+    whole: torch.Tensor | None,
+) -> None:
+    section = row[piece.at : piece.at + piece.size]
+    if whole is None:
+        section.zero_()
+        return
+    part = take(whole, owner)[piece.rows]
+    section[: part.numel()].view(part.shape).copy_(part)
+
+
+def _reduce_replicated(
+    ring: Ring,
+    layouts: list[_Layout],
+    found: list[torch.Tensor],
+    given: list[torch.Tensor | None],
+    name: str,
+) -> None:
+    """Averages gradients of scalars, of which ranks need the same bits: a reduce-scatter may add in other orders."""
+    places = [place for place, layout in enumerate(layouts) if layout.dim is None]
+    for place in places:
+        if (whole := given[place]) is not None:
+            found[place].copy_(whole)
+    if places:
+        total = ring.all_reduce(torch.cat([found[place].reshape(-1) for place in places]), name).div_(ring.size)
+        sizes = [found[place].numel() for place in places]
+        for place, mine in zip(places, total.split(sizes), strict=True):
+            found[place].copy_(mine.view(found[place].shape))
 
 
 class GatherPlan:
@@ -259,7 +356,7 @@ class GatherPlan:
         self.ring.check_alive("gather")
         with torch.no_grad():
             cast = [_cast(shard, self.mp_policy.param_dtype) for shard in shards]
-            return _gather_flat(self.ring, _layouts(self.parameters, cast, self.ring, self.names), cast)
+            return _gather_flat(self.ring, _layouts(self.parameters, self.ring, self.names), cast)
 
     def reduce(
         self,
@@ -276,7 +373,7 @@ class GatherPlan:
         shards = [held(parameter) for parameter in parameters]
         computed = [_cast(shard, self.mp_policy.param_dtype) for shard in shards]
         given = dict(zip(places, gradients, strict=True))
-        layouts = _layouts(parameters, computed, self.ring, names)
+        layouts = _layouts(parameters, self.ring, names)
         with torch.no_grad():
             found = _reduce_flat(
                 self.ring,
@@ -343,13 +440,3 @@ def _parts(gradient: torch.Tensor | None, like: torch.Tensor | None) -> Sequence
     if gradient is not None:
         return parts_of_gradient(gradient, like)
     return [None] * (1 if like is None else len(inner_tensors(like) or ()))
-
-
-def _assemble(layout: _Layout, every: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the whole parameter from every owner's bytes [R, flat_bytes]."""
-    assert layout.dim is not None
-    pieces = []
-    for owner, row in enumerate(every):
-        shape = layout.shard_shape(owner)
-        pieces.append(row[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
-    return torch.cat(pieces, layout.dim)

@@ -66,8 +66,10 @@ class ShardedModule:
                 self._parameters[name].__dict__.update(known)
         return result
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        end_left_forwards(self)
+        end_left_forwards(self)  # and in inference mode new parameters would be tensors without a version
         parameters: dict[str, Any] = self._parameters
         before = {
             name: (old, getattr(old, "_spec", None), _marks(old)) for name, old in parameters.items() if old is not None
@@ -84,7 +86,9 @@ class ShardedModule:
                 except ValueError as error:
                     raise ValueError(f"load_state_dict: {prefix}{name}: {error}") from error
                 state_dict[prefix + name] = placed_as(given, spec)
-            elif spec is not None and not assign and _is_whole(given) and given.shape == old.shape:
+            elif spec is None or not _is_whole(given) or given.shape != old.shape:
+                continue
+            elif not assign or given.is_inference():
                 state_dict[prefix + name] = placed_as(given, spec)
         super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
         errors: list[str] = arguments[-1]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from rtp_ext._native import share_version
 from rtp_ext.dtensor_hooks import after_steps, before_steps, count_writes, patch_full_tensor
 from rtp_ext.ring.autograd import Delivery, deliver_gradient, first_order_only, run_collective, summing_dtype
+from rtp_ext.ring.dtensor_operators import correct_operators, gradient_as_placed
 from rtp_ext.ring.mesh import MeshRole, local_placements, mesh_roles, own_part, rings_on
 
 
@@ -34,6 +35,7 @@ def register_mesh(mesh: DeviceMesh, replicas: int, tensor: bool) -> None:
     count_writes(rotates)
     after_steps(_count_update)
     patch_full_tensor(rotates, _FullTensor.apply)
+    correct_operators()
     mesh_roles.setdefault(mesh, role)
 
 
@@ -60,6 +62,7 @@ def expect_own_shard(tensor: Any, parameter: torch.Tensor, what: str) -> None:
 def _check_state(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in filter(rotates, group["params"]):
+            gradient_as_placed(parameter)
             for key, value in optimizer.state.get(parameter, {}).items():
                 what = f"{type(optimizer).__name__}: state {key} of a parameter of shape {tuple(parameter.shape)}"
                 expect_own_shard(value, parameter, what)

@@ -357,16 +357,27 @@ class Ring:
         self.check_alive("exchange")
         return self.communicator.exchange(value)
 
-    def all_gather(self, shard: torch.Tensor, name: str = "values") -> torch.Tensor:
-        """Gathers shards [n] of equal size to [R, n], for tensors that are too small to rotate. Collective. Raises
-        RotationError on every rank of a ring over CPUs where the `name` of the values, their size or dtype differ."""
+    def all_gather(
+        self, shard: torch.Tensor, name: str = "values", buffer: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Gathers shards [n] of equal size to [R, n], for tensors that do not rotate. Collective. Raises RotationError
+        on every rank of a ring over CPUs where the `name` of the values, their size or dtype differ. buffer: memory for
+        the result, at least R x n numbers of the same dtype."""
         self.check_alive("all_gather")
-        return self.communicator.all_gather(shard, name)
+        return self.communicator.all_gather(shard, name, buffer)
 
     def all_reduce(self, values: torch.Tensor, name: str = "values") -> torch.Tensor:
         """Sums `values` [...] over the ranks, in place. Collective. For `name` see `all_gather`."""
         self.check_alive("all_reduce")
         return self.communicator.all_reduce(values, name)
+
+    def reduce_scatter(
+        self, rows: torch.Tensor, name: str = "values", buffer: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns this rank's row [n] of the sum of `rows` [R, n] over the ranks. Collective. For `name` and `buffer`
+        see `all_gather`."""
+        self.check_alive("reduce_scatter")
+        return self.communicator.reduce_scatter(rows, name, buffer)
 
     new_group = _of("communicator", Communicator.new_group)
     drop_groups = _of("communicator", Communicator.drop_groups)

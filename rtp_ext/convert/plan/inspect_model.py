@@ -74,8 +74,9 @@ class Inspection:
         self.styles = {id(part): style_of(part, mesh, request.ignored) for _, part in self.modules}
         attention = (part for _, part in self.modules if has_same_forward(part, nn.MultiheadAttention))
         heads = set(map(id, blocks.vocabulary_heads(part for _, part in self.modules)))
-        projections = {id(part.out_proj) for part in attention}  # type: ignore[union-attr]
-        self.in_blocks = InBlocks(request, self.tied, heads, projections, adapter_modules(request.root))
+        self.projections = {id(part.out_proj) for part in attention}  # type: ignore[union-attr]
+        self.in_blocks = InBlocks(request, self.tied, heads, self.projections, adapter_modules(request.root))
+        self.cut: dict[int, tuple[int, str]] = {}  # by id of a tied parameter: dimension and first layer that rotates
         self.reader = Reader(request.root, self.facts, request.not_ours)
         self.first, self.names = self.reader.first, self.reader.names
         self.kept = self._kept_from_rotating()
@@ -240,6 +241,9 @@ class Inspection:
         transposed: bool = False,
         style: str | None = None,
     ) -> ModulePlan:
+        may_gather = style is None and layer != "head" and not is_taken(part) and id(part) not in self.projections
+        if may_gather and not self.facts.emulated and (reason := self._cut_otherwise(name, part, cuts)) is not None:
+            return self._gathered(name, part, reason, notice="kept")
         rows = []
         for key, parameter in own_parameters(part).items():
             reason = attention_reason(part, key) if layer == "attention" else None
@@ -252,6 +256,17 @@ class Inspection:
             else:
                 rows.append(self._owned(name, key, parameter, GATHERED, dim, reason))
         return self._made(name, part, ROTATED, rows, layer=layer, transposed=transposed, style=style)
+
+    def _cut_otherwise(self, name: str, part: Any, cuts: dict[str, int]) -> str | None:
+        """Returns why a layer cannot rotate with the shards that another one has of a parameter; None if it can."""
+        tied = {key: parameter for key, parameter in own_parameters(part).items() if id(parameter) in self.tied}
+        for key, parameter in tied.items():
+            dim, other = self.cut.get(id(parameter), (cuts.get(key, 0), name))
+            if dim != cuts.get(key, 0):
+                return f"{other}, with which it shares its {key}, cuts it along dimension {dim}"
+        for key, parameter in tied.items():
+            self.cut.setdefault(id(parameter), (cuts.get(key, 0), name))
+        return None
 
     def _parallel(self, name: str, part: Any, style: str) -> ModulePlan:
         cls = drop_in(part)
@@ -269,7 +284,8 @@ class Inspection:
             elif parameter.dim() == 0:
                 rows.append(self._owned(name, key, parameter, REPLICATED, None, SCALAR))
             else:
-                rows.append(self._owned(name, key, parameter, GATHERED, 0, reason))
+                dim = self.cut.get(id(parameter), (0, ""))[0]
+                rows.append(self._owned(name, key, parameter, GATHERED, dim, reason))
         moved = REPLICATED if self.facts.emulated else GATHERED
         return self._made(name, part, moved, rows, style=style, reason=reason, notice=notice)
 

@@ -310,12 +310,12 @@ def gathered_traffic(
     ranks: int,
 ) -> Traffic:
     """Returns the bytes that collectives send for a parameter that is gathered in forward and reduced in backward, with
-    ring algorithms: an all-gather of aligned shards of equal size, and an all-reduce of the whole."""
-    gathered = 0
+    ring algorithms: an all-gather and a reduce-scatter of shards of equal size; an all-reduce of a replicated one."""
+    gathered, reduced = 0, 2 * (ranks - 1) * -(-math.prod(shape) // ranks) * reduce_dtype.itemsize
     if dim is not None:
-        largest = Shards(tuple(shape), dim, True, trained).elements(0, ranks) * compute_dtype.itemsize
-        gathered = (ranks - 1) * (-(-largest // _ALIGNMENT) * _ALIGNMENT)
-    reduced = 2 * (ranks - 1) * -(-math.prod(shape) // ranks) * reduce_dtype.itemsize
+        largest = Shards(tuple(shape), dim, True, trained).elements(0, ranks)
+        gathered = (ranks - 1) * (-(-largest * compute_dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)
+        reduced = (ranks - 1) * largest * reduce_dtype.itemsize
     return Traffic(gathered, 0, reduced if trained else 0)
 
 

@@ -120,13 +120,24 @@ def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
             kept.deliver(parameter, gradient, functools.partial(as_gradient, spec=spec))
             return None
         (gradient,) = kept.memory.store([gradient])
-    elif handler is None and parameter is not None and parameter.grad is None and gradient.dtype == parameter.dtype:
-        if read_within(ctx, parameter):
-            return as_gradient(gradient, spec)
-        # As autograd would, but for its detach, which takes a DTensor as long as a small layer.
-        parameter.grad = DTensor.__new__(DTensor, gradient, spec, requires_grad=False)
-        return None
+    elif handler is None and parameter is not None and gradient.dtype == parameter.dtype:
+        known: Any = parameter.grad
+        if (known is None or _takes(known, spec)) and not read_within(ctx, parameter):
+            # As autograd would, but for operators of DTensor, which take as long as a small layer.
+            if known is None:
+                parameter.grad = DTensor.__new__(DTensor, gradient, spec, requires_grad=False)
+            else:
+                known._local_tensor.add_(gradient)
+                torch.autograd.graph.increment_version(known)
+            return None
     return as_gradient(gradient, spec)
+
+
+def _takes(known: Any, spec: DTensorSpec) -> bool:
+    """Returns whether the gradient of an earlier backward lies as its parameter does, so that local shards add up."""
+    if not isinstance(known, DTensor) or known.requires_grad or known.dtype != spec.tensor_meta.dtype:  # type: ignore[union-attr]
+        return False
+    return known._spec.placements == spec.placements and known._spec.mesh == spec.mesh
 
 
 @first_order_only

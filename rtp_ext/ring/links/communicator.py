@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext.ring.links.failure_report import FailureReport, broken_links, cut
-from rtp_ext.ring.links.groups import all_gather_single, destroy, make_group
+from rtp_ext.ring.links.groups import all_gather_single, destroy, make_group, reduce_scatter_single
 from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.wiring import Wiring
 
@@ -286,13 +286,15 @@ class Communicator:
         self.collectively("exchange", all_gather_single, gathered, padded, group=self._control)
         return [text.numpy().tobytes() for text in gathered.view(self.size, width)]
 
-    def all_gather(self, shard: torch.Tensor, name: str = "values") -> torch.Tensor:
-        """Gathers shards [n] of equal size to [R, n], for tensors that are too small to rotate. `name`: of the module.
-        Collective."""
+    def all_gather(
+        self, shard: torch.Tensor, name: str = "values", buffer: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Gathers shards [n] of equal size to [R, n], for tensors that do not rotate. `name`: of the module. `buffer`:
+        memory of at least R x n numbers for the result. Collective."""
         self.check_alive("all_gather")
         if self._collective is None:
             return shard.unsqueeze(0).repeat(self.size, 1)
-        gathered = shard.new_empty(self.size, shard.numel())
+        gathered = _rows(shard, self.size, shard.numel(), buffer)
         what, flat = f"all_gather of {name}", gathered.view(-1)
         self.collectively(
             what, all_gather_single, flat, shard, group=self._collective, identity=f"{what} {_size(shard)}"
@@ -307,6 +309,35 @@ class Communicator:
         what = f"all_reduce of {name}"
         self.collectively(what, dist.all_reduce, values, group=self._collective, identity=f"{what} {_size(values)}")
         return values
+
+    def reduce_scatter(
+        self, rows: torch.Tensor, name: str = "values", buffer: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns this rank's row [n] of the sum of `rows` [R, n] over the ranks. `name`: of the module. `buffer`:
+        memory of at least R x n numbers, in which the result may be. Collective.
+
+        Gloo has no reduce-scatter, and torch runs an all-reduce instead, which sends twice as much: there every rank
+        gets the rows that are its own, and adds them in the order of the ranks.
+        """
+        self.check_alive("reduce_scatter")
+        if self._collective is None:
+            return rows[self.rank] * self.size
+        what = f"reduce_scatter of {name}"
+        options: dict[str, Any] = {"group": self._collective, "identity": f"{what} {_size(rows)}"}
+        if dist.get_backend(self._collective) != "gloo":
+            mine = _rows(rows, 1, rows.shape[1], buffer)[0]
+            self.collectively(what, reduce_scatter_single, mine, rows.view(-1), **options)
+            return mine
+        arrived = _rows(rows, self.size, rows.shape[1], buffer)
+        self.collectively(what, dist.all_to_all_single, arrived, rows, **options)
+        mine = arrived[0]
+        for row in arrived[1:]:
+            mine.add_(row)
+        return mine
+
+
+def _rows(like: torch.Tensor, count: int, size: int, buffer: torch.Tensor | None) -> torch.Tensor:
+    return like.new_empty(count, size) if buffer is None else buffer[: count * size].view(count, size)
 
 
 def _wait_for_gloo(work: Any) -> None:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from rtp_ext.dtensor_hooks import GROUPS_ARE_COUNTED, named_groups
 
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.14
+# renamed in torch 2.14
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 _THREADS, _FILES = 3, 6  # of a group of Gloo, besides a connection to each rank
