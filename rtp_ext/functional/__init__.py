@@ -11,7 +11,6 @@ from rtp_ext.functional.experts import rotated_experts
 from rtp_ext.functional.flyweight import rotated_flyweight
 from rtp_ext.functional.linear import rotated_linear, rotated_linears
 from rtp_ext.functional.mlp import rotated_mlp
-from rtp_ext.functional.operations import OPERATIONS as _OPERATIONS  # noqa: F401  registers their operators
 from rtp_ext.ring import Prepared
 
 __all__ = [

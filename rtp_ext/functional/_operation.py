@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rtp_ext.compilers import tracing
-from rtp_ext.functional import _rotated
+from rtp_ext.functional import _rotated, _selective
 from rtp_ext.functional._call import Call, ShardedParameter, prepare
 from rtp_ext.ring import Prepared, Ring
 
@@ -30,6 +30,9 @@ class Options(NamedTuple):
     compute_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     name: str
+
+
+OPERATIONS: dict[str, type[Operation]] = {}  # by key; a subclass adds itself
 
 
 class Operation:
@@ -57,6 +60,10 @@ class Operation:
     late: ClassVar[bool] = False
     dgrad: ClassVar[bool] = True
     in_chunks: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        OPERATIONS[cls.key] = cls
+        _selective.register(cls.label)
 
     def __init__(self, options: Options, *parameters: Tensor | None) -> None:
         self.options = options

@@ -9,7 +9,7 @@ Without such a mode no call goes through torch.library.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -96,11 +96,10 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 NAMES: list[str] = []  # of the operators
 
 
-def register(names: Iterable[str]) -> None:
-    """Makes the operators that a policy sees: (inputs, local shards of parameters) -> results, and tensors for the
+def register(name: str) -> None:
+    """Makes an operator that a policy sees: (inputs, local shards of parameters) -> results, and tensors for the
     backward."""
-    for name in names:
-        if name not in NAMES:
-            NAMES.append(name)
-            _library.define(f"{name}(Tensor[] inputs, Tensor[] shards) -> Tensor[]")
-            _library.impl(name, _kernel, "CompositeExplicitAutograd")
+    if name not in NAMES:
+        NAMES.append(name)
+        _library.define(f"{name}(Tensor[] inputs, Tensor[] shards) -> Tensor[]")
+        _library.impl(name, _kernel, "CompositeExplicitAutograd")

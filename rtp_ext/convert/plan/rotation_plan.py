@@ -22,13 +22,12 @@ from rtp_ext.convert.plan.traffic import (
     slot_bytes,
 )
 from rtp_ext.families.blocks import MLPBlock
-from rtp_ext.functional._operation import Operation
+from rtp_ext.functional._operation import OPERATIONS, Operation
 from rtp_ext.functional.convolution import Convolution
 from rtp_ext.functional.cross_entropy import LinearCrossEntropy
 from rtp_ext.functional.experts import Experts
 from rtp_ext.functional.linear import Linears, PartialLinear
 from rtp_ext.functional.mlp import MLP
-from rtp_ext.functional.operations import OPERATIONS
 from rtp_ext.parameters.frozen import FrozenWeight
 
 ROTATED, GATHERED, REPLICATED, IGNORED = "rotated", "gathered", "replicated", "ignored"

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from rtp_ext._native import RotationError
 from rtp_ext.functional._call import Call
-from rtp_ext.functional._operation import Operation
+from rtp_ext.functional._operation import OPERATIONS, Operation
 from rtp_ext.functional._rotated import empty_rows, gradients_of
-from rtp_ext.functional.operations import OPERATIONS
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.registry import owner_of, ring_named
 
