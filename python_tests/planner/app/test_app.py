@@ -227,6 +227,7 @@ def browser(tmp_path):
         "--headless=new",
         "--no-sandbox",
         "--disable-gpu",
+        "--hide-scrollbars",
         "--window-size=1280,1000",
         f"--user-data-dir={tmp_path}",
     ):
@@ -243,9 +244,9 @@ def page_addresses():
     command = [sys.executable, "-m", "rtp_ext", "plan", "--app", "--port", "0"]
     with contextlib.ExitStack() as started:
 
-        def start(number):
+        def start(number, *words):
             pages = [
-                started.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+                started.enter_context(subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True))
                 for _ in range(number)
             ]
             for each in pages:
@@ -328,6 +329,35 @@ def test_the_page_in_a_browser(capsys, browser, page_addresses):
     ]
     assert len(asked) > 5 and outside == []
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+OUTSIDE = """
+const outside = (part, whole) => {
+  const [a, b] = [part.getBoundingClientRect(), whole.getBoundingClientRect()];
+  return a.left < b.left - 1 || a.right > b.right + 1 || a.bottom > b.bottom + 40;
+};
+const parts = (inner, outer) => [...document.querySelectorAll(outer)].flatMap(
+  whole => [...whole.querySelectorAll(inner)].filter(part => outside(part, whole)).map(part => part.textContent));
+return [...parts("*", ".card"), ...parts(".label", ".axis"),
+  ...[...document.querySelectorAll(".step span")].filter(text => text.offsetWidth && outside(text, text.parentElement))
+    .map(text => text.textContent),
+  ...(document.documentElement.scrollWidth > window.innerWidth ? ["page"] : [])];
+"""
+
+
+def test_nothing_leaves_its_place(browser, page_addresses):
+    plans = ("tp=2,pp=2,rtp=4", "zero=3,tp=4", "zero=3", "rtp=8,zero=0", "pp=16")
+    large = ("--model", "llama-3-405b", "--gpu", "h200-141gb", "--gpus", "16")
+    (page,) = page_addresses(1, *large, *(word for plan in plans for word in ("--plan", plan)))
+    found = {}
+    for width in (1280, 901, 500):
+        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        browser.get(page)
+        _until(lambda: len(browser.find_elements("css selector", ".step")) > 10, 30.0)
+        assert len(browser.find_elements("css selector", ".card")) == len(plans)
+        found[width] = browser.execute_script(OUTSIDE)
+    assert found == {1280: [], 901: [], 500: []}
 
 
 def test_only_the_owner_reaches_the_page_and_no_name_from_elsewhere_leads_here():

@@ -17,8 +17,7 @@ from rtp_ext.planner.time.report import TIME_COMPONENTS
 
 _GROUPS = ("compute", "exposed communication", "bubble")
 _SHORTEST = 1e-4  # share of a step below which the CLI leaves a component out, too
-_NARROW, _NARROWEST = 0.05, 0.025  # share of a step that holds its label on a telephone, and at all
-_LAST = 0.85  # share after which a label does not fit to the right of its line
+_FIRST, _LAST = 0.4, 0.85  # shares before and after which a label does not fit to the left and right of its line
 _BADGES = {"fits": "good", "tight": "close", "out of memory": "bad"}
 _FINER = ("compute", "exposed", "bubble", "of the line")  # columns that a telephone leaves out
 _LANES = {
@@ -125,6 +124,8 @@ def _bars(rows: Sequence[Row], parts: Sequence[dict[str, float]], marks: Sequenc
         if full > _LAST:
             sides["full"] = {"right": f"{100 - 100 * full:.4f}%"}
         labels = [html.Span(label, className="label", style=sides[kind]) for _, label, kind in marks]
+        if safe < _FIRST:  # both to the right of the second line
+            labels = [html.Span(", ".join(label for _, label, _ in marks), className="label", style=sides["full"])]
         drawn = [html.Div(className="what"), html.Div(labels, className="axis"), *drawn]
     return html.Div(drawn, className="bars")
 
@@ -245,8 +246,8 @@ def _pass(shown: Pass, longest: float) -> html.Div:
 def _step(event: Event, kind: str, longest: float) -> html.Div:
     width = (event.end - event.start) / longest
     return html.Div(
-        _short(event.label) if width >= _NARROWEST else "",
-        className=f"step step-{_class(kind)}{' narrow' if width < _NARROW else ''}",
+        html.Span(_short(event.label)),
+        className=f"step step-{_class(kind)}",
         style={"left": f"{100 * event.start / longest:.4f}%", "width": f"{100 * width:.4f}%"},
         title=f"{event.label}: {1e6 * event.start:.1f} to {1e6 * event.end:.1f} µs",
     )
