@@ -35,6 +35,7 @@ from operations.described import BFLOAT16, DESCRIBED, FLOAT32, FLOAT64, Describe
 from reference import assert_same, chunk, differs
 
 import rtp_ext
+from rtp_ext.functional._operation import OPERATIONS
 
 TIMEOUT = 30.0
 
@@ -60,6 +61,15 @@ def _passes(rank, ranks, name, transport):
                         operation = described.make(size, dtype=dtype, **options)
                         check_pass(operation, ring, form, described.tolerances[dtype], in_place=moves)
     cases.finish()
+
+
+def test_every_operation_has_its_cases():
+    """But for virtual copies of modules: python_tests/nn/test_flyweight.py."""
+    bundles = {operation.label: operation.bundle for operation in OPERATIONS.values()}
+    assert set(DESCRIBED) == set(bundles) - {"flyweight"}
+    for name, described in DESCRIBED.items():
+        made = described.make(described.sizes[0], **described.grids[0][0])
+        assert made.weights_return(False) == bundles[name], name
 
 
 @pytest.mark.parametrize(

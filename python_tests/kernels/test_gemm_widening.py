@@ -86,6 +86,19 @@ def test_without_a_kernel_of_cublaslt_the_sum_is_copied_first(sim_blas):
     assert torch.equal(out, torch.arange(35.0).view(5, 7) + 3)
 
 
+def test_a_kernel_that_cublaslt_refuses_is_not_tried_again(sim_blas):
+    a, b = torch.ones(5, 3, dtype=torch.bfloat16), torch.full((3, 9), 2.0, dtype=torch.bfloat16)
+    sim_blas.controls.refuses_products = True
+    counted = []
+    for _ in range(2):
+        out, summand, before = torch.full((5, 9), CANARY), torch.arange(45.0).view(5, 9), Counter(sim_blas.calls())
+        sim_blas.gemm_widening(out, summand, a, b, 0.5)
+        counted.append(Counter(sim_blas.calls()) - before)
+        assert torch.equal(out, torch.arange(45.0).view(5, 9) + 3)
+    assert [each["cublasLtMatmul"] for each in counted] == [1, 0]
+    assert [each["cublasGemmEx_64"] for each in counted] == [1, 1]
+
+
 def test_epilogues_add_the_bias_and_apply_the_gelu(sim_blas):
     """In the strided slices that a bundle keeps; rounded once. Only the tanh form is a GELU of cuBLASLt's."""
     generator = torch.Generator().manual_seed(2)

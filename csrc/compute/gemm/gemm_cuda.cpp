@@ -151,9 +151,9 @@ bool multiply_and_add(const Product& product, int device) {
   static std::mutex mutex;
   static std::map<ProductKey, std::optional<cublasLtMatmulAlgo_t>> known;
   std::optional<cublasLtMatmulAlgo_t> algorithm;
+  const ProductKey key = key_of(product, device, workspace, multiprocessors);
   {
     const std::lock_guard lock(mutex);
-    const ProductKey key = key_of(product, device, workspace, multiprocessors);
     auto found = known.find(key);
     if (found == known.end()) {
       cublasLtMatmulPreference_t made_preference = nullptr;
@@ -178,10 +178,16 @@ bool multiply_and_add(const Product& product, int device) {
     algorithm = found->second;
   }
   if (!algorithm) return false;
-  RTP_CUBLAS_CHECK(cublasLtMatmul(handle, made, &product.factor, product.left, left.get(), product.right, right.get(),
-                                  &product.keep, product.c, c.get(), product.d, d.get(), &*algorithm,
-                                  at::cuda::getCUDABlasLtWorkspace(), workspace,
-                                  c10::cuda::getCurrentCUDAStream().stream()));
+  const cublasStatus_t status =
+      cublasLtMatmul(handle, made, &product.factor, product.left, left.get(), product.right, right.get(), &product.keep,
+                     product.c, c.get(), product.d, d.get(), &*algorithm, at::cuda::getCUDABlasLtWorkspace(), workspace,
+                     c10::cuda::getCurrentCUDAStream().stream());
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED) {  // the heuristic was wrong; nothing has been computed
+    const std::lock_guard lock(mutex);
+    known[key] = std::nullopt;
+    return false;
+  }
+  RTP_CUBLAS_CHECK(status);
   return true;
 }
 

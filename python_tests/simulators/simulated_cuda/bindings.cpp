@@ -43,6 +43,7 @@ void bind_controls(py::module_& m) {
       .def_readwrite("released", &Controls::released)
       .def_readwrite("lacks_epilogues", &Controls::lacks_epilogues)
       .def_readwrite("lacks_products", &Controls::lacks_products)
+      .def_readwrite("refuses_products", &Controls::refuses_products)
       .def_readwrite("lacks_memory_ops", &Controls::lacks_memory_ops)
       .def_readwrite("multiprocessors", &Controls::multiprocessors)
       .def_readwrite("first_device", &Controls::first_device)

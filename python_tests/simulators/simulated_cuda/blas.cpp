@@ -227,6 +227,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t operation, 
                               cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algorithm, void*, size_t,
                               cudaStream_t) {
   called("cublasLtMatmul");
+  if (world().controls.refuses_products) return CUBLAS_STATUS_NOT_SUPPORTED;
   const auto& mine = held<Operation>(operation);
   const Matrix left = matrix(a, a_layout, mine.left), right = matrix(b, b_layout, mine.right);
   const Matrix sum = matrix(c, c_layout, CUBLAS_OP_N), out = matrix(d, d_layout, CUBLAS_OP_N);

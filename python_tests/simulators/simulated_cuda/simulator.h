@@ -65,6 +65,7 @@ struct Controls {
   bool released = false;            // all waits end, to clean up after a failed test
   bool lacks_epilogues = false;     // cuBLASLt has no kernel with an epilogue
   bool lacks_products = false;      // cuBLASLt has no kernel at all
+  bool refuses_products = false;    // the heuristic of cuBLASLt finds kernels that cublasLtMatmul then refuses
   bool lacks_memory_ops = false;    // the driver lacks cuStreamBatchMemOp and similar functions
   int multiprocessors = 0;          // SMs of the device; 0: a single compute stream
   int first_device = 0;             // default current device of a thread

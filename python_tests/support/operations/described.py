@@ -192,7 +192,7 @@ DESCRIBED = {
             {"size": (2 * ranks, 6, 5), "routing": "distinct", "biases": each} for each in ((), BOTH)
         ],
     ),
-    "cross entropy": Described(
+    "linear_cross_entropy": Described(
         make_head,
         rounded(1e-5, ROUNDING),
         sizes=[(11, 5), (3, 6), (17, 16)],  # vocabulary, features; the second has fewer rows than ranks
