@@ -73,7 +73,7 @@ def test_gradients_are_sent_once_and_take_the_memory_of_a_shard():
 
 
 class _Odd(nn.Module):
-    """Parameters of all kinds: uneven, empty on ranks, scalars, complex, frozen, unused, cut along another dimension."""
+    """Parameters of all kinds: uneven, empty on ranks, scalars, complex, frozen, unused, cut along their columns."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -56,7 +56,11 @@ class _Small(nn.Module):
 
     def __init__(self, inside: bool) -> None:
         super().__init__()
-        self.model, self.scale, self.inside = make_model(blocks=1), nn.Parameter(torch.full((1, 2), 0.7).double()), inside
+        self.model, self.scale, self.inside = (
+            make_model(blocks=1),
+            nn.Parameter(torch.full((1, 2), 0.7).double()),
+            inside,
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         out = self.model(ids) * self.scale.sum()

@@ -356,9 +356,7 @@ class Ring:
         self.check_alive("exchange")
         return self.communicator.exchange(value)
 
-    def all_gather(
-        self, shard: torch.Tensor, name: str = "values", buffer: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def all_gather(self, shard: torch.Tensor, name: str = "values", buffer: torch.Tensor | None = None) -> torch.Tensor:
         """Gathers shards [n] of equal size to [R, n], for tensors that do not rotate. Collective. Raises RotationError
         on every rank of a ring over CPUs where the `name` of the values, their size or dtype differ. buffer: memory for
         the result, at least R x n numbers of the same dtype."""

@@ -269,9 +269,7 @@ class Communicator:
         self.collectively("exchange", all_gather_single, gathered, padded, group=self._control)
         return [text.numpy().tobytes() for text in gathered.view(self.size, width)]
 
-    def all_gather(
-        self, shard: torch.Tensor, name: str = "values", buffer: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def all_gather(self, shard: torch.Tensor, name: str = "values", buffer: torch.Tensor | None = None) -> torch.Tensor:
         """Gathers shards [n] of equal size to [R, n], for tensors that do not rotate. `name`: of the module. `buffer`:
         memory of at least R x n numbers for the result. Collective."""
         self.check_alive("all_gather")
