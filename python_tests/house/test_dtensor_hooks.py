@@ -57,6 +57,20 @@ def _torch_alone(rank, ranks):
         torch.manual_seed(0)
         first = nn.init.normal_(parameter(torch.zeros(2 * ranks), Shard(0))).full_tensor()
         assert torch.equal(first[:2], first[2:4]), needed("patch_random")
+    with cases.case("operators"):
+        weight, loss = parameter(torch.ones(4), Shard(0)), torch.tensor(float(rank), requires_grad=True)
+        part = weight.sum()
+        assert isinstance(loss + part, DTensor), needed("patch_operators")
+        assert part.item() == 2.0, needed("patch_operators")  # of 4
+        small = parameter(torch.ones(1), Shard(0)).detach()
+        with pytest.raises(RuntimeError, match="placement"):
+            small.add_(parameter(torch.ones(1), Replicate()).detach())
+        if rank == 1:  # the other rank would wait for this one
+            with pytest.raises(RuntimeError, match="empty"):
+                torch.linalg.vector_norm(small, float("inf"))
+        product = loss * part
+        product.full_tensor().backward()
+        assert isinstance(loss.grad, DTensor), needed("patch_mixing")
     with cases.case("GradScaler"):
         assert not _overflow_seen(parameter, rank) or rank == 1, needed("patch_grad_scaler")
         assert _overflow_seen(parameter, rank, sharded_first=True), "control: it is seen by a sharded gradient"

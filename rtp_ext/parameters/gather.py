@@ -24,7 +24,8 @@ from rtp_ext.ring.cpu_offload import on_device
 from rtp_ext.ring.mesh import ring_dim
 
 _ALIGNMENT = 16  # bytes; of a parameter among those that travel together
-_BUCKET = 16 << 20  # bytes of parameters or gradients, of all owners together, that travel at once
+# bytes of parameters or gradients, of all owners together, that travel at once
+_BUCKET = {"cpu": 4 << 20, "cuda": 32 << 20}
 
 
 @unseen
@@ -229,7 +230,7 @@ def _gather_flat(
         (layout.largest[0], math.prod(layout.largest[1:]) * shard.element_size())
         for layout, shard in zip(layouts, shards, strict=True)
     ]
-    buckets = _in_buckets(widths, _BUCKET // ring.size, _ALIGNMENT)
+    buckets = _in_buckets(widths, _BUCKET[ring.device.type] // ring.size, _ALIGNMENT)
     # for all buckets: a process group may keep tensors alive for a while after it has sent them
     longest = max(map(_length, buckets))
     flat, every = _buffers(ring, torch.uint8, longest, ring.size * longest)
@@ -279,7 +280,7 @@ def _reduce_flat(
     widths = [
         (layout.largest[0], math.prod(layout.largest[1:] + pair)) for layout, pair in zip(layouts, pairs, strict=True)
     ]
-    buckets = _in_buckets(widths, _BUCKET // (ring.size * dtype.itemsize), begin=len(flags))
+    buckets = _in_buckets(widths, _BUCKET[ring.device.type] // (ring.size * dtype.itemsize), begin=len(flags))
     longest = max(_length(bucket, len(flags)) for bucket in buckets)
     buffer, arrived = _buffers(ring, dtype, ring.size * longest, ring.size * longest)
     for number, bucket in enumerate(buckets):

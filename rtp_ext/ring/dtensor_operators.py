@@ -63,9 +63,10 @@ def _sum(operator: Any, stock: Callable[..., Any], args: tuple, kwargs: dict) ->
     terms = args[0] if listed else args[:2]
     ours = [term for term in terms if isinstance(term, DTensor)]
     plain = [term for term in terms if isinstance(term, torch.Tensor) and not isinstance(term, DTensor)]
-    if not plain or isinstance(terms[0], DTensor) and operator._schema.is_mutable:
+    if not plain:
         return stock(*args, **kwargs)
-    if not _makes_plain(ours, plain, operator._schema.is_mutable):
+    in_place = operator._schema.is_mutable
+    if (in_place and isinstance(terms[0], DTensor)) or not _makes_plain(ours, plain, in_place):
         _expect_constants(operator, plain, ours)
         return stock(*args, **kwargs)
     whole = [_whole(term) if isinstance(term, DTensor) else term for term in terms]
@@ -102,8 +103,9 @@ def _whole(term: DTensor) -> torch.Tensor:
     DTensor with the average."""
     if torch.is_grad_enabled() and term.requires_grad:
         term.register_hook(functools.partial(_average, term.device_mesh))
+    value: Any = term.detach()
     with torch.no_grad():
-        return term.detach().full_tensor()
+        return value.full_tensor()
 
 
 def _average(mesh: DeviceMesh, gradient: torch.Tensor | None) -> torch.Tensor | None:
