@@ -17,6 +17,7 @@ from rtp_ext.parameters.sharding import frozen_of, held, local_shards, reserve
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import expect_memory, holds_memory, unseen
 from rtp_ext.ring.cpu_offload import on_device
+from rtp_ext.ring.links.agree import expect_same
 from rtp_ext.ring.mesh import ring_dim, ring_shape
 from rtp_ext.ring.routes.route_planner import LayerSize
 
@@ -331,12 +332,7 @@ def _agree(
     else:
         answers = ring.exchange(mine)
         most = max(theirs[4] for theirs in answers)
-    for rank, theirs in enumerate(answers):
-        if _comparable(theirs) != _comparable(answers[0]):
-            raise ValueError(
-                f"{call.name}: the ranks of the ring disagree: expected {_describe(answers[0])} (rank 0), got "
-                f"{_describe(theirs)} on rank {rank}"
-            )
+    expect_same(f"{call.name}: the ranks of the ring disagree", answers, show=_describe, key=_comparable)
     shapes = []
     for index, (param, whole) in enumerate(zip(params, wholes, strict=True)):
         locals_ = [theirs[2][index][1] for theirs in answers]
