@@ -29,7 +29,6 @@ INTERNAL = {
     "csrc/transport/tcp/peers.cpp: transport tcp: expected": "addresses that rtp_ext has exchanged",
     "csrc/transport/nccl/nccl.cpp: transport nccl: expected": "ids that rtp_ext has exchanged",
     "csrc/transport/nccl/peer_status.cpp: peer status": "addresses that rtp_ext has exchanged",
-    "csrc/transport/nccl/put.cpp: transport nccl-put: expected": "ids that rtp_ext has exchanged",
     "csrc/transport/nccl/supervised.cpp: expected hosts": "hosts that rtp_ext has counted",
     "csrc/transport/composite/": "hosts that rtp_ext has counted",
     "csrc/transport/checked.cpp: transport checked": "a transport that the ring has made",

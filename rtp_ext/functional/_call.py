@@ -42,7 +42,6 @@ class OperationPlan:
     options: Any = None  # native RotationOptions
     derived: Any = None  # result of `derive`
     late: bool = False  # gradients may arrive after the pass
-    kept: bool = False  # a backward needs the weights again, and the ring keeps what a forward quantizes
     storages: list[tuple[int, int]] | None = None  # address and bytes of local shards that can hold the largest shard
 
     def plan(self, ring: Ring, tokens: int | None) -> None:
@@ -60,7 +59,6 @@ class OperationPlan:
             compute_dtype=self.compute_dtype,
             reduce_dtype=self.reduce_dtype,
             late=self.late,
-            keep_quantized=self.kept,
         )
 
 
@@ -231,7 +229,6 @@ def prepare(
     tokens: int | None = None,
     size: Callable[[list[tuple[int, ...]]], LayerSize] | None = None,
     late: bool = False,
-    bundle: bool = False,
 ) -> Any:
     """Makes `call` ready to run and returns `derive(whole shapes)`, computed once and kept in `prepared`.
 
@@ -247,7 +244,6 @@ def prepare(
         tokens, size: for an operation with several routes: this rank's number of tokens, and its LayerSize as a
             function of the whole shapes.
         late: the backward passes the gradients of parameters on without reading them.
-        bundle: the backward needs the weights for any gradient, not for gradients of inputs only.
     """
     ring, plain = call.ring, False
     looks: list[tuple] = []
@@ -278,7 +274,7 @@ def prepare(
     if ready is None:
         _check(call, prepared, params)
         serial = 0 if prepared is None else ring.new_agreement()
-        ready = _agree(call, table, key, params, facts, serial, tokens or 0, size, late, bundle)
+        ready = _agree(call, table, key, params, facts, serial, tokens or 0, size, late)
         ready.derived = derive(ready.shapes)
         table.found[key] = ready
     if last != key:
@@ -312,7 +308,6 @@ def _agree(
     tokens: int,
     size: Callable[[list[tuple[int, ...]]], LayerSize] | None,
     late: bool,
-    bundle: bool,
 ) -> OperationPlan:
     ring = call.ring
     wholes = [ring_shape(param.tensor) if isinstance(param.tensor, DTensor) else None for param in params]
@@ -343,7 +338,6 @@ def _agree(
     arrives = ring.gradients.local_dtype(ring.hop_route, call.reduce_dtype)
     unread = all(isinstance(param.tensor, DTensor) and param.tensor.dtype == arrives for param in params)
     ready.late = late and unread and ring.late_gradients > 0
-    ready.kept = ring.keep_quantized and any(call.needs if bundle else call.needs[: -len(params)])
     ready.plan(ring, most)
     return ready
 
