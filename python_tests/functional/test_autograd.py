@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from autograd_subjects import SUBJECTS, Subject, converted, features, numbers
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks
 from reference import assert_same, differs, full, random
 from test_convert import assert_same_model
 from torch import Tensor, nn
@@ -165,15 +165,11 @@ def _recomputed(rank, ranks):
                 assert_same_model(model, plain, TOLERANCE, gradients=True)
 
 
-def _writes(rank, ranks):
+@on_ranks([2, 3], timeout=240.0)
+def test_weights_written_before_a_backward(rank, ranks):
     _written(rank, ranks)
     _writers(rank, ranks)
     _recomputed(rank, ranks)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_weights_written_before_a_backward(ranks):
-    run_ranks(_writes, ranks, timeout=240.0)
 
 
 def _penalty(module: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -237,14 +233,10 @@ def _frozen(rank, ranks):
         assert not gradient.requires_grad
 
 
-def _derivatives(rank, ranks):
+@on_ranks([2, 3])
+def test_second_derivatives(rank, ranks):
     _twice(rank, ranks)
     _frozen(rank, ranks)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_second_derivatives(ranks):
-    run_ranks(_derivatives, ranks)
 
 
 def replicated(parameter: Tensor) -> Tensor:
@@ -275,7 +267,9 @@ class ByHand(nn.Module):
         return self.by_hand(self.norm(self.embed(ids))) if inside else self.norm(self.embed(ids))
 
 
-def _whole_weights(rank, ranks, tied):
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "tied"), [(2, False), (3, True)])
+def test_whole_weights_outside_their_module(rank, ranks, tied):
     """The gradient of a gathered weight is averaged like every other; that of a penalty is not."""
     for in_place, transport in VARIANTS:
         with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
@@ -307,8 +301,3 @@ def _whole_weights(rank, ranks, tied):
             assert attempt(value) is not None, "expected an error, got a gradient"
             frozen = model.head.requires_grad_(False).weight.full_tensor()
             assert not frozen.requires_grad
-
-
-@pytest.mark.parametrize(("ranks", "tied"), [(2, False), (3, True)])
-def test_whole_weights_outside_their_module(ranks, tied):
-    run_ranks(_whole_weights, ranks, tied)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from operations.layers import make_embedding, make_ids
 from reference import assert_same, chunk, full, local
 from torch import nn
@@ -13,29 +13,25 @@ from rtp_ext.nn import RotatedEmbedding
 TIMEOUT = 30.0
 
 
-def _hops(rank, ranks):
+@on_ranks(3)
+def test_what_travels_and_what_is_refused(rank, ranks, ring):
     """Backward sends no weights; a frozen table sends nothing back; ids out of range move nothing."""
     ids = make_ids("2d", 16, rank, 10)
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        module = make_embedding((16, 17)).module(ring)
-        y = module(ids)
-        assert (ring.hops("weight"), ring.hops("gradient")) == (ranks - 1, 0)
-        y.sum().backward()
-        assert (ring.hops("weight"), ring.hops("gradient")) == (ranks - 1, ranks - 1)
-        module.weight.requires_grad_(False)
-        assert not module(ids).requires_grad
-        for bad in (torch.tensor([0, 16]), torch.tensor([-1, 3])):
-            with pytest.raises(IndexError, match=r"16.*(-1|16)"):
-                module(bad)
-        for bad in (torch.tensor([0.5]), torch.tensor([True])):
-            with pytest.raises(TypeError, match="int64"):
-                module(bad)
-        y = module(ids)
-        assert_same(y, nn.functional.embedding(ids, full(module.weight)), 0.0, "after errors")
-
-
-def test_what_travels_and_what_is_refused():
-    run_ranks(_hops, 3)
+    module = make_embedding((16, 17)).module(ring)
+    y = module(ids)
+    assert (ring.hops("weight"), ring.hops("gradient")) == (ranks - 1, 0)
+    y.sum().backward()
+    assert (ring.hops("weight"), ring.hops("gradient")) == (ranks - 1, ranks - 1)
+    module.weight.requires_grad_(False)
+    assert not module(ids).requires_grad
+    for bad in (torch.tensor([0, 16]), torch.tensor([-1, 3])):
+        with pytest.raises(IndexError, match=r"16.*(-1|16)"):
+            module(bad)
+    for bad in (torch.tensor([0.5]), torch.tensor([True])):
+        with pytest.raises(TypeError, match="int64"):
+            module(bad)
+    y = module(ids)
+    assert_same(y, nn.functional.embedding(ids, full(module.weight)), 0.0, "after errors")
 
 
 def _construct(rank, ranks):

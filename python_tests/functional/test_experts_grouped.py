@@ -3,13 +3,11 @@ integers, so that sums in float32 are exact and each is rounded once. On CPUs th
 
 from collections import Counter
 
-import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import chunk
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import rtp_ext
 from rtp_ext._native import kernels
 from rtp_ext.functional import rotated_experts
 
@@ -64,41 +62,34 @@ def results(ring, experts, features, hidden, *, transposed, biased, capability, 
     return [y, *gradients], calls.counted["aten::_grouped_mm"]
 
 
-def _experts(rank, ranks):
-    cases = Cases()
-    with rtp_ext.Ring(timeout=30.0) as ring:
-        for transposed in (False, True):
-            for experts in (2 * ranks, 2 * ranks + 1):
-                sizes = (experts, 16, 24)
-                loop, none = results(ring, *sizes, transposed=transposed, biased=False, capability=0)
-                # a choice of this rank alone: no hop depends on it
-                made, grouped = results(ring, *sizes, transposed=transposed, biased=False, capability=9 * (rank != 1))
-                with cases.case(f"{experts} experts, transposed {transposed}"):
-                    assert none == 0
-                    # of a shard with several experts: up, down, and the gradients of hidden values and of rows
-                    shards = sum(chunk(torch.empty(experts), ranks, owner).numel() > 1 for owner in range(ranks))
-                    assert grouped == (4 * shards if rank != 1 else 0), grouped
-                    for mine, expected in zip(made, loop, strict=True):
-                        assert torch.equal(mine, expected)
-        for sizes, more, products in (  # products that are grouped, of the four of a shard
-            ((2 * ranks, 12, 20), {}, 0),  # rows of 24 and 40 bytes
-            ((2 * ranks, 12, 24), {}, 1),  # down: its matrices lie along the hidden features
-            ((2 * ranks, 16, 24), {"biased": True}, 2),  # gradients have no bias
-            ((2 * ranks, 16, 24), {"dtype": torch.float32}, 0),
-            ((ranks, 16, 24), {}, 0),  # one expert a shard
-        ):
-            more = {"biased": False, "dtype": BF16, **more}
-            with cases.case(f"{sizes} {more}"):
-                loop, _ = results(ring, *sizes, transposed=False, capability=0, **more)
-                made, grouped = results(ring, *sizes, transposed=False, capability=9, **more)
-                assert grouped == products * ranks
-                assert all(torch.equal(mine, expected) for mine, expected in zip(made, loop, strict=True))
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_grouped_product_gives_what_the_loop_gives(ranks):
-    run_ranks(_experts, ranks)
+@on_ranks([2, 3])
+def test_the_grouped_product_gives_what_the_loop_gives(rank, ranks, ring, cases):
+    for transposed in (False, True):
+        for experts in (2 * ranks, 2 * ranks + 1):
+            sizes = (experts, 16, 24)
+            loop, none = results(ring, *sizes, transposed=transposed, biased=False, capability=0)
+            # a choice of this rank alone: no hop depends on it
+            made, grouped = results(ring, *sizes, transposed=transposed, biased=False, capability=9 * (rank != 1))
+            with cases.case(f"{experts} experts, transposed {transposed}"):
+                assert none == 0
+                # of a shard with several experts: up, down, and the gradients of hidden values and of rows
+                shards = sum(chunk(torch.empty(experts), ranks, owner).numel() > 1 for owner in range(ranks))
+                assert grouped == (4 * shards if rank != 1 else 0), grouped
+                for mine, expected in zip(made, loop, strict=True):
+                    assert torch.equal(mine, expected)
+    for sizes, more, products in (  # products that are grouped, of the four of a shard
+        ((2 * ranks, 12, 20), {}, 0),  # rows of 24 and 40 bytes
+        ((2 * ranks, 12, 24), {}, 1),  # down: its matrices lie along the hidden features
+        ((2 * ranks, 16, 24), {"biased": True}, 2),  # gradients have no bias
+        ((2 * ranks, 16, 24), {"dtype": torch.float32}, 0),
+        ((ranks, 16, 24), {}, 0),  # one expert a shard
+    ):
+        more = {"biased": False, "dtype": BF16, **more}
+        with cases.case(f"{sizes} {more}"):
+            loop, _ = results(ring, *sizes, transposed=False, capability=0, **more)
+            made, grouped = results(ring, *sizes, transposed=False, capability=9, **more)
+            assert grouped == products * ranks
+            assert all(torch.equal(mine, expected) for mine, expected in zip(made, loop, strict=True))
 
 
 def test_what_is_grouped():

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable
 
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import assert_same, full, random
 from torch import Tensor, nn
 
@@ -37,26 +37,20 @@ def _tripled(model: nn.Module) -> list[int]:
     return seen
 
 
-def _backwards(rank: int, ranks: int) -> None:
-    cases = Cases()
+@on_ranks(2)
+def test_gradients_of_frozen_and_watched_parameters(ring, cases):
     torch.manual_seed(7)
     plain = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 5)).double()
-    with rtp_ext.Ring(timeout=30.0) as ring:
-        model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=ring)
-        backwards: list[Callable[[nn.Module], list[int]]] = [_frozen_since, _tripled]
-        for backward in backwards:
-            with cases.case(backward.__name__):
-                for each in (model, plain):
-                    each.zero_grad()
-                    each.requires_grad_(True)
-                assert backward(model) == backward(plain)
-                for name, parameter in plain.named_parameters():
-                    mine = model.get_parameter(name).grad
-                    assert (mine is None) == (parameter.grad is None), name
-                    if parameter.grad is not None:
-                        assert_same(full(mine), parameter.grad, 1e-10, name)
-    cases.finish()
-
-
-def test_gradients_of_frozen_and_watched_parameters():
-    run_ranks(_backwards, 2)
+    model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=ring)
+    backwards: list[Callable[[nn.Module], list[int]]] = [_frozen_since, _tripled]
+    for backward in backwards:
+        with cases.case(backward.__name__):
+            for each in (model, plain):
+                each.zero_grad()
+                each.requires_grad_(True)
+            assert backward(model) == backward(plain)
+            for name, parameter in plain.named_parameters():
+                mine = model.get_parameter(name).grad
+                assert (mine is None) == (parameter.grad is None), name
+                if parameter.grad is not None:
+                    assert_same(full(mine), parameter.grad, 1e-10, name)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from grids import pairs
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from operation_checks import (
     ROUNDING,
     Operation,
@@ -40,9 +40,13 @@ from rtp_ext.functional._operation import OPERATIONS
 TIMEOUT = 30.0
 
 
-def _passes(rank, ranks, name, transport):
+@on_ranks()
+@pytest.mark.parametrize(
+    ("name", "ranks", "transport"), [(name, *ring) for name, each in DESCRIBED.items() for ring in each.rings]
+)
+def test_outputs_and_gradients(ranks, cases, name, transport):
     """Over c10d the shards themselves travel, where they are asked to."""
-    cases, described, in_place = Cases(), DESCRIBED[name], transport == "c10d"
+    described, in_place = DESCRIBED[name], transport == "c10d"
     for route in ("ring",) if in_place else ("ring", "direct"):
         with rtp_ext.Ring(transport=transport, route=route, timeout=TIMEOUT) as ring:
             assert ring.transport == (transport if ranks > 1 else "emulated") and ring.route == route
@@ -60,7 +64,6 @@ def _passes(rank, ranks, name, transport):
                     with cases.case(f"{route} {size} {dtype} {options} in_place={moves} {form}"):
                         operation = described.make(size, dtype=dtype, **options)
                         check_pass(operation, ring, form, described.tolerances[dtype], in_place=moves)
-    cases.finish()
 
 
 def test_every_operation_has_its_cases():
@@ -72,32 +75,20 @@ def test_every_operation_has_its_cases():
         assert made.weights_return(False) == bundles[name], name
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "transport"), [(name, *ring) for name, each in DESCRIBED.items() for ring in each.rings]
-)
-def test_outputs_and_gradients(name, ranks, transport):
-    run_ranks(_passes, ranks, name, transport)
-
-
-def _controls(rank, ranks):
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        for described in DESCRIBED.values():
-            for options, (dtype, tolerances) in product(described.controls, described.tolerances.items()):
-                check_controls(described.make(**options, dtype=dtype), ring, tolerances)
-            for options, without in described.matters:
-                operation = described.make(**options)
-                actual = check_pass(operation, ring)
-                other = plain_results(replace(operation, plain=described.make(**without).plain), ranks, "2d", 10)[rank]
-                seen = differs(actual.output, other.output, 1e-3) or any(
-                    differs(gradient, chunk(other.gradients[name], ranks, rank, operation.cuts[name]), 1e-3)
-                    for name, gradient in actual.gradients.items()
-                )
-                assert any(ring.exchange(seen)), f"control: {options} make no difference"
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_tolerances_refuse_wrong_results(ranks):
-    run_ranks(_controls, ranks)
+@on_ranks([2, 4])
+def test_tolerances_refuse_wrong_results(rank, ranks, ring):
+    for described in DESCRIBED.values():
+        for options, (dtype, tolerances) in product(described.controls, described.tolerances.items()):
+            check_controls(described.make(**options, dtype=dtype), ring, tolerances)
+        for options, without in described.matters:
+            operation = described.make(**options)
+            actual = check_pass(operation, ring)
+            other = plain_results(replace(operation, plain=described.make(**without).plain), ranks, "2d", 10)[rank]
+            seen = differs(actual.output, other.output, 1e-3) or any(
+                differs(gradient, chunk(other.gradients[name], ranks, rank, operation.cuts[name]), 1e-3)
+                for name, gradient in actual.gradients.items()
+            )
+            assert any(ring.exchange(seen)), f"control: {options} make no difference"
 
 
 def _behaviours(rank, ranks, names, transport):
@@ -187,20 +178,13 @@ def check_mixed(cases: Cases, described: Described, options: Options, ring: rtp_
         assert (2 * sent[BFLOAT16][0], 2 * sent[BFLOAT16][1]) == (weights, gradients), sent
 
 
-def _precisions(rank, ranks):
-    cases = Cases()
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        for name, described in DESCRIBED.items():
-            for number, options in enumerate(described.mixed):
-                check_mixed(cases, described, options, ring, in_place=number % 2 == 1)
-            with cases.case(f"{name}: autocast leaves float64 alone"), torch.autocast("cpu", BFLOAT16):
-                check_pass(described.make(**described.mixed[0]), ring)
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_autocast_and_mixed_precision(ranks):
-    run_ranks(_precisions, ranks)
+@on_ranks([2, 3])
+def test_autocast_and_mixed_precision(ring, cases):
+    for name, described in DESCRIBED.items():
+        for number, options in enumerate(described.mixed):
+            check_mixed(cases, described, options, ring, in_place=number % 2 == 1)
+        with cases.case(f"{name}: autocast leaves float64 alone"), torch.autocast("cpu", BFLOAT16):
+            check_pass(described.make(**described.mixed[0]), ring)
 
 
 @pytest.mark.parametrize("name", DESCRIBED)
@@ -230,34 +214,30 @@ HIDDEN = {
 }
 
 
-def _recompute(rank, ranks):
+@on_ranks(3)
+def test_recomputed_hidden_values(rank, ranks, ring):
     """Recomputed hidden values give the same, take no hop more, and are not kept."""
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        for name, activation, dtype in product(HIDDEN, ("swiglu", "gelu"), (FLOAT64, BFLOAT16)):
-            operation = HIDDEN[name]({"activation": activation, "dtype": dtype})
-            inputs = operation.inputs("2d", rank, 10)
-            results, hops, kept = [], [], []
-            for recompute in (False, True):
-                shards = operation.shards(rank, ranks)
-                before = ring.hops("weight") + ring.hops("gradient")
-                results.append(rotated_result(operation, ring, "2d", 10, shards, recompute=recompute))
-                hops.append(ring.hops("weight") + ring.hops("gradient") - before)
-                saved = saved_tensors(lambda: operation.rotated(shards, inputs, ring=ring, recompute=recompute))  # noqa: B023
-                local_shards = {shard.data_ptr() for shard in shards.values()}
-                kept.append(sum(t.numel() for t in saved if t.is_floating_point() and t.data_ptr() not in local_shards))
-            first, second = results
-            tolerance = 1e-14 if dtype == FLOAT64 else 0.0
-            assert_same(second.output, first.output, tolerance, "output")
-            for mine, right in zip(second.input_gradients, first.input_gradients, strict=True):
-                assert_same(mine, right, tolerance, "input gradient")
-            for parameter, gradient in first.gradients.items():
-                if gradient.any():
-                    assert_same(second.gradients[parameter], gradient, tolerance, parameter)
-            assert hops == [3 * (ranks - 1)] * 2
-            given = sum(x.numel() for x in inputs if x.is_floating_point())
-            tokens = len(inputs[0]) if name == "mlp" else int(inputs[1].lt(6).sum())
-            assert kept == [given + tokens * 64 * (1 + ACTIVATIONS[activation][1]), given], (name, kept)
-
-
-def test_recomputed_hidden_values():
-    run_ranks(_recompute, 3)
+    for name, activation, dtype in product(HIDDEN, ("swiglu", "gelu"), (FLOAT64, BFLOAT16)):
+        operation = HIDDEN[name]({"activation": activation, "dtype": dtype})
+        inputs = operation.inputs("2d", rank, 10)
+        results, hops, kept = [], [], []
+        for recompute in (False, True):
+            shards = operation.shards(rank, ranks)
+            before = ring.hops("weight") + ring.hops("gradient")
+            results.append(rotated_result(operation, ring, "2d", 10, shards, recompute=recompute))
+            hops.append(ring.hops("weight") + ring.hops("gradient") - before)
+            saved = saved_tensors(lambda: operation.rotated(shards, inputs, ring=ring, recompute=recompute))  # noqa: B023
+            local_shards = {shard.data_ptr() for shard in shards.values()}
+            kept.append(sum(t.numel() for t in saved if t.is_floating_point() and t.data_ptr() not in local_shards))
+        first, second = results
+        tolerance = 1e-14 if dtype == FLOAT64 else 0.0
+        assert_same(second.output, first.output, tolerance, "output")
+        for mine, right in zip(second.input_gradients, first.input_gradients, strict=True):
+            assert_same(mine, right, tolerance, "input gradient")
+        for parameter, gradient in first.gradients.items():
+            if gradient.any():
+                assert_same(second.gradients[parameter], gradient, tolerance, parameter)
+        assert hops == [3 * (ranks - 1)] * 2
+        given = sum(x.numel() for x in inputs if x.is_floating_point())
+        tokens = len(inputs[0]) if name == "mlp" else int(inputs[1].lt(6).sum())
+        assert kept == [given + tokens * 64 * (1 + ACTIVATIONS[activation][1]), given], (name, kept)

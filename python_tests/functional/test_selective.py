@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from autograd_subjects import SUBJECTS, Subject, converted, features, numbers
-from harness import Cases, run_ranks
+from harness import on_ranks, run_ranks
 from reference import assert_same, full, random
 from selective import aten, region, rotations
 from torch import Tensor, nn
@@ -76,8 +76,8 @@ def weighed(y: Tensor) -> Tensor:
     return (y * random(*y.shape, dtype=torch.float64, seed=9)).sum()
 
 
-def _operations(rank: int, ranks: int) -> None:
-    cases = Cases()
+@on_ranks([2, 3])
+def test_operations(rank, ranks, cases):
     for in_place, transport in VARIANTS:
         with rtp_ext.Ring(transport=transport, timeout=TIMEOUT, route="ring") as ring:
             for label, subject in MORE.items():
@@ -117,12 +117,6 @@ def _operations(rank: int, ranks: int) -> None:
                     expected = {None: saved, "full": twice, "nothing": twice, "matrices": twice}
                     expected |= {"everything": saved, "rotations": saved}
                     assert hops == expected, hops
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_operations(ranks):
-    run_ranks(_operations, ranks)
 
 
 class Drawing(nn.Module):
@@ -136,66 +130,60 @@ class Drawing(nn.Module):
         return F.dropout(self.inner(x), 0.5)
 
 
-def _around(rank: int, ranks: int) -> None:
-    cases = Cases()
+@on_ranks(2, transport="shm", route="ring")
+def test_around_operations(rank, ranks, ring, cases):
     torch.manual_seed(7)
-    with rtp_ext.Ring(transport="shm", timeout=TIMEOUT, route="ring") as ring:
-        x = random(4, 6, dtype=torch.float64, seed=rank)
+    x = random(4, 6, dtype=torch.float64, seed=rank)
 
-        def gradients(model: nn.Module, policy: str | None) -> list[Tensor]:
-            torch.manual_seed(rank)  # of what dropout draws
-            model.zero_grad()
-            given = x.clone().requires_grad_()
+    def gradients(model: nn.Module, policy: str | None) -> list[Tensor]:
+        torch.manual_seed(rank)  # of what dropout draws
+        model.zero_grad()
+        given = x.clone().requires_grad_()
+        weighed(region(model, policy, given)).backward()
+        return [given.grad, *(full(parameter.grad) for parameter in model.parameters())]
+
+    drawing = Drawing().double()
+    cuts = {"0.weight": 0, "0.bias": 0, "2.weight": 1, "2.bias": 0}
+    drawing.inner = Flyweight(drawing.inner, ring, shard_dims=cuts, combine="sum", added_once=("2.bias",))
+    capped = RotatedMoE(6, 5, 3, 2, capacity_factor=0.8, dtype=torch.float64, ring=ring)
+    for label, model in (("random numbers", drawing), ("experts with a capacity", capped)):
+        expected = gradients(model, None)
+        for policy in ("full", "rotations"):  # torch writes to what dropout and scatter have made
+            with cases.case(f"{label}, {policy}"):
+                for ours, right in zip(gradients(model, policy), expected, strict=True):
+                    assert_same(ours, right, TOLERANCE, "gradient")
+
+    torch.manual_seed(7)
+    plain = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 6), nn.Conv1d(4, 5, 1)).double()
+    model = converted(copy.deepcopy(plain), ring, False)
+    gradients(model, None)
+
+    def counted(model: nn.Module, policy: str | None) -> int:
+        given = x.clone().requires_grad_()
+        with FlopCounterMode(display=False) as counter:
             weighed(region(model, policy, given)).backward()
-            return [given.grad, *(full(parameter.grad) for parameter in model.parameters())]
+        return counter.get_total_flops()
 
-        drawing = Drawing().double()
-        cuts = {"0.weight": 0, "0.bias": 0, "2.weight": 1, "2.bias": 0}
-        drawing.inner = Flyweight(drawing.inner, ring, shard_dims=cuts, combine="sum", added_once=("2.bias",))
-        capped = RotatedMoE(6, 5, 3, 2, capacity_factor=0.8, dtype=torch.float64, ring=ring)
-        for label, model in (("random numbers", drawing), ("experts with a capacity", capped)):
-            expected = gradients(model, None)
-            for policy in ("full", "rotations"):  # torch writes to what dropout and scatter have made
-                with cases.case(f"{label}, {policy}"):
-                    for ours, right in zip(gradients(model, policy), expected, strict=True):
-                        assert_same(ours, right, TOLERANCE, "gradient")
+    with cases.case("products that other modes count"):
+        plainly = counted(plain, None)
+        again = plainly + 2 * (2 * 4 * 6 * 7) + 2 * 4 * 5 * 6
+        counts = {policy: counted(model, policy) for policy in (None, "full", "nothing", "everything", "rotations")}
+        expected = {None: plainly, "full": again, "nothing": again, "everything": plainly, "rotations": plainly}
+        assert counts == expected, f"expected {expected}, got {counts}"
 
-        torch.manual_seed(7)
-        plain = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 6), nn.Conv1d(4, 5, 1)).double()
-        model = converted(copy.deepcopy(plain), ring, False)
-        gradients(model, None)
+    with cases.case("what a policy is given"):
+        seen: list[Any] = []
 
-        def counted(model: nn.Module, policy: str | None) -> int:
-            given = x.clone().requires_grad_()
-            with FlopCounterMode(display=False) as counter:
-                weighed(region(model, policy, given)).backward()
-            return counter.get_total_flops()
+        def policy(context: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
+            if operator.namespace == "rtp_ext" and not context.is_recompute:  # torch 2.11 asks again
+                seen.append((operator, [[tuple(each.shape) for each in group] for group in arguments]))
+            return CheckpointPolicy.PREFER_RECOMPUTE
 
-        with cases.case("products that other modes count"):
-            plainly = counted(plain, None)
-            again = plainly + 2 * (2 * 4 * 6 * 7) + 2 * 4 * 5 * 6
-            counts = {policy: counted(model, policy) for policy in (None, "full", "nothing", "everything", "rotations")}
-            expected = {None: plainly, "full": again, "nothing": again, "everything": plainly, "rotations": plainly}
-            assert counts == expected, f"expected {expected}, got {counts}"
-
-        with cases.case("what a policy is given"):
-            seen: list[Any] = []
-
-            def policy(context: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
-                if operator.namespace == "rtp_ext" and not context.is_recompute:  # torch 2.11 asks again
-                    seen.append((operator, [[tuple(each.shape) for each in group] for group in arguments]))
-                return CheckpointPolicy.PREFER_RECOMPUTE
-
-            weighed(region(model[0], lambda: policy, x.clone().requires_grad_())).backward()
-            rows = -(-7 // ranks) if rank == 0 else 7 // ranks
-            assert seen == [(rotations.linear.default, [[(4, 6)], [(rows, 6), (rows,)]])], seen
-        with cases.case("an operator is none to call"), pytest.raises(RuntimeError, match="got one of the operator"):
-            rotations.linear.default([x], [x])
-    cases.finish()
-
-
-def test_around_operations():
-    run_ranks(_around, 2)
+        weighed(region(model[0], lambda: policy, x.clone().requires_grad_())).backward()
+        rows = -(-7 // ranks) if rank == 0 else 7 // ranks
+        assert seen == [(rotations.linear.default, [[(4, 6)], [(rows, 6), (rows,)]])], seen
+    with cases.case("an operator is none to call"), pytest.raises(RuntimeError, match="got one of the operator"):
+        rotations.linear.default([x], [x])
 
 
 def _disagree(rank: int, ranks: int, between: type[nn.Module]) -> str:
@@ -221,7 +209,8 @@ def test_ranks_that_save_differently(between):
         assert "in which the output of 0 is recomputed on rank 1" in told, told
 
 
-def _out_of_step(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_saves_differently_later(rank):
     """One rank saves other operations in a later step than both ranks have agreed on before."""
     saves = True
 
@@ -238,7 +227,3 @@ def _out_of_step(rank: int, ranks: int) -> None:
     saves = rank == 0
     with pytest.raises(rtp_ext.RotationError, match=r"out of step|did not answer"):
         region(model, lambda: policy, x).sum().backward()
-
-
-def test_a_rank_that_saves_differently_later():
-    run_ranks(_out_of_step, 2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from autograd_subjects import SUBJECTS, Subject, converted, features, numbers
 from grids import needs_split_backwards
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks
 from reference import assert_same, chunk, differs, full, local, random, wholes
 from test_autograd import named, weighed
 from torch import Tensor, nn
@@ -226,8 +226,9 @@ def _disagreeing(ring: rtp_ext.Ring, cases: Cases) -> None:
         model(random(3, 6, dtype=torch.float64, seed=1).requires_grad_(ring.rank == 0))
 
 
-def _splits(rank, ranks):
-    cases = Cases()
+@needs_split_backwards
+@on_ranks([2, 3])
+def test_backwards_in_two_parts(cases):
     for in_place, transport in [(False, "shm"), (True, "c10d")]:
         with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
             for label, subject in ALL.items():
@@ -238,10 +239,3 @@ def _splits(rank, ranks):
         _leaves(ring, cases)
         _parts(ring, cases)
         _disagreeing(ring, cases)
-    cases.finish()
-
-
-@needs_split_backwards
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_backwards_in_two_parts(ranks):
-    run_ranks(_splits, ranks)

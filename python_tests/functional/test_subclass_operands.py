@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks
 from reference import assert_same, random, whole_gradients
 from subclasses import Named, Pair, Wrapped
 from torch import Tensor, nn
@@ -38,9 +38,8 @@ def expect(cases: Cases, what: str, call: Callable[[], object], name: str) -> No
         call()
 
 
-def _operands(rank, ranks):
-    cases = Cases()
-    ring = rtp_ext.Ring(timeout=30.0)
+@on_ranks(2)
+def test_operands_without_memory_are_refused(rank, ranks, ring, cases):
     x, w, b = torch.randn(3, 4), torch.randn(2, 4), torch.randn(2)
     table, ids, targets = torch.randn(5, 2), torch.tensor([1, 2]), torch.tensor([0, 1, 1])
     kernel, image = torch.randn(2, 4, 1), torch.randn(3, 4, 6)
@@ -80,12 +79,6 @@ def _operands(rank, ranks):
         assert torch.equal(y[:, 2 * rank : 2 * rank + 2], x @ w.T), "an input that is memory"
         (mine, *_) = [shard.clone() for _, shard in ring.rotate(nn.Parameter(w))]
         assert torch.equal(mine, w)
-    ring.close()
-    cases.finish()
-
-
-def test_operands_without_memory_are_refused():
-    run_ranks(_operands, 2)
 
 
 class Summed(torch.autograd.Function):
@@ -100,9 +93,9 @@ class Summed(torch.autograd.Function):
         return funcol.all_reduce(gradient, "sum", dist.group.WORLD)
 
 
-def _on_their_way(rank, ranks):
+@on_ranks(2)
+def test_what_functional_collectives_return_is_waited_for(rank, ranks, cases):
     """Functional collectives return a wrapper without memory until torch computes with it."""
-    cases = Cases()
     plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
     with torch.no_grad():
         for number, parameter in enumerate(plain.parameters()):
@@ -122,8 +115,3 @@ def _on_their_way(rank, ranks):
     with cases.case("a shard"):
         shards = [each.clone() for _, each in rtp_ext.ring_of(model).rotate(arriving)]
         assert all(torch.equal(each, summed) for each in shards)
-    cases.finish()
-
-
-def test_what_functional_collectives_return_is_waited_for():
-    run_ranks(_on_their_way, 2)

@@ -4,16 +4,13 @@ import functools
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import on_ranks
 from operation_checks import check_pass
 from operations.bundles import BOTH, make_experts, make_head, make_mlp
 from operations.layers import make_linear
 from reference import chunk, random
 
-import rtp_ext
 from rtp_ext.functional import rotated_experts, rotated_linear_cross_entropy, rotated_mlp
-
-TIMEOUT = 30.0
 
 
 def _linear(rank, ranks, ring):
@@ -141,12 +138,8 @@ REFUSALS = (
 )
 
 
-def _refused(rank, ranks):
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        for refuse, make in REFUSALS:
-            refuse(rank, ranks, ring)
-            check_pass(make(), ring)
-
-
-def test_wrong_arguments():
-    run_ranks(_refused, 2)
+@on_ranks(2)
+def test_wrong_arguments(rank, ranks, ring):
+    for refuse, make in REFUSALS:
+        refuse(rank, ranks, ring)
+        check_pass(make(), ring)

@@ -6,6 +6,11 @@
 
     values = run_ranks(work, 4, 2.0)
 
+A test that is a function of a rank as a whole:
+
+    @on_ranks([2, 3])
+    def test_of_a_ring(rank, ranks, ring): ...
+
 The ranks are forked from a server process that has imported torch and the package already, so that a start takes a
 fraction of a second. One start should still run many cases: see `Cases`.
 """
@@ -14,7 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -23,7 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -137,6 +144,66 @@ def run_ranks(
                     rank.process.kill()
                 rank.process.join()
                 rank.pipe.close()
+
+
+def on_ranks(
+    ranks: int | Sequence[Any] | None = None,
+    *,
+    timeout: float = 120.0,
+    lost: Collection[int] = (),
+    group_timeout: float = 60.0,
+    ring_timeout: float = 30.0,
+    **options: Any,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test whose body runs on each of `ranks` ranks, with what it asks for by name.
+
+    The body's parameters `rank` and `ranks` are numbers, `cases` is a `Cases` that is finished afterwards, and `ring` a
+    Ring of all ranks that is closed afterwards. Parameters with other names are pytest's: their values must pickle. The
+    ring also takes the values of those that are called `transport` and `route`.
+
+    Args:
+        ranks: number of ranks; a list is a parameter of the test. None: the test has a parameter `ranks` already.
+        timeout, lost, group_timeout: see `run_ranks`.
+        ring_timeout: seconds, of the ring.
+        options: of the ring.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**values: Any) -> None:
+            __tracebackhide__ = True
+            count = values.pop("ranks", ranks)
+            given = {"timeout": ring_timeout, **options}
+            run_ranks(_run_body, count, test, given, values, timeout=timeout, lost=lost, group_timeout=group_timeout)
+
+        names = [name for name in inspect.signature(body).parameters if name not in ("rank", "ranks", "ring", "cases")]
+        if not isinstance(ranks, int):
+            names.append("ranks")
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        if ranks is None or isinstance(ranks, int):
+            return test
+        import pytest  # programs that only run ranks do without it
+
+        return pytest.mark.parametrize("ranks", ranks)(test)
+
+    return decorate
+
+
+def _run_body(rank: int, ranks: int, test: Any, options: dict[str, Any], values: dict[str, Any]) -> None:
+    """Runs the body of a test that was pickled by its name, under which the module holds what `on_ranks` made of it."""
+    import rtp_ext
+
+    asked = inspect.signature(test.__wrapped__).parameters
+    cases = Cases()
+    given = {"rank": rank, "ranks": ranks, "cases": cases, **values}
+    with contextlib.ExitStack() as stack:
+        if "ring" in asked:
+            own = {name: values[name] for name in ("transport", "route") if name in values}
+            given["ring"] = stack.enter_context(rtp_ext.Ring(**options, **own))
+        test.__wrapped__(**{name: given[name] for name in asked})
+    if "cases" in asked:
+        cases.finish()
 
 
 def _main(

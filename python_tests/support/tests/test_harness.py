@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, RankError, run_ranks
+from harness import Cases, RankError, on_ranks, run_ranks
 
 
 def _sum(rank, ranks, scale):
@@ -84,3 +84,65 @@ def test_cases_run_on_after_a_failed_comparison():
 def test_no_cases_is_a_failure():
     with pytest.raises(AssertionError, match="no case ran"):
         Cases().finish()
+
+
+@on_ranks([2, 3], prefetch=2, ring_timeout=20.0)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_body_gets_what_it_asks_for(rank, ranks, ring, cases, transport, tmp_path):
+    with cases.case("ring"):
+        assert (ring.rank, ring.size, ring.transport, ring.prefetch) == (rank, ranks, transport, 2)
+        assert ring.options.timeout.total_seconds() == 20.0
+    with cases.case("the same folder for all ranks"):
+        told = [None] * ranks
+        dist.all_gather_object(told, str(tmp_path))
+        assert len({*told}) == 1 and tmp_path.is_dir()
+
+
+@on_ranks(2)
+def _fails_in_a_body(rank, ring, scale):
+    if rank == 1:
+        raise ValueError(f"a mistake of rank one times {scale}")
+    ring.exchange("never answered")
+
+
+@on_ranks(2)
+def _fails_in_a_case(rank, cases):
+    with cases.case("wrong"):
+        assert rank == 0, "not rank 0"
+
+
+@on_ranks()
+def _runs_no_case(cases):
+    pass
+
+
+@on_ranks(2, timeout=5.0)
+def _hangs(rank):
+    if rank == 1:
+        time.sleep(60)
+
+
+@on_ranks(2, lost={1})
+def _is_lost(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.get_rank()
+
+
+@pytest.mark.parametrize(
+    ("test", "values", "match"),
+    [
+        (_fails_in_a_body, {"scale": 3}, r"rank 1:(.|\n)*in _fails_in_a_body\n(.|\n)*a mistake of rank one times 3"),
+        (_fails_in_a_case, {}, r"^rank 1:(.|\n)*1 of 1 cases failed:\ncase wrong: not rank 0"),
+        (_runs_no_case, {"ranks": 1}, "no case ran"),
+        (_hangs, {}, r"ranks \[1\] did not finish(.|\n)*_hangs"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_body_that_fails_fails_the_test(test, values, match):
+    with pytest.raises(RankError, match=match):
+        test(**values)
+
+
+def test_a_body_may_lose_ranks():
+    assert _is_lost() is None
