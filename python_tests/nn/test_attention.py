@@ -23,7 +23,7 @@ from attention_cases import (
     run,
     tolerances,
 )
-from harness import Cases, run_ranks
+from harness import on_ranks, run_ranks
 from reference import STEPS, TOLERANCE, adamw, assert_same, chunk, differs, double_copy, full, local, random
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -38,21 +38,7 @@ TIMEOUT = 30.0
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
-def _passes(rank, ranks, transport, route, in_place, every):
-    """`every`: of the cases, every second or third, another third on each number of ranks."""
-    cases = Cases()
-    forms = [(name, form) for name, form in product(MODULES, FORMS) if fits(make_module(name, DTYPES[0]), FORMS[form])]
-    with rtp_ext.Ring(transport=transport, route=route, timeout=TIMEOUT) as ring:
-        modules = {
-            (name, dtype): RotatedMultiheadAttention.from_module(make_module(name, dtype), ring, in_place=in_place)
-            for name, dtype in product(MODULES, DTYPES)
-        }
-        for dtype, (name, form) in list(product(DTYPES, forms))[ranks % every :: every]:
-            with cases.case(f"{name} {dtype} in_place={in_place} {form}"):
-                check(modules[name, dtype], name, form, dtype)
-    cases.finish()
-
-
+@on_ranks()
 @pytest.mark.parametrize(
     ("ranks", "transport", "route", "in_place", "every"),
     [
@@ -65,8 +51,16 @@ def _passes(rank, ranks, transport, route, in_place, every):
         (3, "c10d", "ring", True, 5),
     ],
 )
-def test_one_pass(ranks, transport, route, in_place, every):
-    run_ranks(_passes, ranks, transport, route, in_place, every)
+def test_one_pass(ranks, ring, cases, transport, route, in_place, every):
+    """`every`: of the cases, every second or third, another third on each number of ranks."""
+    forms = [(name, form) for name, form in product(MODULES, FORMS) if fits(make_module(name, DTYPES[0]), FORMS[form])]
+    modules = {
+        (name, dtype): RotatedMultiheadAttention.from_module(make_module(name, dtype), ring, in_place=in_place)
+        for name, dtype in product(MODULES, DTYPES)
+    }
+    for dtype, (name, form) in list(product(DTYPES, forms))[ranks % every :: every]:
+        with cases.case(f"{name} {dtype} in_place={in_place} {form}"):
+            check(modules[name, dtype], name, form, dtype)
 
 
 def _controls(rank, ranks):
@@ -129,147 +123,125 @@ def train_reference(name: str, ranks: int, skipped: int = -1) -> tuple[nn.Module
     return module, evaluations
 
 
-def _training(rank, ranks, transport, in_place):
-    cases = Cases()
-    with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
-        for name, dtype in product(TRAINED, (torch.float64, torch.float32)):
-            plain = make_module(name, torch.float32).to(dtype)
-            module = RotatedMultiheadAttention.from_module(plain, ring, in_place=in_place)
-            optimizer = adamw(module.parameters())
-            expected, evaluations = train_reference(name, ranks)
-            lacking, _ = train_reference(name, ranks, skipped=ranks - 1)
-            with cases.case(f"{name} {dtype}"):
-                for step in range(STEPS):
-                    for mode in (torch.no_grad, torch.inference_mode):
-                        module.eval()
-                        with mode():
-                            value = training_loss(module, 0, step, dtype)
-                        assert_same(
-                            value,
-                            torch.tensor(evaluations[step], dtype=torch.float64),
-                            100 * TOLERANCE[dtype],
-                            f"step {step}",
-                        )
-                    module.train()
-                    optimizer.zero_grad(set_to_none=step % 2 == 0)
-                    training_loss(module, rank, step, dtype).backward()
-                    optimizer.step()
-                for key, right in expected.named_parameters():
-                    actual = full(module.get_parameter(key))
-                    tolerance = 1e-9 if dtype == torch.float64 else 1e-4  # AdamW divides by small gradients
-                    assert_same(actual, right, tolerance, key)
-                    if ranks > 1:
-                        assert differs(actual, lacking.get_parameter(key), tolerance), f"the control passes: {key}"
-    cases.finish()
-
-
+@on_ranks()
 @pytest.mark.parametrize(("ranks", "transport", "in_place"), [(2, "shm", False), (3, "c10d", True), (4, "shm", True)])
-def test_parameters_after_adamw_steps(ranks, transport, in_place):
-    run_ranks(_training, ranks, transport, in_place)
+def test_parameters_after_adamw_steps(rank, ranks, ring, cases, transport, in_place):
+    for name, dtype in product(TRAINED, (torch.float64, torch.float32)):
+        plain = make_module(name, torch.float32).to(dtype)
+        module = RotatedMultiheadAttention.from_module(plain, ring, in_place=in_place)
+        optimizer = adamw(module.parameters())
+        expected, evaluations = train_reference(name, ranks)
+        lacking, _ = train_reference(name, ranks, skipped=ranks - 1)
+        with cases.case(f"{name} {dtype}"):
+            for step in range(STEPS):
+                for mode in (torch.no_grad, torch.inference_mode):
+                    module.eval()
+                    with mode():
+                        value = training_loss(module, 0, step, dtype)
+                    assert_same(
+                        value,
+                        torch.tensor(evaluations[step], dtype=torch.float64),
+                        100 * TOLERANCE[dtype],
+                        f"step {step}",
+                    )
+                module.train()
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+                training_loss(module, rank, step, dtype).backward()
+                optimizer.step()
+            for key, right in expected.named_parameters():
+                actual = full(module.get_parameter(key))
+                tolerance = 1e-9 if dtype == torch.float64 else 1e-4  # AdamW divides by small gradients
+                assert_same(actual, right, tolerance, key)
+                if ranks > 1:
+                    assert differs(actual, lacking.get_parameter(key), tolerance), f"the control passes: {key}"
 
 
-def _repeated(rank, ranks, transport, in_place):
-    """Two forwards before one backward, with an evaluation and a pass of a copy between them; frozen parts."""
-    cases = Cases()
-    dtype, form = torch.float64, "all 2d"
-    with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
-        for name in ("packed", "separate bias_kv"):
-            plain = make_module(name, dtype)
-            module = RotatedMultiheadAttention.from_module(plain, ring, in_place=in_place)
-            names = [key for key, _ in module.named_parameters()]
-            for frozen in [[], names, *([key] for key in names), ["in_proj_bias", "out_proj.weight", "bias_k"]]:
-                for key in names:
-                    module.get_parameter(key).requires_grad_(key not in frozen)
-                module.zero_grad()
-                twin = copy.deepcopy(module)
-                totals, tensors = [], []
-                for batch in range(2):
-                    tensors.append([x.requires_grad_() for x in make_tensors(module, FORMS[form], rank + batch, dtype)])
-                    masks = make_masks(module, FORMS[form], rank + batch, dtype)
-                    totals.append(loss(call(module, FORMS[form], tensors[-1], masks), rank + batch))
-                    with torch.no_grad():
-                        call(module.eval(), FORMS[form], tensors[-1], masks)
-                    loss(call(twin, FORMS[form], tensors[-1], masks), rank + batch)
-                    module.train()
-                sum(totals).backward()
-                values, every = reference(name, form, dtype, ranks + 1)
-                _, first = reference(name, form, dtype, ranks)
-                _, lowest = reference(name, form, dtype, 1)
-                with cases.case(f"{name} frozen {frozen}"):
-                    for batch in range(2):
-                        for at, x in enumerate(tensors[batch]):
-                            right = values[rank + batch][f"gradient of input {at}"]
-                            assert_same(x.grad, right, 1e-10, f"gradient of input {at}")
-                    for key in names:
-                        # batches 0 .. R-1, and 1 .. R
-                        right = first[key] + (every[key] * (ranks + 1) - lowest[key]) / ranks
-                        gradient = module.get_parameter(key).grad
-                        assert (gradient is None) == (key in frozen), key
-                        if gradient is not None:
-                            assert_same(full(gradient), right, 1e-10, key)
-        module.requires_grad_(False)
-        assert not call(module, FORMS[form], make_tensors(module, FORMS[form], 0, dtype), {})[0].requires_grad
-    cases.finish()
-
-
+@on_ranks()
 @pytest.mark.parametrize(("ranks", "transport", "in_place"), [(2, "shm", False), (3, "c10d", True)])
-def test_repeated_forwards_and_frozen_parts(ranks, transport, in_place):
-    run_ranks(_repeated, ranks, transport, in_place)
-
-
-def _half(rank, ranks):
-    """Float32 parameters that compute in bfloat16, by autocast or by policy: gradients are float32."""
-    cases = Cases()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        for name, form, autocast in product(MODULES, ("all 2d", "all 3d bool", "all padding"), (True, False)):
-            module = make_module(name, torch.bfloat16).float()
-            module.__class__ = RotatedMultiheadAttention
-            module._rotate(ring, mp_policy=None if autocast else policy)
-            values, gradients = reference(name, form, torch.bfloat16, ranks)
-            allowed = tolerances(name, form, torch.bfloat16, ranks, rank)
-            before = ring.bytes_sent("weight")
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                mine = run(module, FORMS[form], rank, torch.bfloat16, torch.float32 if autocast else torch.bfloat16)
-            with cases.case(f"{name} {form} autocast={autocast}"):
-                assert mine["output"].dtype == torch.bfloat16
-                whole = sum(p.numel() for p in module.parameters())
-                assert ring.bytes_sent("weight") - before <= 2 * 2 * whole, "float32 travelled"
-                for key, right in values[rank].items():
-                    assert_same(mine[key], right, allowed[key], key)
-                for key, right in gradients.items():
+def test_repeated_forwards_and_frozen_parts(rank, ranks, ring, cases, transport, in_place):
+    """Two forwards before one backward, with an evaluation and a pass of a copy between them; frozen parts."""
+    dtype, form = torch.float64, "all 2d"
+    for name in ("packed", "separate bias_kv"):
+        plain = make_module(name, dtype)
+        module = RotatedMultiheadAttention.from_module(plain, ring, in_place=in_place)
+        names = [key for key, _ in module.named_parameters()]
+        for frozen in [[], names, *([key] for key in names), ["in_proj_bias", "out_proj.weight", "bias_k"]]:
+            for key in names:
+                module.get_parameter(key).requires_grad_(key not in frozen)
+            module.zero_grad()
+            twin = copy.deepcopy(module)
+            totals, tensors = [], []
+            for batch in range(2):
+                tensors.append([x.requires_grad_() for x in make_tensors(module, FORMS[form], rank + batch, dtype)])
+                masks = make_masks(module, FORMS[form], rank + batch, dtype)
+                totals.append(loss(call(module, FORMS[form], tensors[-1], masks), rank + batch))
+                with torch.no_grad():
+                    call(module.eval(), FORMS[form], tensors[-1], masks)
+                loss(call(twin, FORMS[form], tensors[-1], masks), rank + batch)
+                module.train()
+            sum(totals).backward()
+            values, every = reference(name, form, dtype, ranks + 1)
+            _, first = reference(name, form, dtype, ranks)
+            _, lowest = reference(name, form, dtype, 1)
+            with cases.case(f"{name} frozen {frozen}"):
+                for batch in range(2):
+                    for at, x in enumerate(tensors[batch]):
+                        right = values[rank + batch][f"gradient of input {at}"]
+                        assert_same(x.grad, right, 1e-10, f"gradient of input {at}")
+                for key in names:
+                    # batches 0 .. R-1, and 1 .. R
+                    right = first[key] + (every[key] * (ranks + 1) - lowest[key]) / ranks
                     gradient = module.get_parameter(key).grad
-                    assert gradient.dtype == torch.float32
-                    assert_same(full(gradient), right, allowed[key], key)
-    cases.finish()
+                    assert (gradient is None) == (key in frozen), key
+                    if gradient is not None:
+                        assert_same(full(gradient), right, 1e-10, key)
+    module.requires_grad_(False)
+    assert not call(module, FORMS[form], make_tensors(module, FORMS[form], 0, dtype), {})[0].requires_grad
 
 
-def test_bfloat16_of_float32_parameters():
-    run_ranks(_half, 3)
+@on_ranks(3)
+def test_bfloat16_of_float32_parameters(rank, ranks, ring, cases):
+    """Float32 parameters that compute in bfloat16, by autocast or by policy: gradients are float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for name, form, autocast in product(MODULES, ("all 2d", "all 3d bool", "all padding"), (True, False)):
+        module = make_module(name, torch.bfloat16).float()
+        module.__class__ = RotatedMultiheadAttention
+        module._rotate(ring, mp_policy=None if autocast else policy)
+        values, gradients = reference(name, form, torch.bfloat16, ranks)
+        allowed = tolerances(name, form, torch.bfloat16, ranks, rank)
+        before = ring.bytes_sent("weight")
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            mine = run(module, FORMS[form], rank, torch.bfloat16, torch.float32 if autocast else torch.bfloat16)
+        with cases.case(f"{name} {form} autocast={autocast}"):
+            assert mine["output"].dtype == torch.bfloat16
+            whole = sum(p.numel() for p in module.parameters())
+            assert ring.bytes_sent("weight") - before <= 2 * 2 * whole, "float32 travelled"
+            for key, right in values[rank].items():
+                assert_same(mine[key], right, allowed[key], key)
+            for key, right in gradients.items():
+                gradient = module.get_parameter(key).grad
+                assert gradient.dtype == torch.float32
+                assert_same(full(gradient), right, allowed[key], key)
 
 
-def _dropout(rank, ranks):
+@on_ranks(2)
+def test_dropout(rank, ring):
     """The same random numbers as in the plain module."""
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        for name, form in product(("packed", "packed batch_first", "separate bias_kv"), FORMS):
-            plain = make_module(name, torch.float64)
-            plain.dropout = 0.4
-            if not fits(plain, FORMS[form]):
-                continue
-            module = RotatedMultiheadAttention.from_module(plain, ring)
-            torch.manual_seed(rank)
-            expected = run(plain, FORMS[form], rank, torch.float64, torch.float64)
-            torch.manual_seed(rank)
-            actual = run(module, FORMS[form], rank, torch.float64, torch.float64)
-            for key, right in expected.items():
-                assert_same(actual[key], right, 1e-10, f"{name} {form} {key}")
-            torch.manual_seed(rank + 1)
-            other = run(module, FORMS[form], rank, torch.float64, torch.float64)
-            assert differs(other["output"], expected["output"], 1e-10), "control: other random numbers"
-
-
-def test_dropout():
-    run_ranks(_dropout, 2)
+    for name, form in product(("packed", "packed batch_first", "separate bias_kv"), FORMS):
+        plain = make_module(name, torch.float64)
+        plain.dropout = 0.4
+        if not fits(plain, FORMS[form]):
+            continue
+        module = RotatedMultiheadAttention.from_module(plain, ring)
+        torch.manual_seed(rank)
+        expected = run(plain, FORMS[form], rank, torch.float64, torch.float64)
+        torch.manual_seed(rank)
+        actual = run(module, FORMS[form], rank, torch.float64, torch.float64)
+        for key, right in expected.items():
+            assert_same(actual[key], right, 1e-10, f"{name} {form} {key}")
+        torch.manual_seed(rank + 1)
+        other = run(module, FORMS[form], rank, torch.float64, torch.float64)
+        assert differs(other["output"], expected["output"], 1e-10), "control: other random numbers"
 
 
 class _Largest(TorchDispatchMode):
@@ -304,70 +276,66 @@ def test_no_weights_are_made_where_none_are_wanted():
             assert (largest.elements >= batch * heads * length * length) == need_weights, masks.keys()
 
 
-def _construct(rank, ranks):
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        for embed_dim, heads, options in MODULES.values():
-            torch.manual_seed(3)
-            plain = nn.MultiheadAttention(embed_dim, heads, **options)
-            torch.manual_seed(3)
-            module = RotatedMultiheadAttention(embed_dim, heads, **options, ring=ring)
-            state = {key: full(value) for key, value in module.state_dict().items()}
-            assert list(state) == list(plain.state_dict())
-            for key, right in plain.state_dict().items():
-                assert_same(state[key], right, 0.0, key)
-                mine = local(module.get_parameter(key))
-                assert mine.numel() <= -(-max(right.shape) // ranks) * right.numel() // max(right.shape), "a shard"
-            assert isinstance(module, nn.MultiheadAttention) and isinstance(module.out_proj, RotatedLinear)
-            assert isinstance(module.out_proj, NonDynamicallyQuantizableLinear)
-            assert module.out_proj.qualified_name == "RotatedMultiheadAttention.out_proj"
+@on_ranks(3)
+def test_constructor_and_reset_are_those_of_the_plain_module(ranks, ring):
+    for embed_dim, heads, options in MODULES.values():
+        torch.manual_seed(3)
+        plain = nn.MultiheadAttention(embed_dim, heads, **options)
+        torch.manual_seed(3)
+        module = RotatedMultiheadAttention(embed_dim, heads, **options, ring=ring)
+        state = {key: full(value) for key, value in module.state_dict().items()}
+        assert list(state) == list(plain.state_dict())
+        for key, right in plain.state_dict().items():
+            assert_same(state[key], right, 0.0, key)
+            mine = local(module.get_parameter(key))
+            assert mine.numel() <= -(-max(right.shape) // ranks) * right.numel() // max(right.shape), "a shard"
+        assert isinstance(module, nn.MultiheadAttention) and isinstance(module.out_proj, RotatedLinear)
+        assert isinstance(module.out_proj, NonDynamicallyQuantizableLinear)
+        assert module.out_proj.qualified_name == "RotatedMultiheadAttention.out_proj"
 
-            for target, reset in (
-                (plain, _reset),
-                (module, _reset),
-                (module, lambda m: rtp_ext.init_weights(m, _reset)),
-            ):
-                with torch.no_grad():
-                    for parameter in target.parameters():
-                        local(parameter).fill_(7.0)
-                torch.manual_seed(4)
-                reset(target)
-                for key, right in plain.state_dict().items():
-                    assert_same(full(target.get_parameter(key)), right, 0.0, f"reset {key}")
-            assert not hasattr(plain, "reset_parameters") and not hasattr(module, "reset_parameters")
-
-            meta = RotatedMultiheadAttention(embed_dim, heads, **options, ring=ring, device="meta")
-            assert all(parameter.is_meta for parameter in meta.parameters())
+        for target, reset in (
+            (plain, _reset),
+            (module, _reset),
+            (module, lambda m: rtp_ext.init_weights(m, _reset)),
+        ):
             with torch.no_grad():
-                for parameter in meta.to_empty(device="cpu").parameters():
+                for parameter in target.parameters():
                     local(parameter).fill_(7.0)
             torch.manual_seed(4)
-            meta._reset_parameters()
-            assert_same(full(meta.out_proj.weight), plain.out_proj.weight, 0.0, "out_proj.weight after meta")
+            reset(target)
+            for key, right in plain.state_dict().items():
+                assert_same(full(target.get_parameter(key)), right, 0.0, f"reset {key}")
+        assert not hasattr(plain, "reset_parameters") and not hasattr(module, "reset_parameters")
 
-            twin = RotatedMultiheadAttention.from_module(plain, ring)
-            assert type(plain) is nn.MultiheadAttention and type(plain.out_proj) is NonDynamicallyQuantizableLinear
-            assert type(plain.out_proj.weight) is nn.Parameter
-            assert_same(full(twin.out_proj.weight), plain.out_proj.weight, 0.0, "out_proj.weight")
-            with pytest.raises(TypeError, match="cannot be pickled"):
-                pickle.dumps(module)
-        with pytest.raises(TypeError, match="expected a MultiheadAttention, got a Linear"):
-            RotatedMultiheadAttention.from_module(nn.Linear(2, 2), ring)
+        meta = RotatedMultiheadAttention(embed_dim, heads, **options, ring=ring, device="meta")
+        assert all(parameter.is_meta for parameter in meta.parameters())
+        with torch.no_grad():
+            for parameter in meta.to_empty(device="cpu").parameters():
+                local(parameter).fill_(7.0)
+        torch.manual_seed(4)
+        meta._reset_parameters()
+        assert_same(full(meta.out_proj.weight), plain.out_proj.weight, 0.0, "out_proj.weight after meta")
 
-        module = RotatedMultiheadAttention(8, 2, ring=ring)
-        x = torch.zeros(3, 1, 8)
-        before = ring.hops("weight")
-        y, _ = module(x, x, x)
-        assert ring.hops("weight") - before == 2 * (ranks - 1), "one rotation for q, k and v, one for out_proj"
-        y.sum().backward()
+        twin = RotatedMultiheadAttention.from_module(plain, ring)
+        assert type(plain) is nn.MultiheadAttention and type(plain.out_proj) is NonDynamicallyQuantizableLinear
+        assert type(plain.out_proj.weight) is nn.Parameter
+        assert_same(full(twin.out_proj.weight), plain.out_proj.weight, 0.0, "out_proj.weight")
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(module)
+    with pytest.raises(TypeError, match="expected a MultiheadAttention, got a Linear"):
+        RotatedMultiheadAttention.from_module(nn.Linear(2, 2), ring)
+
+    module = RotatedMultiheadAttention(8, 2, ring=ring)
+    x = torch.zeros(3, 1, 8)
+    before = ring.hops("weight")
+    y, _ = module(x, x, x)
+    assert ring.hops("weight") - before == 2 * (ranks - 1), "one rotation for q, k and v, one for out_proj"
+    y.sum().backward()
 
 
 def _reset(module: nn.Module) -> None:
     if isinstance(module, nn.MultiheadAttention):
         module._reset_parameters()
-
-
-def test_constructor_and_reset_are_those_of_the_plain_module():
-    run_ranks(_construct, 3)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import on_ranks
 from hf_models import fill
 from reference import adamw, assert_same, chunk, differs, full, local, random
 from torch import nn
@@ -88,89 +88,82 @@ def check_trained(module: nn.Module, plain: nn.Module, rank: int, ranks: int, st
         assert differs(whole, start.get_parameter(name), 1e-3), f"control: {name} is untrained"
 
 
-def _modules(rank, ranks, transport):
-    with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
-        for in_place, recompute in product((False, True), repeat=2):
-            for act_fn, gated, bias in ((nn.SiLU(), True, False), (F.relu, False, False), (F.gelu, True, True)):
-                plain = PlainExperts(act_fn, gated, bias=bias)
-                module = RotatedExperts.from_module(plain, ring, in_place=in_place, recompute=recompute)
-                assert isinstance(module, RotatedExperts) and isinstance(module, PlainExperts)
-                assert type(module).__name__ == "RotatedPlainExperts" and type(plain) is PlainExperts
-                assert list(module.state_dict()) == list(plain.state_dict())
-                check_trained(copy.deepcopy(module), copy.deepcopy(plain), rank, ranks)
-                assert_same(full(module.down_proj), plain.down_proj, 0.0, "the copy's training")
-        # in place of the class
-        plain = PlainExperts(F.silu)
-        module = copy.deepcopy(plain)
-        module.__class__ = mixed_class(RotatedExperts, type(module))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
-        module._rotate(ring, name="layers.0.experts", in_place=True, recompute=True, mp_policy=policy)
-        batch = make_batch(rank, dtype=torch.bfloat16)
-        y = module(*batch)
-        assert y.dtype == torch.bfloat16 and module.recompute and module.activation == "swiglu"
-        expected = PlainExperts(F.silu)
-        with torch.no_grad():
-            for parameter in expected.parameters():
-                parameter.copy_(parameter.bfloat16())
-        assert_same(y, expected(*[t.double() if t.is_floating_point() else t for t in batch]), 6 * 2.0**-8, "output")
-        with pytest.raises(TypeError, match=r"layers\.0\.experts: expected an input of dtype torch.bfloat16"):
-            module(*make_batch(rank))
-        with pytest.raises(TypeError, match="RotatedPlainExperts cannot be pickled"):
-            module.__reduce_ex__(2)
-
-
+@on_ranks()
 @pytest.mark.parametrize(("ranks", "transport"), [(3, "shm"), (4, "c10d")])
-def test_twins_train_as_plain_modules_do(ranks, transport):
-    run_ranks(_modules, ranks, transport)
+def test_twins_train_as_plain_modules_do(rank, ranks, ring, transport):
+    for in_place, recompute in product((False, True), repeat=2):
+        for act_fn, gated, bias in ((nn.SiLU(), True, False), (F.relu, False, False), (F.gelu, True, True)):
+            plain = PlainExperts(act_fn, gated, bias=bias)
+            module = RotatedExperts.from_module(plain, ring, in_place=in_place, recompute=recompute)
+            assert isinstance(module, RotatedExperts) and isinstance(module, PlainExperts)
+            assert type(module).__name__ == "RotatedPlainExperts" and type(plain) is PlainExperts
+            assert list(module.state_dict()) == list(plain.state_dict())
+            check_trained(copy.deepcopy(module), copy.deepcopy(plain), rank, ranks)
+            assert_same(full(module.down_proj), plain.down_proj, 0.0, "the copy's training")
+    # in place of the class
+    plain = PlainExperts(F.silu)
+    module = copy.deepcopy(plain)
+    module.__class__ = mixed_class(RotatedExperts, type(module))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    module._rotate(ring, name="layers.0.experts", in_place=True, recompute=True, mp_policy=policy)
+    batch = make_batch(rank, dtype=torch.bfloat16)
+    y = module(*batch)
+    assert y.dtype == torch.bfloat16 and module.recompute and module.activation == "swiglu"
+    expected = PlainExperts(F.silu)
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            parameter.copy_(parameter.bfloat16())
+    assert_same(y, expected(*[t.double() if t.is_floating_point() else t for t in batch]), 6 * 2.0**-8, "output")
+    with pytest.raises(TypeError, match=r"layers\.0\.experts: expected an input of dtype torch.bfloat16"):
+        module(*make_batch(rank))
+    with pytest.raises(TypeError, match="RotatedPlainExperts cannot be pickled"):
+        module.__reduce_ex__(2)
 
 
-def _fresh(rank, ranks):
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        for activation, (_, gated) in ACTIVATIONS.items():
-            torch.manual_seed(0)
-            bias = activation in ("gelu", "swiglu")
-            options = {"activation": activation, "bias": bias, "ring": ring, "dtype": torch.float64}
-            module = RotatedExperts(EXPERTS, FEATURES, HIDDEN, **options)
-            up = "gate_up_proj" if gated else "up_proj"
-            shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-            rows = (2 if gated else 1) * HIDDEN
-            expected = {up: (EXPERTS, rows, FEATURES), "down_proj": (EXPERTS, FEATURES, HIDDEN)}
-            if bias:
-                expected |= {f"{up}_bias": (EXPERTS, rows), "down_proj_bias": (EXPERTS, FEATURES)}
-            assert shapes == expected
-            whole = {name: full(parameter) for name, parameter in module.named_parameters()}
-            torch.manual_seed(0)
-            bounds = {up: FEATURES, f"{up}_bias": FEATURES, "down_proj": HIDDEN, "down_proj_bias": HIDDEN}
-            for name in whole:
-                features = bounds[name]
-                expected = torch.empty_like(whole[name]).uniform_(-(features**-0.5), features**-0.5)
-                assert_same(whole[name], expected, 0.0, f"initial {name}")
-                shape = chunk(expected, ranks, rank).shape
-                assert local(module.get_parameter(name)).shape == shape
-            module.reset_parameters()
-            assert not torch.equal(full(module.down_proj), whole["down_proj"])
-            torch.manual_seed(0)
-            module.reset_parameters()
-            assert torch.equal(full(module.down_proj), whole["down_proj"]), "the same values under the same seed"
-            functions = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "gelu_tanh": nn.GELU("tanh")}
-            plain = PlainExperts(functions[ACTIVATIONS[activation][0]], gated, bias=bias)
-            with torch.no_grad():
-                for name, parameter in plain.named_parameters():
-                    parameter.copy_(whole[name])
-            check_trained(module, plain, rank, ranks, steps=1)
-        text = repr(module)
-        assert all(part in text for part in ("num_experts=5", "hidden_dim=6", "intermediate_dim=4", f"ring={ranks}"))
-        meta = RotatedExperts(EXPERTS, FEATURES, HIDDEN, ring=ring, device="meta", dtype=torch.bfloat16, in_place=True)
-        assert meta.gate_up_proj.is_meta and meta.down_proj.dtype == torch.bfloat16 and meta.in_place
-        with pytest.raises(ValueError, match=r"RotatedExperts: expected an activation of .*, got 'mish'"):
-            RotatedExperts(EXPERTS, FEATURES, HIDDEN, activation="mish", ring=ring)
+@on_ranks(3)
+def test_constructor(rank, ranks, ring):
+    for activation, (_, gated) in ACTIVATIONS.items():
+        torch.manual_seed(0)
+        bias = activation in ("gelu", "swiglu")
+        options = {"activation": activation, "bias": bias, "ring": ring, "dtype": torch.float64}
+        module = RotatedExperts(EXPERTS, FEATURES, HIDDEN, **options)
+        up = "gate_up_proj" if gated else "up_proj"
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        rows = (2 if gated else 1) * HIDDEN
+        expected = {up: (EXPERTS, rows, FEATURES), "down_proj": (EXPERTS, FEATURES, HIDDEN)}
+        if bias:
+            expected |= {f"{up}_bias": (EXPERTS, rows), "down_proj_bias": (EXPERTS, FEATURES)}
+        assert shapes == expected
+        whole = {name: full(parameter) for name, parameter in module.named_parameters()}
+        torch.manual_seed(0)
+        bounds = {up: FEATURES, f"{up}_bias": FEATURES, "down_proj": HIDDEN, "down_proj_bias": HIDDEN}
+        for name in whole:
+            features = bounds[name]
+            expected = torch.empty_like(whole[name]).uniform_(-(features**-0.5), features**-0.5)
+            assert_same(whole[name], expected, 0.0, f"initial {name}")
+            shape = chunk(expected, ranks, rank).shape
+            assert local(module.get_parameter(name)).shape == shape
+        module.reset_parameters()
+        assert not torch.equal(full(module.down_proj), whole["down_proj"])
+        torch.manual_seed(0)
+        module.reset_parameters()
+        assert torch.equal(full(module.down_proj), whole["down_proj"]), "the same values under the same seed"
+        functions = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "gelu_tanh": nn.GELU("tanh")}
+        plain = PlainExperts(functions[ACTIVATIONS[activation][0]], gated, bias=bias)
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                parameter.copy_(whole[name])
+        check_trained(module, plain, rank, ranks, steps=1)
+    text = repr(module)
+    assert all(part in text for part in ("num_experts=5", "hidden_dim=6", "intermediate_dim=4", f"ring={ranks}"))
+    meta = RotatedExperts(EXPERTS, FEATURES, HIDDEN, ring=ring, device="meta", dtype=torch.bfloat16, in_place=True)
+    assert meta.gate_up_proj.is_meta and meta.down_proj.dtype == torch.bfloat16 and meta.in_place
+    with pytest.raises(ValueError, match=r"RotatedExperts: expected an activation of .*, got 'mish'"):
+        RotatedExperts(EXPERTS, FEATURES, HIDDEN, activation="mish", ring=ring)
 
 
-def test_constructor():
-    run_ranks(_fresh, 3)
-
-
-def _transformers(rank, ranks):
+@on_ranks(2)
+def test_experts_of_transformers(rank, ranks):
     """A random configuration of Mixtral; the rotated experts replace every implementation of its experts."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -197,11 +190,8 @@ def _transformers(rank, ranks):
                 assert ring.hops("weight") - hops == 2 * 2 * (ranks - 1), "the rotated forward runs"
 
 
-def test_experts_of_transformers():
-    run_ranks(_transformers, 2)
-
-
-def _clamped(rank, ranks):
+@on_ranks([2, 3])
+def test_experts_with_clamped_gates(rank, ranks, ring):
     """The two experts of transformers that have biases: transposed, GPT-OSS's interleaved, with a gate that clamps."""
     from transformers import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -210,35 +200,30 @@ def _clamped(rank, ranks):
     config = GptOssConfig(hidden_size=FEATURES, intermediate_size=HIDDEN, num_local_experts=EXPERTS)
     config._experts_implementation = "batched_mm"  # the other one of the second class computes in float32
     config.swiglu_limit, config.swiglu_alpha = 0.9, 1.5
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        for cls, interleaved in ((GptOssExperts, True), (OpenAIPrivacyFilterExperts, False)):
-            plain = cls(config).double()
-            assert plain.is_concatenated != interleaved and plain.is_transposed and plain.has_bias
-            with torch.no_grad():
-                for seed, parameter in enumerate(plain.parameters()):
-                    parameter.copy_(random(*parameter.shape, dtype=torch.float64, seed=seed))
-            for recompute in (False, True):
-                module = RotatedExperts.from_module(plain, ring, recompute=recompute)
-                assert isinstance(module, cls) and module.activation == "clamped_swiglu"
-                check_trained(module, copy.deepcopy(plain), rank, ranks, highest=EXPERTS - 1)
-            assert "hidden_dim=6, intermediate_dim=4" in repr(module)
-            torch.manual_seed(0)
-            module.reset_parameters()
-            torch.manual_seed(0)
-            for name, features in zip(module._parameters, (FEATURES, FEATURES, HIDDEN, HIDDEN), strict=True):
-                expected = torch.empty(plain.get_parameter(name).shape, dtype=torch.float64)
-                expected.uniform_(-(features**-0.5), features**-0.5)
-                assert_same(full(module.get_parameter(name)), expected, 0.0, name)
-        plain.alpha = None
-        assert "a gate of its own" in RotatedExperts.refusal(plain), "control: the gate is known by what it computes"
+    for cls, interleaved in ((GptOssExperts, True), (OpenAIPrivacyFilterExperts, False)):
+        plain = cls(config).double()
+        assert plain.is_concatenated != interleaved and plain.is_transposed and plain.has_bias
+        with torch.no_grad():
+            for seed, parameter in enumerate(plain.parameters()):
+                parameter.copy_(random(*parameter.shape, dtype=torch.float64, seed=seed))
+        for recompute in (False, True):
+            module = RotatedExperts.from_module(plain, ring, recompute=recompute)
+            assert isinstance(module, cls) and module.activation == "clamped_swiglu"
+            check_trained(module, copy.deepcopy(plain), rank, ranks, highest=EXPERTS - 1)
+        assert "hidden_dim=6, intermediate_dim=4" in repr(module)
+        torch.manual_seed(0)
+        module.reset_parameters()
+        torch.manual_seed(0)
+        for name, features in zip(module._parameters, (FEATURES, FEATURES, HIDDEN, HIDDEN), strict=True):
+            expected = torch.empty(plain.get_parameter(name).shape, dtype=torch.float64)
+            expected.uniform_(-(features**-0.5), features**-0.5)
+            assert_same(full(module.get_parameter(name)), expected, 0.0, name)
+    plain.alpha = None
+    assert "a gate of its own" in RotatedExperts.refusal(plain), "control: the gate is known by what it computes"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_experts_with_clamped_gates(ranks):
-    run_ranks(_clamped, ranks)
-
-
-def _gpt_oss(rank, ranks):
+@on_ranks([2, 3])
+def test_gpt_oss(rank, ranks):
     """The whole model: logits, gradients, and what became of its experts."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -258,11 +243,6 @@ def _gpt_oss(rank, ranks):
     for name, parameter in plain.named_parameters():
         assert_same(full(model.get_parameter(name).grad), parameter.grad, 1e-4, f"gradient of {name}")
     rtp_ext.ring_of(model).close()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_gpt_oss(ranks):
-    run_ranks(_gpt_oss, ranks)
 
 
 def test_what_is_refused():

@@ -20,7 +20,7 @@ from flyweight_modules import (
     tolerance_of,
 )
 from grids import RINGS
-from harness import Cases, run_ranks
+from harness import on_ranks
 from operation_checks import loss
 from reference import STEPS, adamw, assert_same, chunk, differs, double_copy, full, random, trained_tolerance
 
@@ -47,8 +47,9 @@ def check_pass(module: Flyweight, kind: str, dtype: torch.dtype) -> None:
     check_gradients(module, expected, tolerance)
 
 
-def _passes(rank, ranks, transport):
-    cases = Cases()
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "transport"), RINGS)
+def test_one_pass(cases, transport):
     for route in ("ring", "direct"):
         with rtp_ext.Ring(transport=transport, route=route, timeout=TIMEOUT) as ring:
             for kind, dtype, in_place in product(KINDS, DTYPES, (False, True)):
@@ -60,46 +61,36 @@ def _passes(rank, ranks, transport):
                 for time in ("first", "second"):
                     with cases.case(f"{route} {kind} {dtype} in_place={in_place} {time} pass"):
                         check_pass(module, kind, dtype)
-    cases.finish()
 
 
-@pytest.mark.parametrize(("ranks", "transport"), RINGS)
-def test_one_pass(ranks, transport):
-    run_ranks(_passes, ranks, transport)
-
-
-def _controls(rank, ranks):
+@on_ranks(3)
+def test_tolerances_fail_on_wrong_results(rank, ranks, ring):
     """Each tolerance fails if a contribution is missing, gradients are summed, or a bias is added R times."""
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        for dtype in DTYPES:
-            plain = make_module("mlp", dtype)
-            lacking = double_copy(plain)
-            calls, outputs, gradients, expected = reference("mlp", dtype, ranks)
-            reference_pass(lacking, calls, lambda y, other: loss(y, other) * (other != (rank + 1) % ranks))
-            module = Flyweight(copy.deepcopy(plain), ring, **MLP_CUT)
-            (x,), _ = as_leaves(calls[rank], dtype)
-            y = module(x)
-            loss(y, rank).backward()
-            tolerance = tolerance_of(dtype)
-            for (name, whole), (_, wrong) in zip(expected.named_parameters(), lacking.named_parameters(), strict=True):
-                actual = full(module.module.get_parameter(name).grad)
-                assert not differs(actual, whole.grad, tolerance)
-                assert differs(actual, whole.grad * ranks, tolerance)
-                assert differs(actual, wrong.grad, tolerance)
-            assert not differs(y, outputs[rank], tolerance)
-            assert differs(y, outputs[rank] + (ranks - 1) * plain.down.bias.double(), tolerance)
-            without = double_copy(plain)  # copy of the next rank
-            with torch.no_grad():
-                chunk(without.down.weight, ranks, (rank + 1) % ranks, 1).zero_()
-            (leaf,), _ = as_leaves(calls[rank], torch.float64)
-            missing = without(leaf)
-            loss(missing, rank).backward()
-            assert differs(y, missing, tolerance)
-            assert differs(x.grad, leaf.grad, tolerance) and not differs(x.grad, gradients[rank][0], tolerance)
-
-
-def test_tolerances_fail_on_wrong_results():
-    run_ranks(_controls, 3)
+    for dtype in DTYPES:
+        plain = make_module("mlp", dtype)
+        lacking = double_copy(plain)
+        calls, outputs, gradients, expected = reference("mlp", dtype, ranks)
+        reference_pass(lacking, calls, lambda y, other: loss(y, other) * (other != (rank + 1) % ranks))
+        module = Flyweight(copy.deepcopy(plain), ring, **MLP_CUT)
+        (x,), _ = as_leaves(calls[rank], dtype)
+        y = module(x)
+        loss(y, rank).backward()
+        tolerance = tolerance_of(dtype)
+        for (name, whole), (_, wrong) in zip(expected.named_parameters(), lacking.named_parameters(), strict=True):
+            actual = full(module.module.get_parameter(name).grad)
+            assert not differs(actual, whole.grad, tolerance)
+            assert differs(actual, whole.grad * ranks, tolerance)
+            assert differs(actual, wrong.grad, tolerance)
+        assert not differs(y, outputs[rank], tolerance)
+        assert differs(y, outputs[rank] + (ranks - 1) * plain.down.bias.double(), tolerance)
+        without = double_copy(plain)  # copy of the next rank
+        with torch.no_grad():
+            chunk(without.down.weight, ranks, (rank + 1) % ranks, 1).zero_()
+        (leaf,), _ = as_leaves(calls[rank], torch.float64)
+        missing = without(leaf)
+        loss(missing, rank).backward()
+        assert differs(y, missing, tolerance)
+        assert differs(x.grad, leaf.grad, tolerance) and not differs(x.grad, gradients[rank][0], tolerance)
 
 
 TRAININGS = [
@@ -111,43 +102,37 @@ TRAININGS = [
 ]
 
 
-def _training(rank, ranks, transport):
-    """Five steps of AdamW, with an evaluation before each."""
-    cases = Cases()
-    with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
-        for (kind, dtype), in_place in product(TRAININGS, (False, True)):
-            plain = make_module(kind, dtype)
-            expected, lacking = double_copy(plain), double_copy(plain)
-            module = Flyweight(plain, ring, **KINDS[kind][1], in_place=in_place)
-            ours, theirs, less = (adamw(m.parameters()) for m in (module, expected, lacking))
-            for step in range(STEPS):
-                for optimizer in (ours, theirs, less):
-                    optimizer.zero_grad(set_to_none=step % 2 == 0)
-                calls = [make_call(kind, other, dtype, 100 * step) for other in range(ranks)]
-                value = functools.partial(loss, seed=100 * step)
-                outputs, _ = reference_pass(expected, calls, value)
-                reference_pass(lacking, calls, lambda y, other, f=value: f(y, other) * (other != (rank + 1) % ranks))
-                args, kwargs = calls[rank]
-                with torch.no_grad():
-                    evaluated = module(*args, **kwargs)
-                value(module(*args, **kwargs), rank).backward()
-                for optimizer in (ours, theirs, less):
-                    optimizer.step()
-            with cases.case(f"{kind} {dtype} in_place={in_place}"):
-                if dtype == torch.float64:
-                    assert_same(evaluated, outputs[rank], 1e-9, "last evaluation")
-                for name, parameter in module.module.named_parameters():
-                    right = expected.get_parameter(name)
-                    tolerance = trained_tolerance(dtype, right.abs().max().item())
-                    assert_same(full(parameter), right, tolerance, name)
-                    if ranks > 1 and parameter.dim() > 1:
-                        assert differs(full(parameter), lacking.get_parameter(name), tolerance), "the control passes"
-    cases.finish()
-
-
+@on_ranks()
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "shm"), (2, "c10d"), (3, "shm"), (4, "c10d")])
-def test_parameters_after_adamw_steps(ranks, transport):
-    run_ranks(_training, ranks, transport)
+def test_parameters_after_adamw_steps(rank, ranks, ring, cases, transport):
+    """Five steps of AdamW, with an evaluation before each."""
+    for (kind, dtype), in_place in product(TRAININGS, (False, True)):
+        plain = make_module(kind, dtype)
+        expected, lacking = double_copy(plain), double_copy(plain)
+        module = Flyweight(plain, ring, **KINDS[kind][1], in_place=in_place)
+        ours, theirs, less = (adamw(m.parameters()) for m in (module, expected, lacking))
+        for step in range(STEPS):
+            for optimizer in (ours, theirs, less):
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+            calls = [make_call(kind, other, dtype, 100 * step) for other in range(ranks)]
+            value = functools.partial(loss, seed=100 * step)
+            outputs, _ = reference_pass(expected, calls, value)
+            reference_pass(lacking, calls, lambda y, other, f=value: f(y, other) * (other != (rank + 1) % ranks))
+            args, kwargs = calls[rank]
+            with torch.no_grad():
+                evaluated = module(*args, **kwargs)
+            value(module(*args, **kwargs), rank).backward()
+            for optimizer in (ours, theirs, less):
+                optimizer.step()
+        with cases.case(f"{kind} {dtype} in_place={in_place}"):
+            if dtype == torch.float64:
+                assert_same(evaluated, outputs[rank], 1e-9, "last evaluation")
+            for name, parameter in module.module.named_parameters():
+                right = expected.get_parameter(name)
+                tolerance = trained_tolerance(dtype, right.abs().max().item())
+                assert_same(full(parameter), right, tolerance, name)
+                if ranks > 1 and parameter.dim() > 1:
+                    assert differs(full(parameter), lacking.get_parameter(name), tolerance), "the control passes"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

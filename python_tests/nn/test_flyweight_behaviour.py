@@ -21,7 +21,7 @@ from flyweight_modules import (
     take,
     tolerance_of,
 )
-from harness import Cases, run_ranks
+from harness import on_ranks
 from operation_checks import loss
 from reference import assert_same, chunk, differs, double_copy, full, local
 from torch import Tensor, nn
@@ -333,14 +333,9 @@ def as_a_module(ring):
 BEHAVIOURS = [needs, repeated, random_numbers, precisions, errors, a_parameter_as_output, as_a_module]
 
 
-def _behave(rank, ranks, transport):
-    cases = Cases()
+@on_ranks(3)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_behaviour(cases, transport):
     for behaviour in BEHAVIOURS:
         with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring, cases.case(behaviour.__name__):
             behaviour(ring)
-    cases.finish()
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_behaviour(transport):
-    run_ranks(_behave, 3, transport)

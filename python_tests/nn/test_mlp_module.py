@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import TOLERANCE, adamw, assert_same, chunk, differs, full, local, random
 from torch import nn
 
@@ -27,9 +27,9 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _constructed(rank, ranks):
+@on_ranks([1, 2, 3])
+def test_constructed(rank, ranks, cases):
     """Built under the same seed as the plain layers, it starts from and trains to the same values."""
-    cases = Cases()
     for recompute in (False, True):
         for in_place, transport in ((False, "shm"), (True, "c10d")):
             ring = rtp_ext.Ring(transport=transport, timeout=30.0)
@@ -62,17 +62,10 @@ def _constructed(rank, ranks):
                     torch.manual_seed(0)
                     assert differs(full(module.up_proj.weight), GatedMLP(nn.SiLU(), bias).up_proj.weight, 1e-3)
             ring.close()
-    cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_constructed(ranks):
-    run_ranks(_constructed, ranks)
-
-
-def _from_module(rank, ranks):
-    ring = rtp_ext.Ring(timeout=30.0)
-    cases = Cases()
+@on_ranks(3)
+def test_from_module(rank, ranks, ring, cases):
     for name, function in KNOWN.items():
         with cases.case(name):
             plain = nn.Sequential(nn.Linear(FEATURES, HIDDEN), function, nn.Linear(HIDDEN, OUTPUTS))
@@ -91,8 +84,3 @@ def _from_module(rank, ranks):
                 RotatedMLP.from_module(wrong, ring)
         with pytest.raises(ValueError, match="swish"):
             RotatedMLP(5, 7, activation="swish", ring=ring)
-    cases.finish()
-
-
-def test_from_module():
-    run_ranks(_from_module, 3)

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import adamw, assert_same, differs, full, local, random
 from torch import nn
 from torch.nn import functional as F
@@ -125,41 +125,34 @@ KINDS = (
 )
 
 
-def _passes(rank, ranks):
+@on_ranks([1, 2, 3])
+def test_trains_as_the_plain_layer_does(rank, ranks, ring, cases):
     """Outputs, gradients of everything, and parameters after steps of AdamW, with the balance loss."""
-    cases = Cases()
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        for kind, options in product(KINDS, ({}, {"recompute": True, "in_place": True})):
-            if options and kind not in KINDS[1:3]:
-                continue
-            with cases.case(f"{kind} {options}"):
-                module, plain = make(ring, **kind, **options)
-                optimizers = adamw(module.parameters(), 0.01), adamw(plain.parameters(), 0.01)
-                start = copy.deepcopy(plain)
-                for step in range(5 if kind in KINDS[:2] else 2):
-                    for optimizer in optimizers:
-                        optimizer.zero_grad()
-                    outputs, losses, gradients = plain_pass(plain, ranks, step)
-                    assert (plain.dropped > 0) == ("capacity_factor" in kind), "control: a capacity that drops"
-                    x = make_input(rank, step).requires_grad_()
-                    y = module(x)
-                    assert_same(y, outputs[rank], 1e-10, "output")
-                    assert_same(module.aux_loss, losses[rank], 1e-12, "balance loss")
-                    objective(module, y).backward()
-                    assert_same(x.grad, gradients[rank], 1e-10, "input gradient")
-                    for name, parameter in plain.named_parameters():
-                        assert_same(full(module.get_parameter(name).grad), parameter.grad, 1e-10, f"{name} gradient")
-                    for optimizer in optimizers:
-                        optimizer.step()
+    for kind, options in product(KINDS, ({}, {"recompute": True, "in_place": True})):
+        if options and kind not in KINDS[1:3]:
+            continue
+        with cases.case(f"{kind} {options}"):
+            module, plain = make(ring, **kind, **options)
+            optimizers = adamw(module.parameters(), 0.01), adamw(plain.parameters(), 0.01)
+            start = copy.deepcopy(plain)
+            for step in range(5 if kind in KINDS[:2] else 2):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                outputs, losses, gradients = plain_pass(plain, ranks, step)
+                assert (plain.dropped > 0) == ("capacity_factor" in kind), "control: a capacity that drops"
+                x = make_input(rank, step).requires_grad_()
+                y = module(x)
+                assert_same(y, outputs[rank], 1e-10, "output")
+                assert_same(module.aux_loss, losses[rank], 1e-12, "balance loss")
+                objective(module, y).backward()
+                assert_same(x.grad, gradients[rank], 1e-10, "input gradient")
                 for name, parameter in plain.named_parameters():
-                    assert_same(full(module.get_parameter(name)), parameter, 1e-8, f"{name} after training")
-                    assert differs(start.get_parameter(name), parameter, 1e-3), f"control: {name} is untrained"
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_trains_as_the_plain_layer_does(ranks):
-    run_ranks(_passes, ranks)
+                    assert_same(full(module.get_parameter(name).grad), parameter.grad, 1e-10, f"{name} gradient")
+                for optimizer in optimizers:
+                    optimizer.step()
+            for name, parameter in plain.named_parameters():
+                assert_same(full(module.get_parameter(name)), parameter, 1e-8, f"{name} after training")
+                assert differs(start.get_parameter(name), parameter, 1e-3), f"control: {name} is untrained"
 
 
 def _router(rank, ranks):
@@ -317,12 +310,8 @@ def _inside_a_model(ring):
         assert_same(full(model.get_parameter(name).grad), parameter.grad, 1e-10, f"in a model: {name}")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_router_controls_and_behaviour(ranks):
-    run_ranks(_everything, ranks)
-
-
-def _everything(rank, ranks):
+@on_ranks([2, 3])
+def test_router_controls_and_behaviour(rank, ranks):
     _router(rank, ranks)
     _controls(rank, ranks)
     _behaviours(rank, ranks)

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import batch_loss, make_model, mean_loss, train
 from reference import assert_same, differs, full
 from test_convert import assert_same_model
@@ -80,8 +80,8 @@ def loads(other: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     yield "whole", copy.deepcopy(make_tied(0.9).state_dict())
 
 
-def _assigned(rank, ranks):
-    cases = Cases()
+@on_ranks(few([3], [2, 3]))
+def test_tied_parameters_stay_tied(rank, ranks, cases):
     plain = make_tied(0.9)
     other = rotated(copy.deepcopy(plain))
     for meta in (True, False):
@@ -120,16 +120,10 @@ def _assigned(rank, ranks):
             torch.__future__.set_swap_module_params_on_conversion(False)
         check_tied(model)
         check_trains(model, plain, rank, ranks)
-    cases.finish()
 
 
-@pytest.mark.parametrize("ranks", few([3], [2, 3]))
-def test_tied_parameters_stay_tied(ranks):
-    run_ranks(_assigned, ranks)
-
-
-def _parts(rank, ranks):
-    cases = Cases()
+@on_ranks(few([3], [2, 3]))
+def test_parts_copies_and_what_does_not_fit(rank, ranks, cases):
     plain, new = make_tied(), make_tied(0.9)
     other = rotated(copy.deepcopy(new))
     for pair in TIED:
@@ -178,9 +172,3 @@ def _parts(rank, ranks):
             model.load_state_dict({"blocks.0.up.weight": across}, assign=True, strict=False)
         after = dict(model.named_parameters())
         assert all(after[name] is parameter for name, parameter in before.items()), "nothing has been replaced"
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", few([3], [2, 3]))
-def test_parts_copies_and_what_does_not_fit(ranks):
-    run_ranks(_parts, ranks)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import assert_same, differs, whole_parameters
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -73,8 +73,11 @@ def ways(model: nn.Module, plain: nn.Module) -> dict[str, Callable[[], object]]:
     }
 
 
-def _assigned(rank, ranks, replicas, outer):
-    cases = Cases()
+@on_ranks()
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "outer"), [(2, 1, None), (3, 1, None), (4, 2, None), (4, 2, "ZeroOuter")]
+)
+def test_what_is_assigned_to_data_counts(rank, ranks, cases, replicas, outer):
     ids = torch.randint(0, 7, (2, 4), generator=torch.Generator().manual_seed(rank))
     torch.manual_seed(0)
     model = Net()
@@ -99,18 +102,10 @@ def _assigned(rank, ranks, replicas, outer):
             assert differs(before(ids), plain(ids), EXACT), "the control is the same"
             assert {name: id(parameter) for name, parameter in model.named_parameters()} == known
     rtp_ext.ring_of(model).close()
-    cases.finish()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "replicas", "outer"), [(2, 1, None), (3, 1, None), (4, 2, None), (4, 2, "ZeroOuter")]
-)
-def test_what_is_assigned_to_data_counts(ranks, replicas, outer):
-    run_ranks(_assigned, ranks, replicas, outer)
-
-
-def _refused(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_data_that_does_not_fit_is_refused(cases):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
     plain = copy.deepcopy(model)
@@ -157,8 +152,3 @@ def _refused(rank, ranks):
         adapter.data = torch.zeros(5)
         assert adapter.shape == (5,)
     rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-def test_data_that_does_not_fit_is_refused():
-    run_ranks(_refused, 2)

@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks
 from live_bytes import LiveBytes
 from reference import chunk, full, local
 from torch import nn
@@ -120,24 +120,17 @@ def test_values_are_those_of_the_plain_module(dtype, monkeypatch):
     cases.finish()
 
 
+@on_ranks([2, 3])
 @mock.patch.object(initial, "_PIECE", PIECE)
-def _on_a_ring(rank, ranks):
-    cases = Cases()
-    with rtp_ext.Ring(timeout=30.0) as ring:
-        for dtype in DTYPES[:3:2]:
-            check_all(ring, dtype, cases)
-        torch.manual_seed(1)
-        plain = nn.Linear(6, 5)
-        torch.manual_seed(1)
-        with torch.inference_mode():
-            module = RotatedLinear(6, 5, ring=ring)
-        assert torch.equal(full(module.weight), plain.weight)
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_values_on_a_ring(ranks):
-    run_ranks(_on_a_ring, ranks)
+def test_values_on_a_ring(ring, cases):
+    for dtype in DTYPES[:3:2]:
+        check_all(ring, dtype, cases)
+    torch.manual_seed(1)
+    plain = nn.Linear(6, 5)
+    torch.manual_seed(1)
+    with torch.inference_mode():
+        module = RotatedLinear(6, 5, ring=ring)
+    assert torch.equal(full(module.weight), plain.weight)
 
 
 MANY = [  # all with a largest parameter of many pieces

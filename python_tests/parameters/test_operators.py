@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import batch_loss, make_model, mean_loss, train
 from reference import assert_same, full, whole_gradients, whole_parameters
 from torch import Tensor, nn
@@ -72,8 +72,8 @@ def _of_all(way, plain, ranks, step):
     return sum(way(batch_loss(plain, rank, step), plain) for rank in range(ranks)) / ranks
 
 
-def _penalties(rank, ranks):
-    cases = Cases()
+@on_ranks(3)
+def test_penalties_are_those_of_the_plain_model(rank, ranks, cases):
     for name, way in WAYS.items():
         with cases.case(name):
             plain, model = _Small(False), rtp_ext.fully_rotate(_Small(False), timeout=30.0)
@@ -115,16 +115,12 @@ def _penalties(rank, ranks):
             own = (batch_loss(model, rank, 0) + _square(model)).item()
         expected = batch_loss(plain, rank, 0) + _square(plain)
         assert_same(torch.tensor(own, dtype=torch.float64), expected.detach(), EXACT, "without gradients")
-    cases.finish()
 
 
-def test_penalties_are_those_of_the_plain_model():
-    run_ranks(_penalties, 3)
-
-
-def _reductions(rank, ranks):
+@on_ranks(3)
+def test_norms_and_extremes_where_ranks_have_no_rows(cases):
     """Parameters of four rows on three ranks, the last of which has none, and of one row."""
-    cases, orders = Cases(), (math.inf, -math.inf, -1.0, 0.5, 2.0)
+    orders = (math.inf, -math.inf, -1.0, 0.5, 2.0)
     ways = {f"vector_norm {order}": lambda w, o=order: torch.linalg.vector_norm(w, o) for order in orders}
     ways |= {f"norms {order}": lambda w, o=order: torch._foreach_norm([w], o)[0] for order in (math.inf, 2.0)}
     for name in ("max", "min", "amax", "amin", "argmax", "argmin"):
@@ -156,8 +152,3 @@ def _reductions(rank, ranks):
                 assert_same(full(norm), expected, EXACT, "norm")
                 for each, weight in zip(parameters, weights, strict=True):
                     assert_same(full(each.grad), weight * 0.1 / (expected + 1e-6), EXACT, "clipped")
-    cases.finish()
-
-
-def test_norms_and_extremes_where_ranks_have_no_rows():
-    run_ranks(_reductions, 3)

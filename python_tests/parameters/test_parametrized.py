@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.utils as old
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import assert_same, differs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,8 +98,8 @@ def made(way: Callable[[Net], Any]) -> Net:
     return net
 
 
-def _before(rank, ranks):
-    cases = Cases()
+@on_ranks([2, 3])
+def test_what_was_parametrized_before_trains_as_in_one_process(rank, ranks, cases):
     x = batch(9, 9)
     ring = rtp_ext.Ring(timeout=30.0)
     for what, way in WAYS.items():
@@ -111,12 +111,6 @@ def _before(rank, ranks):
             assert differs(trained(made(way), [0])(x), expected, EXACT), "the control is the same"
             assert differs(trained(made(lambda _: None), list(range(ranks)))(x), expected, EXACT), "it does nothing"
     ring.close()
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_was_parametrized_before_trains_as_in_one_process(ranks):
-    run_ranks(_before, ranks)
 
 
 def by_hand(net: Net) -> None:
@@ -133,8 +127,9 @@ def by_hand_of_a_norm(net: Net) -> None:
     net.norm.__class__ = type("Mine", (type(net.norm),), {"bias": property(lambda self: torch.ones(6))})
 
 
-def _after(rank, ranks, replicas):
-    cases = Cases()
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+def test_what_is_parametrized_after_is_refused(rank, ranks, cases, replicas):
     x = batch(rank, 0)
     torch.manual_seed(0)
     net = Net()
@@ -162,9 +157,3 @@ def _after(rank, ranks, replicas):
     with cases.case("the ring still works"):
         net(x).sum().backward()
     rtp_ext.ring_of(net).close()
-    cases.finish()
-
-
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
-def test_what_is_parametrized_after_is_refused(ranks, replicas):
-    run_ranks(_after, ranks, replicas)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import wholes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -73,8 +73,12 @@ WAYS = {
 }
 
 
-def _drawn(rank, ranks, replicas, outer):
-    cases, options = Cases(), {"timeout": 30.0}
+@on_ranks()
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "outer"), [(3, False, None), (4, True, "AllReduce"), (4, True, "ZeroOuter")]
+)
+def test_shards_are_parts_of_what_a_plain_model_draws(ranks, cases, replicas, outer):
+    options = {"timeout": 30.0}
     if replicas:
         mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replica", "ring"))
         options |= {"mesh": mesh, "dims": rtp_ext.RotationDims(ring="ring", replicate="replica")}
@@ -119,11 +123,3 @@ def _drawn(rank, ranks, replicas, outer):
         torch.manual_seed(9)
         assert isinstance(others.normal_(), DTensor) and torch.equal(others.to_local(), right)
     rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "replicas", "outer"), [(3, False, None), (4, True, "AllReduce"), (4, True, "ZeroOuter")]
-)
-def test_shards_are_parts_of_what_a_plain_model_draws(ranks, replicas, outer):
-    run_ranks(_drawn, ranks, replicas, outer)

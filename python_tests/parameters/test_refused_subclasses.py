@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 
 import torch
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks
 from reference import assert_same
 from subclasses import Float8, HalfExtended, LosesItself, Named, OwnParameter, Pair, Ruled, SentPair, Wrapped
 from test_tensor_subclasses import EXACT, Halves, PairNet, _train, batch, check_shards, placed, train_plain
@@ -34,8 +34,8 @@ def with_weight(weight: nn.Parameter) -> nn.Module:
     return model
 
 
-def _refused(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_what_cannot_be_sent_is_refused_by_name(cases):
     values = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ring = rtp_ext.Ring(timeout=30.0)
     convert = {"mesh": ring, "timeout": 30.0}
@@ -89,15 +89,10 @@ def _refused(rank, ranks):
         weight = model[0].weight
         assert type(weight) is Pair
     ring.close()
-    cases.finish()
 
 
-def test_what_cannot_be_sent_is_refused_by_name():
-    run_ranks(_refused, 2)
-
-
-def _refused_on_replicas(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_what_replicas_cannot_share_is_refused(rank, ranks, cases):
     values = torch.ones(4, 5, dtype=torch.float64)
     where = placed(ranks, 2)
     for policy in (rtp_ext.outer.LocalSGD(period=2), rtp_ext.outer.ZeroOuter()):
@@ -122,15 +117,10 @@ def _refused_on_replicas(rank, ranks):
         x = batch(rank, 0, False)
         assert_same(frozen(x), plain(x), EXACT, "frozen pairs")
     rtp_ext.ring_of(model).close()
-    cases.finish()
 
 
-def test_what_replicas_cannot_share_is_refused():
-    run_ranks(_refused_on_replicas, 4)
-
-
-def _plain_subclasses(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_subclasses_without_rules_rotate(rank, ranks, cases):
     for kind in (Named, OwnParameter):
         with cases.case(kind.__name__):
             torch.manual_seed(0)
@@ -158,15 +148,10 @@ def _plain_subclasses(rank, ranks):
         model(batch(rank, 0, False)).sum().backward()
         assert type(norm.pair) is Pair and type(norm.running_mean) is Named
         rtp_ext.ring_of(model).close()
-    cases.finish()
 
 
-def test_subclasses_without_rules_rotate():
-    run_ranks(_plain_subclasses, 2)
-
-
-def _later(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_subclasses_that_come_later_are_refused(rank, cases):
     values = torch.ones(4, 5, dtype=torch.float64)
     ring = rtp_ext.Ring(timeout=30.0)
 
@@ -206,8 +191,3 @@ def _later(rank, ranks):
             model[1].adapter = nn.Parameter(values)
         refused(cases, "differs", ValueError, ["1.adapter", "Pair", "rank 1"], lambda: model(batch(rank, 0, False)))
     ring.close()
-    cases.finish()
-
-
-def test_subclasses_that_come_later_are_refused():
-    run_ranks(_later, 2)

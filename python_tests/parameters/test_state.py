@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from grids import few
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from live_bytes import LiveBytes
 from models import VOCABULARY, batch_loss, make_model, mean_loss
 from reference import (
@@ -177,16 +177,12 @@ def _full_state(rank, ranks):
     cases.finish()
 
 
+@on_ranks(few([1, 3, 4], [1, 2, 3, 4]))
 @mock.patch.object(sharding, "_BLOCK", BLOCK)
-def _whole_models(rank, ranks):
+def test_made_on_meta_and_full_state(rank, ranks):
     """Runs in one start, so that DTensor has these shapes in its caches."""
     _made_on_meta(rank, ranks)
     _full_state(rank, ranks)
-
-
-@pytest.mark.parametrize("ranks", few([1, 3, 4], [1, 2, 3, 4]))
-def test_made_on_meta_and_full_state(ranks):
-    run_ranks(_whole_models, ranks)
 
 
 BEFORE, AFTER = range(0, 3), range(3, 6)
@@ -251,8 +247,8 @@ def test_saved_at_two_ranks_resumes_at_others(tmp_path):
         run_ranks(_resume, ranks, str(tmp_path))
 
 
-def _clip(rank, ranks):
-    cases = Cases()
+@on_ranks(3)
+def test_clipped_norms(rank, ranks, cases):
     for variant, foreach, kind in product((COPIES, IN_PLACE), (True, False), (2.0, float("inf"))):
         plain = make_model()
         model = rotated(copy.deepcopy(plain), variant)
@@ -268,11 +264,6 @@ def _clip(rank, ranks):
             assert_same_model(model, plain, EXACT, gradients=True)
             assert differs(full(model.head.weight.grad), unclipped, 0.5), "control: not clipped"
         rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-def test_clipped_norms():
-    run_ranks(_clip, 3)
 
 
 # Losses are multiplied by BOOST and the learning rate is divided by it, so that gradients times OVERFLOWS are infinite.
@@ -294,8 +285,8 @@ def _scaled_steps(model, loss, scale: float) -> list[float]:
     return scales
 
 
-def _scaler(rank, ranks):
-    cases = Cases()
+@on_ranks(3)
+def test_gradient_scaler(rank, ranks, cases):
     for variant, scale in product((COPIES, IN_PLACE), (2.0**16, OVERFLOWS)):
         with cases.case(f"{variant} scale {scale}"):
             plain = make_gpt().float()
@@ -327,15 +318,12 @@ def _scaler(rank, ranks):
                 moved = [not torch.equal(b, local(p)) for b, p in zip(before, model.parameters(), strict=True)]
                 assert not any(moved) if infinite else any(moved), f"infinite={infinite}: {moved}"
         rtp_ext.ring_of(model).close()
-    cases.finish()
 
 
-def test_gradient_scaler():
-    run_ranks(_scaler, 3)
-
-
-def _files_of_other_ranks(rank, ranks, folder):
+@on_ranks([2, 3])
+def test_files_of_other_ranks(rank, ranks, tmp_path):
     """The saved shards of one rank do not fit another rank, even if the shapes do."""
+    folder = str(tmp_path)
     model = rotated(make_model(), COPIES)
     optimizer = adamw(model.parameters(), lr=0.01, stock=True)
     batch_loss(model, rank, 0).backward()
@@ -357,8 +345,3 @@ def _files_of_other_ranks(rank, ranks, folder):
         same = [torch.equal(b, local(p)) for b, p in zip(before, model.parameters(), strict=True)]
         assert all(same), "what is refused changes nothing"
     rtp_ext.ring_of(model).close()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_files_of_other_ranks(ranks, tmp_path):
-    run_ranks(_files_of_other_ranks, ranks, str(tmp_path))

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from hf_models import make
 from live_bytes import LiveBytes
 from models import make_model
@@ -148,7 +148,8 @@ def test_pieces_of_replicas():
     assert (written["head.weight"] == 1).all(), "no element comes from two ranks"
 
 
-def refusals(rank, ranks):
+@on_ranks(2)
+def test_refusals(rank):
     plain = make_model()
     model = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=60.0)
     for call in (rtp_ext.local_shards, rtp_ext.stream_weights):
@@ -167,7 +168,3 @@ def refusals(rank, ranks):
         with pytest.raises(rtp_ext.RotationError, match="every rank to go on, but rank 1: it left after"):
             taken += [name for name, _ in rtp_ext.stream_weights(model)]
     assert len(dict(rtp_ext.stream_weights(model))) == len(plain.state_dict()), "the ring goes on"
-
-
-def test_refusals():
-    run_ranks(refusals, 2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import assert_same, differs
 from subclasses import Float8, Pair, SentPair, rounded_to_8_bits
 from torch import Tensor, nn
@@ -175,8 +175,8 @@ def _train(model: nn.Module, rank: int, ids: bool) -> None:
         optimizer.zero_grad()
 
 
-def _pairs(rank, ranks):
-    cases = Cases()
+@on_ranks([2, 3])
+def test_pairs_train_as_in_one_process(rank, ranks, cases):
     every = list(range(ranks))
     with cases.case("pairs"):
         torch.manual_seed(0)
@@ -193,16 +193,11 @@ def _pairs(rank, ranks):
         _train(model, rank, False)
         check_shards(model, train_plain(plain, plain, every, False), train_plain(other, other, every[:1], False), EXACT)
     rtp_ext.ring_of(model).close()
-    cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_pairs_train_as_in_one_process(ranks):
-    run_ranks(_pairs, ranks)
-
-
-def _float8(rank, ranks, replicas):
-    cases = Cases()
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_weights_that_travel_in_float8_train_as_in_one_process(rank, ranks, cases, replicas):
     every = list(range(ranks))
     torch.manual_seed(0)
     plain = Float8Net(plain=True)
@@ -236,16 +231,10 @@ def _float8(rank, ranks, replicas):
                 scale = whole.grad.abs().max().item()
                 assert_same(parameter.grad._local_tensor, mine, 1e-5, name, scale=scale)
         rtp_ext.ring_of(model).close()
-    cases.finish()
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (4, 2)])
-def test_weights_that_travel_in_float8_train_as_in_one_process(ranks, replicas):
-    run_ranks(_float8, ranks, replicas)
-
-
-def _state(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_state_of_pairs(rank, cases):
     torch.manual_seed(0)
     plain = PairNet()
     x = batch(rank, 0, False)
@@ -313,8 +302,3 @@ def _state(rank, ranks):
             if name.split(".")[0] in ("one", "two", "last") and "weight" in name:
                 assert bool((shard == 0.25).all()), name
     ring.close()
-    cases.finish()
-
-
-def test_state_of_pairs():
-    run_ranks(_state, 2)
