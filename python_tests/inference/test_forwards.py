@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import on_ranks
 from hf_models import inputs_of, make, make_batch
 from models import VOCABULARY, make_model
 from pretended_hosts import pretend_hosts
@@ -69,8 +69,15 @@ def build(kind: str) -> nn.Module:
     return make_model(tied=True) if kind == "small" else make(kind, torch.float64).eval()
 
 
-def computes(rank, ranks, kinds, transport):
-    cases = Cases()
+@on_ranks()
+@pytest.mark.parametrize(
+    ("ranks", "kinds", "transport"),
+    [
+        *((1, KINDS[:1], "shm"), (2, KINDS, "auto"), (3, KINDS[:4], "shm"), (4, KINDS[:2], "shm")),
+        *((2, KINDS[2:4], "tcp"), (4, KINDS[:2], "tcp")),
+    ],
+)
+def test_forwards(rank, ranks, cases, kinds, transport):
     for kind in kinds:
         plain = build(kind)
         model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport=transport, timeout=60.0)
@@ -96,27 +103,15 @@ def computes(rank, ranks, kinds, transport):
         if transport == "tcp":
             ring.exchange("no rank pulls any more")
         ring.close()
-    cases.finish()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "kinds", "transport"),
-    [
-        *((1, KINDS[:1], "shm"), (2, KINDS, "auto"), (3, KINDS[:4], "shm"), (4, KINDS[:2], "shm")),
-        *((2, KINDS[2:4], "tcp"), (4, KINDS[:2], "tcp")),
-    ],
-)
-def test_forwards(ranks, kinds, transport):
-    run_ranks(computes, ranks, kinds, transport)
 
 
 def integers(*shape, most, seed):
     return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def bitwise(rank, ranks):
+@on_ranks(3)
+def test_bitwise_autocast_and_other_layers(rank, cases):
     """The same products in the same order as on a ring that trains."""
-    cases = Cases()
     x = random(5, 13, dtype=torch.float32, seed=rank)
     plain = nn.Sequential(nn.Linear(13, 11), nn.Linear(11, 7, bias=False))
     with torch.no_grad():
@@ -165,14 +160,10 @@ def bitwise(rank, ranks):
         with pytest.raises(ValueError, match=r"rotate_for_inference .* forwards only, got a backward: fully_rotate"):
             rtp_ext.rotate_for_inference(nn.Sequential(nn.Linear(13, 11)), timeout=60.0)(x).sum().backward()
         x.grad = None
-    cases.finish()
 
 
-def test_bitwise_autocast_and_other_layers():
-    run_ranks(bitwise, 3)
-
-
-def generates(rank, ranks):
+@on_ranks(2)
+def test_generate_with_caches_and_different_lengths(rank):
     rtp_ext.fully_rotate(nn.Linear(2, 2))  # control: it patches `generate` of models that train, whose ranks wait
     plain = make("llama").eval()
     model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=60.0)
@@ -181,14 +172,12 @@ def generates(rank, ranks):
     assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
 
 
-def test_generate_with_caches_and_different_lengths():
-    run_ranks(generates, 2)
-
-
 # -- no rank waits -----------------------------------------------------------------------------------------------------
 
 
-def alone(rank, ranks, transport):
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "transport"), [(3, "shm"), (3, "tcp"), (4, "shm+tcp")])
+def test_no_rank_waits_for_another(rank, ranks, transport):
     """Rank 0 runs all its forwards while the others sleep, raise and compute; then they run theirs, and it serves."""
     if transport == "shm+tcp":
         pretend_hosts(rank, ranks // 2)
@@ -227,11 +216,6 @@ def alone(rank, ranks, transport):
         store.wait(["the controls have ended"])
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(3, "shm"), (3, "tcp"), (4, "shm+tcp")])
-def test_no_rank_waits_for_another(ranks, transport):
-    run_ranks(alone, ranks, transport)
-
-
 def ended(pid: int) -> None:
     """Waits for the end of a process, which may stay a zombie until its parent reaps it."""
     with contextlib.suppress(FileNotFoundError):
@@ -239,7 +223,9 @@ def ended(pid: int) -> None:
             time.sleep(0.01)
 
 
-def survives(rank, ranks):
+@on_ranks(3, lost=[1])
+def test_a_rank_that_was_killed(rank, ranks):
+    """Over shm its memory stays; over tcp its shards are gone."""
     plain = make_model()
     model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), timeout=5.0)
     pulling = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport="tcp", timeout=5.0)
@@ -270,12 +256,8 @@ def survives(rank, ranks):
         logits(model, "small", rank, 0)
 
 
-def test_a_rank_that_was_killed():
-    """Over shm its memory stays; over tcp its shards are gone."""
-    run_ranks(survives, 3, lost=[1])
-
-
-def pulls_ahead(rank, ranks):
+@on_ranks(2, lost=[1])
+def test_the_next_shard_is_pulled_while_a_rank_computes(rank):
     """The shard of the next owner arrives while a rank computes with the one before."""
     model = rtp_ext.rotate_for_inference(nn.Sequential(nn.Linear(8, 6, bias=False)), transport="tcp", timeout=5.0)
     ring = rtp_ext.ring_of(model)
@@ -307,11 +289,8 @@ def pulls_ahead(rank, ranks):
     ring.close()
 
 
-def test_the_next_shard_is_pulled_while_a_rank_computes():
-    run_ranks(pulls_ahead, 2, lost=[1])
-
-
-def stops(rank, ranks):
+@on_ranks(2, lost=[1])
+def test_a_rank_that_was_stopped_is_a_timeout_over_tcp(rank):
     model = rtp_ext.rotate_for_inference(make_model(), transport="tcp", timeout=1.0)
     pids = rtp_ext.ring_of(model).exchange(os.getpid())
     if rank == 1:
@@ -321,7 +300,3 @@ def stops(rank, ranks):
     with torch.no_grad(), pytest.raises(rtp_ext.RingTimeout, match=r"from rank 1 of .* nothing arrived for 1 s"):
         logits(model, "small", rank, 0)
     rtp_ext.ring_of(model).close()
-
-
-def test_a_rank_that_was_stopped_is_a_timeout_over_tcp():
-    run_ranks(stops, 2, lost=[1])

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from hf_models import make
 from live_bytes import LiveBytes
 from models import make_model
@@ -78,7 +78,8 @@ def test_host_holds_the_model_once():
     assert 0.98 * whole <= sum(shares) <= 1.02 * whole, "the host holds the model once"
 
 
-def reads_chosen_experts(rank, ranks):
+@on_ranks(2)
+def test_experts_without_tokens_are_not_read(rank, ranks):
     torch.manual_seed(0)
     plain = make("mixtral", num_hidden_layers=1).eval()
     block = next(part for part in plain.modules() if type(part).__name__ == "MixtralExperts")
@@ -108,10 +109,6 @@ def reads_chosen_experts(rank, ranks):
         touched = mapped("Rss", "r--s") - before
         assert 0.9 * one <= touched <= 1.2 * one, f"control: {touched} bytes of one expert of {one}"
     rtp_ext.ring_of(pulling).exchange("no rank pulls any more")
-
-
-def test_experts_without_tokens_are_not_read():
-    run_ranks(reads_chosen_experts, 2)
 
 
 def updates(rank, ranks, transport, file):
@@ -210,7 +207,8 @@ def test_updates(transport, tmp_path):
     run_ranks(updates, 2, transport, tmp_path / "model.safetensors")
 
 
-def refuses(rank, ranks):
+@on_ranks(2)
+def test_refusals(rank):
     plain = make_model()
     for options, words in (
         ({"transport": "nccl"}, r"expected transport auto, shm, shm\+tcp, tcp, ce, got 'nccl'"),
@@ -248,7 +246,3 @@ def refuses(rank, ranks):
         with pytest.raises(rtp_ext.RingTimeout, match="rank 1"):
             rtp_ext.update_weights(model, plain.named_parameters())
         assert time.monotonic() - start < 10.0
-
-
-def test_refusals():
-    run_ranks(refuses, 2)

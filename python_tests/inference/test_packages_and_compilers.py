@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import on_ranks
 from hf_models import VOCABULARY, fill, inputs_of, make, make_batch
 from reference import assert_same, differs
 from torch import nn
@@ -31,9 +31,10 @@ def with_adapter(plain: nn.Module) -> nn.Module:
     return model
 
 
+@on_ranks(2)
 @torch.no_grad()
-def adapts(rank, ranks, folder):
-    cases = Cases()
+def test_adapters_and_folders(rank, cases, tmp_path):
+    folder = tmp_path / "saved"
     plain = make("llama", num_hidden_layers=1).eval()
     adapted = with_adapter(plain)
     assert differs(logits(adapted, rank), logits(plain, rank), 1e-2), "control: the adapter changes the output"
@@ -75,15 +76,11 @@ def adapts(rank, ranks, folder):
         merged.save_pretrained(folder)  # returns when rank 0 has written
         loaded = AutoModelForCausalLM.from_pretrained(folder)
         assert_same(logits(loaded.eval(), rank), logits(adapted, rank), 1e-5, "a folder")
-    cases.finish()
 
 
-def test_adapters_and_folders(tmp_path):
-    run_ranks(adapts, 2, tmp_path / "saved")
-
-
+@on_ranks(3)
 @torch.no_grad()
-def generates(rank, ranks):
+def test_generate_of_encoder_and_decoder(rank):
     import transformers as hf
 
     sizes = {"d_model": 24, "d_kv": 6, "d_ff": 37, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
@@ -103,10 +100,6 @@ def generates(rank, ranks):
         assert not torch.equal(other.generate(prompt, **options), plain.generate(prompt, **options)), "control"
 
 
-def test_generate_of_encoder_and_decoder():
-    run_ranks(generates, 3)
-
-
 class Scaled(nn.Module):
     """Rotated layers with other operations between them, which a compiler fuses."""
 
@@ -119,9 +112,10 @@ class Scaled(nn.Module):
         return torch.tanh(self.last(torch.sin(self.norm(self.first(x))) * 2 + 1)) - 0.5
 
 
+@on_ranks(2)
 @torch.no_grad()
-def compiles(rank, ranks):
-    cases, plain = Cases(), Scaled()
+def test_compilers_and_autocast(rank, cases):
+    plain = Scaled()
     for weights in (None, "int8"):
         model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), weights=weights, timeout=60.0)
         x = torch.randn(4 + rank, 12)
@@ -143,15 +137,11 @@ def compiles(rank, ranks):
             assert actual.dtype == expected.dtype
             assert_same(actual, expected, 2e-2, "bfloat16")
             assert differs(actual, plain(x + 1), 5e-2), "control"
-    cases.finish()
 
 
-def test_compilers_and_autocast():
-    run_ranks(compiles, 2)
-
-
+@on_ranks(3)
 @torch.no_grad()
-def explains(rank, ranks):
+def test_explain(rank):
     plain = make("llama", num_hidden_layers=1).eval()
     for transport, weights in (("shm", None), ("tcp", None), ("tcp", "nf4")):
         model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport=transport, weights=weights, timeout=60.0)
@@ -183,7 +173,3 @@ def explains(rank, ranks):
             rtp_ext.fully_rotate(model)
         dist.barrier()
         ring.close()
-
-
-def test_explain():
-    run_ranks(explains, 3)

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import assert_same, random
 from torch import nn
 
@@ -25,9 +25,9 @@ def _waits(recorded):
     return [event for event in recorded.events if event.kind == "wait"]
 
 
+@on_ranks(2)
 @torch.no_grad()
-def _traced(rank, ranks):
-    cases = Cases()
+def test_waits_for_pulled_shards_are_traced(rank, cases):
     plain = nn.Sequential(*(nn.Linear(32, 32, dtype=torch.float64) for _ in range(LAYERS)))
     x = random(3, 32, dtype=torch.float64, seed=rank)
     for transport, weights in (("tcp", None), ("tcp", "int8"), ("shm", None)):
@@ -48,7 +48,6 @@ def _traced(rank, ranks):
                     assert_same(y, plain(x), 1e-12, "values")
         dist.barrier()
         ring.close()
-    cases.finish()
 
 
 def _check(recorded, transport, weights):
@@ -65,7 +64,3 @@ def _check(recorded, transport, weights):
     assert 0.7 * STOPPED < found["weights"] <= total and found["products"] < 0.5 * STOPPED, found
     assert (found["conversions"] > 0) == (weights is not None), found
     assert sum(each.waiting for each in trace.summaries([recorded])) >= 0.7 * STOPPED
-
-
-def test_waits_for_pulled_shards_are_traced():
-    run_ranks(_traced, 2)

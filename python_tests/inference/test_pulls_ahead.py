@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import on_ranks
 from hf_models import make
 from reference import assert_same, differs, random
 from torch import nn
@@ -62,8 +62,8 @@ def status(key: str) -> int:
     return int(Path("/proc/self/status").read_text().partition(f"{key}:")[2].split()[0])
 
 
-def ahead(rank, ranks):
-    cases = Cases()
+@on_ranks([2, 3])
+def test_pulls_ahead(rank, ranks, cases):
     plain = Layers()
     model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport="tcp", timeout=60.0)
     ring = rtp_ext.ring_of(model)
@@ -194,9 +194,3 @@ def ahead(rank, ranks):
         assert [type(error) for error in errors] == [rtp_ext.RotationError], errors
         with torch.no_grad(), pytest.raises(rtp_ext.RotationError, match="it was closed"):
             model(x)
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_pulls_ahead(ranks):
-    run_ranks(ahead, ranks)

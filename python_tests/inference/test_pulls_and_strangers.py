@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import on_ranks
 from models import make_model
 from reference import assert_same
 from test_forwards import ended, logits
@@ -53,7 +53,8 @@ class Changes:
             target.shutdown(socket.SHUT_WR)
 
 
-def changed_in_transit(rank, ranks):
+@on_ranks(2)
+def test_what_is_changed_in_transit_is_an_error(rank):
     link = Changes()
     if rank == 1:
         InferenceRing.exchange = lambda ring, value: link.in_front(ring, value)
@@ -72,10 +73,6 @@ def changed_in_transit(rank, ranks):
             ring.exchange("pulled")
 
 
-def test_what_is_changed_in_transit_is_an_error():
-    run_ranks(changed_in_transit, 2)
-
-
 def server_at(host: str, port: int) -> socket.socket:
     """Listens at a port once its process has ended with all of its threads."""
     while True:
@@ -84,7 +81,8 @@ def server_at(host: str, port: int) -> socket.socket:
         time.sleep(0.01)
 
 
-def replaced(rank, ranks):
+@on_ranks(2, lost=[1])
+def test_what_answers_in_the_place_of_a_rank_is_not_asked(rank):
     plain = make_model()
     model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport="tcp", timeout=5.0)
     ring = rtp_ext.ring_of(model)
@@ -123,11 +121,9 @@ def replaced(rank, ranks):
     ring.close()
 
 
-def test_what_answers_in_the_place_of_a_rank_is_not_asked():
-    run_ranks(replaced, 2, lost=[1])
-
-
-def forked(rank, ranks, transport):
+@on_ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_forked_process_is_refused_where_it_would_have_to_pull(rank, transport):
     plain = make_model()
     model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport=transport, timeout=30.0)
     ring = rtp_ext.ring_of(model)
@@ -157,8 +153,3 @@ def forked(rank, ranks, transport):
         assert queue.get() == "closed"
         assert torch.equal(logits(model, "small", rank, 0), expected), "the parent goes on"
     dist.barrier()
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_forked_process_is_refused_where_it_would_have_to_pull(transport):
-    run_ranks(forked, 2, transport)

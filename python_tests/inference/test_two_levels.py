@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from models import make_model
 from pretended_hosts import pretend_hosts
 from reference import assert_same, differs, random
@@ -166,7 +166,8 @@ def test_a_host_pulls_once():
         assert counts["tcp"][1] == 0, "control: over tcp nothing is shared"
 
 
-def sleeps(rank, ranks):
+@on_ranks(2 * HOSTS)
+def test_a_mate_that_sleeps_stops_nobody(rank, ranks):
     """Rank 1 is stopped in the middle of a forward, while it pulls; its mate goes on."""
     pretend_hosts(rank, ranks // HOSTS)
     plain = Together(4, 32)
@@ -211,11 +212,8 @@ def sleeps(rank, ranks):
     ring.close()
 
 
-def test_a_mate_that_sleeps_stops_nobody():
-    run_ranks(sleeps, 2 * HOSTS)
-
-
-def dies(rank, ranks):
+@on_ranks(2 * HOSTS, lost=[1])
+def test_an_owner_that_died(rank, ranks):
     """An owner of another host that dies is an error that names it; mates inside a host stay."""
     pretend_hosts(rank, ranks // HOSTS)
     plain = Together(3, 32)
@@ -237,12 +235,9 @@ def dies(rank, ranks):
     rtp_ext.ring_of(model).close() if rank else time.sleep(1.0)
 
 
-def test_an_owner_that_died():
-    run_ranks(dies, 2 * HOSTS, lost=[1])
-
-
+@on_ranks(6)
 @torch.no_grad()
-def in_blocks(rank, ranks):
+def test_blocks_on_three_hosts_in_threads(rank, ranks):
     """Two threads of each rank, on three hosts, with weights in blocks; a group of the second layer has 32 rows."""
     pretend_hosts(rank, ranks // 3)
     torch.manual_seed(0)
@@ -260,7 +255,3 @@ def in_blocks(rank, ranks):
     assert ring.pulled_bytes + ring.shared_bytes > 0, "control: shards of other hosts have come"
     dist.barrier()
     ring.close()
-
-
-def test_blocks_on_three_hosts_in_threads():
-    run_ranks(in_blocks, 6)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from models import make_model
 from pretended_hosts import pretend_hosts
 from torch import nn
@@ -192,7 +192,9 @@ def test_an_interrupted_update_ends_the_ring(stop):
     run_ranks(interrupted, 2, stop)
 
 
-def fails_on_one_rank(rank, ranks, streams):
+@on_ranks(2)
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_error_on_one_rank_is_one_on_all_in_time(rank, streams):
     """An error of any kind on one rank, in the middle of a tensor that travels, is an error on all within the timeout,
     whatever that of the group of the source is."""
     plain = make_model()
@@ -214,8 +216,3 @@ def fails_on_one_rank(rank, ranks, streams):
     with pytest.raises(OSError if rank == 1 else rtp_ext.RingTimeout, match="planted"):
         rtp_ext.update_weights(model, source)
     assert time.monotonic() - start < TIMEOUT + 5.0, "far below the other timeouts"
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_an_error_on_one_rank_is_one_on_all_in_time(streams):
-    run_ranks(fails_on_one_rank, 2, streams)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks, run_ranks
 from hf_models import inputs_of, make, make_batch
 from live_bytes import LiveBytes
 from models import make_model
@@ -48,9 +48,14 @@ def sources(new: nn.Module, ranks: int):
             yield type(outer).__name__, twin
 
 
+ENOUGH = [(2, ["llama"]), (4, ["small"])]
+EVERYTHING = [*ENOUGH, *((ranks, ["small", "llama", "gpt2"]) for ranks in (1, 2, 3, 4))]
+
+
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "kinds"), few(ENOUGH, EVERYTHING))
 @torch.no_grad()
-def copies(rank, ranks, kinds):
-    cases = Cases()
+def test_values(rank, ranks, cases, kinds):
     for kind in kinds:
         plain = make_model(tied=True) if kind == "small" else make(kind, num_hidden_layers=1).eval()
         new = changed(plain)
@@ -87,16 +92,6 @@ def copies(rank, ranks, kinds):
                 if weights == "nf4":
                     found = rtp_ext.frozen_weights(model)
                     assert all(torch.equal(found[name], value) for name, value in values.items())
-    cases.finish()
-
-
-ENOUGH = [(2, ["llama"]), (4, ["small"])]
-EVERYTHING = [*ENOUGH, *((ranks, ["small", "llama", "gpt2"]) for ranks in (1, 2, 3, 4))]
-
-
-@pytest.mark.parametrize(("ranks", "kinds"), few(ENOUGH, EVERYTHING))
-def test_values(ranks, kinds):
-    run_ranks(copies, ranks, kinds)
 
 
 def tall() -> nn.Module:
@@ -142,7 +137,8 @@ def test_no_rank_holds_more_than_a_bucket():
     print(run_ranks(holds_a_bucket, 3)[0])
 
 
-def refuses(rank, ranks):
+@on_ranks(2)
+def test_refusals(rank):
     plain = make_model()
     model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), weights="nf4", timeout=60.0)
     training = rtp_ext.fully_rotate(changed(plain), timeout=60.0)
@@ -175,10 +171,6 @@ def refuses(rank, ranks):
         rtp_ext.update_weights(model, training)
 
 
-def test_refusals():
-    run_ranks(refuses, 2)
-
-
 class Between(nn.Module):
     """Runs a function in the middle of a forward."""
 
@@ -192,8 +184,10 @@ class Between(nn.Module):
         return x
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @torch.no_grad()
-def beside_a_forward(rank, ranks, transport):
+def test_forwards_see_old_weights_or_new_ones(rank, transport):
     """Rank 0 is in the middle of a forward when rank 1 begins to update."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 6), Between(), nn.Linear(6, 5))
@@ -236,8 +230,3 @@ def beside_a_forward(rank, ranks, transport):
             parameter._local_tensor.copy_(shard)
         store.set("written", "")
     dist.barrier()
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_forwards_see_old_weights_or_new_ones(transport):
-    run_ranks(beside_a_forward, 2, transport)

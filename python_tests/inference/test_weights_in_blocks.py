@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks, run_ranks
 from hf_models import inputs_of, make, make_batch
 from live_bytes import LiveBytes
 from reference import assert_same, differs, random
@@ -33,9 +33,15 @@ def logits(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return model(**inputs_of(make_batch("llama", rank, step), torch.float32)).logits
 
 
+ENOUGH = [(2, "tcp", FORMATS), (3, "shm", FORMATS[:1])]
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("ranks", "transport", "formats"), few(ENOUGH, [*ENOUGH, *product((1, 2, 3, 4), ("shm", "tcp"), [FORMATS])])
+)
 @torch.no_grad()
-def computes(rank, ranks, transport, formats):
-    cases = Cases()
+def test_values_bytes_and_updates(rank, ranks, cases, transport, formats):
     plain = make("llama", num_hidden_layers=1).eval()
     other = copy.deepcopy(plain)
     for parameter in other.parameters():
@@ -73,17 +79,6 @@ def computes(rank, ranks, transport, formats):
                 rtp_ext.update_weights(model, [(first, torch.zeros(3))])
         ring.exchange("no rank pulls any more")
         ring.close()
-    cases.finish()
-
-
-ENOUGH = [(2, "tcp", FORMATS), (3, "shm", FORMATS[:1])]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "transport", "formats"), few(ENOUGH, [*ENOUGH, *product((1, 2, 3, 4), ("shm", "tcp"), [FORMATS])])
-)
-def test_values_bytes_and_updates(ranks, transport, formats):
-    run_ranks(computes, ranks, transport, formats)
 
 
 @torch.no_grad()
@@ -113,7 +108,8 @@ def test_host_holds_the_blocks_once():
     assert all(0.98 * blocks <= 3 * share <= 1.05 * blocks for share in shares), f"{shares} of {blocks}"
 
 
-def refuses(rank, ranks):
+@on_ranks(2)
+def test_refusals():
     plain = nn.Sequential(nn.Linear(4, 5))
     with pytest.raises(ValueError, match="expected weights None, 'nf4', 'mxfp4', 'int8', got 'int4'"):
         rtp_ext.rotate_for_inference(plain, weights="int4")
@@ -125,10 +121,6 @@ def refuses(rank, ranks):
         rtp_ext.rotate_for_inference(plain, weights="nf4", timeout=60.0)
     assert type(plain[0]) is nn.Linear, "a refused model does not change"
     assert plain[0].weight.requires_grad
-
-
-def test_refusals():
-    run_ranks(refuses, 2)
 
 
 @torch.no_grad()

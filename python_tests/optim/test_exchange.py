@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import on_ranks
 from hf_models import make
 from live_bytes import LiveBytes
 from muon_cases import Pair, Shape
@@ -168,15 +168,9 @@ def llama_cases(ranks, cases):
     rtp_ext.ring_of(model).close()
 
 
-def _exchanges(rank, ranks):
-    cases = Cases()
+@on_ranks([2, 4])
+def test_bytes_owners_and_memory(ranks, cases):
     with Ring() as ring:
         sent_cases(ranks, cases, ring)
         memory_cases(ranks, cases, ring)
     llama_cases(ranks, cases)
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_owners_and_memory(ranks):
-    run_ranks(_exchanges, ranks)

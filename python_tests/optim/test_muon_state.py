@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Cases, run_ranks
+from harness import on_ranks, run_ranks
 from hf_models import make, make_batch
 from matrix_optimizers import Muon as Stock
 from muon_cases import LONG, Pair, Shape
@@ -93,8 +93,8 @@ def test_a_checkpoint_continues_on_another_number_of_ranks(tmp_path):
     run_ranks(_resumes, 3, str(tmp_path))
 
 
-def _families(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_families(rank, cases):
     for family, count in (("gpt2", 8), ("mixtral", 12)):
         with cases.case(family):
             plain = make(family)
@@ -122,15 +122,10 @@ def _families(rank, ranks):
             rtp_ext.ring_of(model).close()
     with cases.case("a closed ring"), pytest.raises(RotationError, match=r"the ring .* was closed"):
         Muon(hidden, lr=0.05).step()
-    cases.finish()
 
 
-def test_families():
-    run_ranks(_families, 2)
-
-
-def _small(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_copies_and_refusals(rank, ranks, cases):
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ring",))
     with Ring(mesh) as ring:
         refusals(rank, cases, ring, mesh)
@@ -178,7 +173,6 @@ def _small(rank, ranks):
             pair = Pair(ring, LONG, lr=0.0)
             pair.take_steps(1)
             assert pair.optimizer.bytes_sent() == 0 and len(pair.optimizer.state) == len(LONG)
-    cases.finish()
 
 
 def refusals(rank, cases, ring, mesh):
@@ -254,22 +248,14 @@ def refusals(rank, cases, ring, mesh):
             pair.optimizer.step()
 
 
-def test_copies_and_refusals():
-    run_ranks(_small, 2)
-
-
-def _dies(rank, ranks):
-    with Ring(timeout=30.0) as ring:
-        pair = Pair(ring, LONG, lr=0.1)
-        pair.take_steps(1)
-        pair.gradients()
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        start = time.monotonic()
-        with pytest.raises(RingTimeout, match=r"exchange on rank \d of 3.*who failed: global rank 1"):
-            pair.optimizer.step()
-        assert time.monotonic() - start < 10 and not ring.alive
-
-
-def test_a_rank_that_dies_is_an_error_on_the_others():
-    run_ranks(_dies, 3, lost={1})
+@on_ranks(3, lost={1})
+def test_a_rank_that_dies_is_an_error_on_the_others(rank, ring):
+    pair = Pair(ring, LONG, lr=0.1)
+    pair.take_steps(1)
+    pair.gradients()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RingTimeout, match=r"exchange on rank \d of 3.*who failed: global rank 1"):
+        pair.optimizer.step()
+    assert time.monotonic() - start < 10 and not ring.alive

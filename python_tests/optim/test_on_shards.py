@@ -7,7 +7,7 @@ import random as python_random
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from optimizer_cases import Mixed, assert_alike, assert_trains, batch_loss, convert, mesh_of, train
 from reference import assert_same, differs, full, random, wholes
 from torch import nn
@@ -362,8 +362,8 @@ def _looped(model, batches, make):
     return [stray, late], norms, optimizer
 
 
-def _uses(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_loops_groups_and_other_uses(rank, ranks, cases):
     with cases.case("groups, schedules, clipping, closures"):
         plain, model = Mixed(), convert(Mixed(), (ranks,))
         expected, known, reference = _looped(plain, range(ranks), Own)
@@ -416,14 +416,10 @@ def _uses(rank, ranks):
             ValueError, match=r"after fully_rotate, or plain ones, got another DTensor of shape \(4, 4\)"
         ):
             on_shards(Own, [other])
-    cases.finish()
 
 
-def test_loops_groups_and_other_uses():
-    run_ranks(_uses, 2)
-
-
-def _apart(rank, ranks):
+@on_ranks(4)
+def test_replicas_that_train_apart(rank, ranks):
     workers = [Mixed() for _ in range(2)]
     for number, worker in enumerate(workers):
         train(worker, [Own(worker.parameters())], range(2 * number, 2 * number + 2), 3)
@@ -437,10 +433,6 @@ def _apart(rank, ranks):
     others = [torch.empty_like(first) for _ in range(ranks)]
     torch.distributed.all_gather(others, first)
     assert all(torch.equal(first, each) for each in others), "the replicas meet after four steps"
-
-
-def test_replicas_that_train_apart():
-    run_ranks(_apart, 4)
 
 
 def _share(rank, ranks):

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from matrix_optimizers import CLOSE, POLICIES
 from matrix_optimizers import Muon as Stock
 from pipeline_models import LARGEST_NORM, Pipeline, batch, make_parts
@@ -211,26 +211,16 @@ def two_level_cases(rank, ranks, cases):
         assert_alike(model, plain)
 
 
-def _two_by_two(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_two_by_two(rank, ranks, cases):
     reduced_cases(rank, ranks, cases)
     apart_cases(rank, cases)
     parallel_cases(rank, cases)
     pipeline_cases(cases)
     two_level_cases(rank, ranks, cases)
-    cases.finish()
 
 
-def test_two_by_two():
-    run_ranks(_two_by_two, 4)
-
-
-def _six(rank, ranks):
+@on_ranks(6)
+def test_three_replicas(rank, ranks, cases):
     """Shards of 7 rows are cut over the replicas along the other side: parts are tiles, which go whole."""
-    cases = Cases()
     reduced_cases(rank, ranks, cases, (3, 2))
-    cases.finish()
-
-
-def test_three_replicas():
-    run_ranks(_six, 6)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from optimizer_cases import Mixed, convert, mesh_of, train
 from reference import differs, random, wholes
 from torch import nn
@@ -29,8 +29,8 @@ def _made(make, policy):
     return model, optimizer
 
 
-def _checkpoints(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_state_that_is_made_for_a_checkpoint_is_no_step(rank, cases):
     for name, make in OPTIMIZERS.items():
         for policy in (LocalSGD, DiLoCo):
             with cases.case(f"{name}, {policy.__name__}"):
@@ -47,11 +47,6 @@ def _checkpoints(rank, ranks):
                 expected, found = wholes(model.parameters()), wholes(twin.parameters())
                 assert all(map(torch.equal, found, expected)), "it goes on as if it had not been interrupted"
                 assert differs(before[0], found[0], 1e-4), "control: it goes on"
-    cases.finish()
-
-
-def test_state_that_is_made_for_a_checkpoint_is_no_step():
-    run_ranks(_checkpoints, 4)
 
 
 class Two(nn.Module):
@@ -80,8 +75,8 @@ def _trained(policy, members, rank):
     return wholes(model.parameters())
 
 
-def _lists(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_parts_without_a_model_around_them_are_averaged_or_refused(rank, cases):
     with cases.case("LocalSGD"):
         alone = _trained(LocalSGD(1), lambda model: [model.first, model.second], rank)
         together = _trained(LocalSGD(1), lambda model: model, rank)
@@ -89,8 +84,3 @@ def _lists(rank, ranks):
         assert all(map(torch.equal, alone, together)) and differs(apart[-1], together[-1], 1e-4)
     with cases.case("DiLoCo"), pytest.raises(ValueError, match=r"got weight, which is outside of the Sequential.*aro"):
         _trained(DiLoCo(1), lambda model: [model.first, model.second], rank)
-    cases.finish()
-
-
-def test_parts_without_a_model_around_them_are_averaged_or_refused():
-    run_ranks(_lists, 4)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from optimizer_cases import (
     OURS,
     STOCK,
@@ -70,8 +70,8 @@ def _muon(model, least):
     return [torch.optim.Muon(matrices, lr=0.05), torch.optim.SGD(others, lr=0.05)]
 
 
-def _matrices(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_muon_trains_matrices_and_refuses_those_with_fewer_rows_than_ranks(rank, cases):
     with pytest.MonkeyPatch.context() as monkeypatch:
         _iterate_in_float64(monkeypatch)
         for shape, outer in (((4,), None), (GRID, AllReduce), (GRID, ZeroOuter)):
@@ -83,11 +83,6 @@ def _matrices(rank, ranks):
             pytest.raises(ValueError, match=rf"{few_rows} share, got a parameter of shape \(1, 7\): .*AdamW"),
         ):
             train(model, _muon(model, 1), [rank])
-    cases.finish()
-
-
-def test_muon_trains_matrices_and_refuses_those_with_fewer_rows_than_ranks():
-    run_ranks(_matrices, 4)
 
 
 class _Looked(nn.Module):
@@ -103,9 +98,9 @@ class _Looked(nn.Module):
         return self.inner(self.table(x.argmax(-1)) + x)
 
 
-def _small(rank, ranks):
+@on_ranks(2)
+def test_steps_with_closures_hooks_plain_parameters_and_scalers(rank, ranks, cases):
     """Cases that need no separate mesh, on a ring of two."""
-    cases = Cases()
     with cases.case("SparseAdam"):
         make = lambda model: [  # noqa: E731
             torch.optim.SparseAdam(model.table.parameters(), lr=0.05),
@@ -182,11 +177,6 @@ def _small(rank, ranks):
                 scaler.update()
             assert scaler.get_scale() == 8.0
         assert_alike(model, plain)
-    cases.finish()
-
-
-def test_steps_with_closures_hooks_plain_parameters_and_scalers():
-    run_ranks(_small, 2)
 
 
 def _saves(rank, ranks, shape, outers):
@@ -235,10 +225,10 @@ def test_state_is_saved_and_loaded(shape, outers):
     run_ranks(_saves, torch.Size(shape).numel(), shape, outers)
 
 
-def _apart(rank, ranks):
+@on_ranks(4)
+def test_replicas_that_train_apart_have_statistics_of_their_own(rank, cases):
     """Replicas with local training have separate statistics: each is a ring; the reference is two models in one
     process."""
-    cases = Cases()
     for name, options in (("Adafactor", {"lr": 0.05}), ("Rprop", {"lr": 0.01})):
         with cases.case(name):
             workers = [Mixed() for _ in range(2)]
@@ -249,11 +239,6 @@ def _apart(rank, ranks):
             outer_of(model).attach(optimizers[0])
             train(model, optimizers, [rank], 3)
             assert_alike(model, workers[rank // 2])
-    cases.finish()
-
-
-def test_replicas_that_train_apart_have_statistics_of_their_own():
-    run_ranks(_apart, 4)
 
 
 class _Parallel(nn.Module):
@@ -269,9 +254,9 @@ class _Parallel(nn.Module):
         return self.norm(x + self.down(torch.tanh(self.up(x))))
 
 
-def _parallel(rank, ranks):
+@on_ranks(4)
+def test_shards_of_tensor_parallel_parts(rank, cases):
     """Two rings of two, each of one half of what tensor parallelism has cut, whose ranks have the same batch."""
-    cases = Cases()
     mesh = init_device_mesh("cpu", GRID, mesh_dim_names=("ring", "tp"))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for name, options in (("Adafactor", {"lr": 0.05}), ("Rprop", {"lr": 0.01}), ("SGD", {"lr": 0.05, "fused": True})):
@@ -281,15 +266,10 @@ def _parallel(rank, ranks):
             train(plain, maker(name, options)(plain), range(2))
             train(model, maker(name, options)(model), [rank // 2])
             assert_alike(model, plain)
-    cases.finish()
 
 
-def test_shards_of_tensor_parallel_parts():
-    run_ranks(_parallel, 4)
-
-
-def _refused(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_what_cannot_train_shards_is_refused_by_name(rank, ranks, cases):
     model = convert(Mixed(), (ranks,))
     batch_loss(model, rank, 0).backward()
     base = type("Optimizer8bit", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.optimizer"})
@@ -305,11 +285,6 @@ def _refused(rank, ranks):
         optimizer = cls(plain.parameters(), lr=0.1)
         with cases.case(f"{cls.__name__} of a plain model"):
             optimizer.step(lambda plain=plain: batch_loss(plain, rank, 0))
-    cases.finish()
-
-
-def test_what_cannot_train_shards_is_refused_by_name():
-    run_ranks(_refused, 2)
 
 
 def test_the_page_names_every_optimizer_of_torch():
