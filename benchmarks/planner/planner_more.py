@@ -1,4 +1,4 @@
-"""Tables of docs/predictions.md: our own runs."""
+"""Tables of docs/predictions.md: search methods, and our own runs."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -18,6 +18,16 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _lines(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (RESULTS / "cpu-2core" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def ways() -> str:
+    """Ways to search, of their last run."""
+    last = {(row["problem"], row["way"]): row for row in _lines("search_ways")}
+    rows = [
+        (way, what, f"{row['value_s']:.5g} s", f"{row['evaluations']:,}", f"{row['processor_s']:.3g} s")
+        for (what, way), row in last.items()
+    ]
+    return markdown(("way", "problem", "step found", "evaluations", "of a core"), rows)
 
 
 def grid() -> str:

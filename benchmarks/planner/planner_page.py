@@ -28,7 +28,7 @@ from shared.reports.own_pages import deliver, with_blocks
 from planner import planner_runs as runs
 from planner import published
 from planner.planner_hosts import hosts
-from planner.planner_more import capacity, markdown
+from planner.planner_more import capacity, markdown, ways
 from planner.planner_more import grid as our_runs
 from planner.planner_when import claims_of_when, forwards, like, when
 
@@ -158,6 +158,7 @@ BLOCKS = {
     "runs": _runs,
     "when": when,
     "forwards": forwards,
+    "ways": ways,
     "grid": our_runs,
     "capacity": capacity,
     "hosts": hosts,
