@@ -154,7 +154,7 @@ def hop_us(link: str) -> Expected:
 def cluster_of(device: str) -> Cluster | None:
     """Eight GPUs with this name, as torch reports it, in one host; None for a GPU that the planner has no rates of."""
     for name, fields in constants()["gpus"].items():
-        if device.removeprefix("NVIDIA ") == fields["data_sheet"]:
+        if device.removeprefix("NVIDIA ") == fields.get("data_sheet"):
             return Cluster.preset(name)
     return None
 
