@@ -7,7 +7,6 @@
     python benchmarks/plot.py rates benchmarks/results/cpu-2core/hosts.jsonl --model mlp --output docs/figures/rates
     python benchmarks/plot.py rates benchmarks/results/cpu-2core/lora.jsonl --log --output docs/figures/lora
     python benchmarks/plot.py outer benchmarks/results/cpu-2core/outer.jsonl --output docs/figures/outer
-    python benchmarks/plot.py travel benchmarks/results/cpu-2core/travel_curves.jsonl --output docs/figures/travel
     python benchmarks/plot.py forwards benchmarks/results/cpu-2core/forwards.jsonl --output docs/figures/forwards
     python benchmarks/plot.py paper benchmarks/results/cpu-2core/peers.jsonl --output docs/figures/paper
     python benchmarks/plot.py planned benchmarks/results/cpu-2core/planner_grid.jsonl --output docs/figures/planner_grid
@@ -32,10 +31,9 @@ from report import Row, last_runs, read_lines
 from shared.hosts import bits_per_second
 from shared.race.paper import runs_of
 from shared.reports.figure import COLOURS, HOLLOW, CannotPlot, canvas, style, token_axis
-from shared.reports.names import NAMES
+from shared.reports.names import NAMES, ways_of
 from shared.reports.runs.forwards_report import last_forwards
 from shared.reports.runs.outer_report import last_outer_run
-from shared.reports.runs.travel_report import last_travel_run, ways_of
 
 COMPONENTS = {
     "parameters": ("parameter_bytes", {"facecolor": "#1f4e79"}),
@@ -249,35 +247,6 @@ def outer(rows: list[Row], args: argparse.Namespace) -> Any:
     return figure, rows, f"{first['replicas']} replicas of {first['ring']}, {first['tokens']} tokens per rank{between}"
 
 
-def travel(rows: list[Row], args: argparse.Namespace) -> Any:
-    """Loss over steps by what travels, of the last run; beside it how far each is from float32."""
-    if not (rows := last_travel_run(rows)):
-        raise CannotPlot("expected a run of travel_curves.py with float32 among its runs, found none")
-    whole = next(row for row in rows if row["strategy"] == "float32")
-    figure, (curves, apart) = canvas(2)
-    window = max(1, whole["steps"] // 15)  # the loss of one batch is noisy
-
-    def smooth(losses: list[float]) -> Any:
-        return np.convolve(losses, np.ones(window) / window, mode="valid")
-
-    steps = np.arange(window, whole["steps"] + 1)
-    for index, row in enumerate(rows):
-        look = {**style(index), "markersize": 4, "linewidth": 1, "linestyle": "--" if row["control"] else "-"}
-        look["markevery"] = (index * max(1, len(steps) // 40), max(1, len(steps) // 8))
-        label = f"{row['strategy']}{' (control)' if row['control'] else ''}: {row['eval_loss']:.3f}"
-        curves.plot(steps, smooth(row["losses"]), label=label, **look)
-        if row is not whole:
-            apart.plot(steps, 100 * (smooth(row["losses"]) / smooth(whole["losses"]) - 1), **look)
-    apart.axhspan(-1, 1, color="#dddddd", zorder=0)
-    curves.set_title("loss, nats per byte; in the legend held out", fontsize=9, loc="left")
-    apart.set_ylim(-3, 3)
-    apart.set_title("percent above float32; grey: within 1; controls may lie outside", fontsize=9, loc="left")
-    for axes in (curves, apart):
-        axes.set_xlabel(f"steps; means of {window}", fontsize=9)
-    curves.legend(fontsize=7, frameon=False)
-    return figure, rows, f"{whole['shape']}: R = {whole['ranks']}, {whole['tokens']} tokens per rank"
-
-
 def forwards(rows: list[Row], args: argparse.Namespace) -> Any:
     """Tokens a second of forwards alone over the tokens of a pass, of the last run; a panel for each kind of links."""
     if not (rows := last_forwards(rows, ["equal"])):
@@ -339,7 +308,7 @@ def paper(rows: list[Row], args: argparse.Namespace) -> Any:
     return figure, shown, f"{shown[0]['shape']}; ranks{shared}" if shared else shown[0]["shape"]
 
 
-FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling, "rates": rates, "outer": outer, "travel": travel}
+FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling, "rates": rates, "outer": outer}
 FIGURES |= {"forwards": forwards, "planned": planned, "capacity": capacity, "paper": paper}
 
 

@@ -24,7 +24,6 @@ results/ and TABLE one of:
     hosts-overlap   cases of overlap.py between made hosts
     outer           policies between replicas, from the last run of outer.py; WORDS choose the run: a rate, R2 (ranks of
                     a ring), S150 (steps), AdamW, SGD
-    travel          runs of travel_curves.py, of the last command
     muon            strategies with Muon, of the last run for each number of ranks, on one host; `muon hosts`: between
                     made hosts, for each rate
     forwards equal, forwards unequal   forwards alone, of the last command of forwards.py
@@ -34,7 +33,7 @@ results/ and TABLE one of:
     overheads       the fixed cost of a call, of the last command of overheads/calls.py
 
 A block contains the commands that made the results, the machine of the measurement, and the table. Columns without
-values are left out. A block of `hosts`, `outer`, `travel`, `muon` or `forwards` is empty as long as there is no such
+values are left out. A block of `hosts`, `outer`, `muon` or `forwards` is empty as long as there is no such
 result.
 """
 
@@ -64,10 +63,9 @@ from shared.reports.compare_columns import (
     ranks_of,
     with_range,
 )
-from shared.reports.names import NAMES
+from shared.reports.names import NAMES, ways_of
 from shared.reports.own_pages import deliver, measured
 from shared.reports.run_reports import OF_A_RUN
-from shared.reports.runs.travel_report import ways_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "gpu_calls.md")
@@ -83,7 +81,6 @@ FILES = {
     "hosts-lora": "lora.jsonl",
     "hosts-overlap": "hosts_overlap.jsonl",
     "outer": "outer.jsonl",
-    "travel": "travel_curves.jsonl",
     "muon": "muon.jsonl",
     "forwards": "forwards.jsonl",
     "peers": "peers.jsonl",
@@ -292,7 +289,7 @@ def block(wish: str, results: Path) -> str:
     if kind not in FILES or wrong:
         kinds = ", ".join(FILES)
         raise ValueError(f"expected <!-- report: MACHINE KIND WORDS -->, a kind of {kinds} and its words, got {wish!r}")
-    late = ("hosts", "outer", "overheads", "travel", "muon", "forwards", "growth", "peers", "paper", "where")
+    late = ("hosts", "outer", "overheads", "muon", "forwards", "growth", "peers", "paper", "where")
     made_later = kind.startswith(late)
     if made_later and not (results / machine / FILES[kind]).exists():
         return "\n"

@@ -118,6 +118,8 @@ def main(arguments: list[str] | None = None) -> tuple[int, list[float]]:
     parser.add_argument("--log-every", type=int, default=10, help="steps")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    if min(options.steps, options.batch, options.length, options.warmup, options.log_every, options.save_every) < 1:
+        parser.error("expected numbers of at least 1 for steps, batch, length, warmup, log-every and save-every")
     if options.frozen and not options.lora_rank:
         parser.error("--frozen: expected --lora-rank, since weights that train have no bits to freeze")
 

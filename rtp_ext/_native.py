@@ -70,11 +70,10 @@ def ring_levels(end: Any, per_host: int) -> tuple[Any, Any]:
 def nccl_transport(ids: list[bytes], end: Any, options: Any, registered: bool) -> Any:
     """Returns a transport with two NCCL communicators of its own. `options`: a TransportOptions. `registered`: its
     slots are registered with NCCL. Collective over the ranks."""
-    return _C.nccl_transport(ids, end, _nccl_options(options, registered=registered))
-
-
-def _nccl_options(options: Any, **others: bool) -> Any:
-    return _C.NcclOptions(min_ctas=options.min_ctas, max_ctas=options.max_ctas, blocking=options.blocking, **others)
+    settled = _C.NcclOptions(
+        min_ctas=options.min_ctas, max_ctas=options.max_ctas, blocking=options.blocking, registered=registered
+    )
+    return _C.nccl_transport(ids, end, settled)
 
 
 def ce_refusal() -> str | None:
@@ -90,18 +89,3 @@ def ce_transport(unique_id: bytes, end: Any) -> Any:
 def set_ce_mode(transport: Any, channel: str, mode: str) -> None:
     """Sets the mode, `push` or `pull`, of hops of `channel` (weight or gradient) over a transport `ce`."""
     _C.set_ce_mode(transport, channel, mode)
-
-
-def nccl_put_refusal() -> str | None:
-    """Returns why the NCCL that torch loaded has no puts and signals; None if it has."""
-    return _C.nccl_put_refusal() if _C.with_cuda else "rtp_ext was built without CUDA"
-
-
-def nccl_put_communicators() -> int:
-    """Returns the number of unique ids for `nccl_put_transport`."""
-    return _C.nccl_put_communicators
-
-
-def nccl_put_transport(ids: list[bytes], end: Any, options: Any) -> Any:
-    """Returns a transport of NCCL's puts and signals. `options`: a TransportOptions. Collective over the ranks."""
-    return _C.nccl_put_transport(ids, end, _nccl_options(options))

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 #: `transport` of Ring and fully_rotate
-Transport = Literal[
-    "auto", "shm", "shm+tcp", "shm+c10d", "tcp", "c10d", "ce", "ce+nccl", "nccl+nccl", "nccl", "nccl-put"
-]
+Transport = Literal["auto", "shm", "shm+tcp", "shm+c10d", "tcp", "c10d", "ce", "ce+nccl", "nccl+nccl", "nccl"]
 #: `transport` of rotate_for_inference
 InferenceTransport = Literal["auto", "shm", "shm+tcp", "tcp", "ce"]
 #: `route` of one pass, and of an emulated ring
@@ -29,7 +27,7 @@ CeMode = Literal["auto", "push", "pull"]
 #: what hops carry
 Channel = Literal["weight", "gradient"]
 #: buffers that a ring counts
-Buffers = Literal[Channel, "scratch", "kept"]
+Buffers = Literal[Channel, "scratch"]
 
 #: `bundle` of fully_rotate, or a bool
 Bundle = Literal["recompute"]

@@ -47,9 +47,8 @@ CASES = [
     ("nccl", "registered"),
     ("nccl", "unregistered"),
     ("nccl", "registered, blocking"),
-    ("nccl-put", "push"),
 ]
-COMMUNICATORS = {"ce": 1, "nccl": 2, "nccl-put": 4}
+COMMUNICATORS = {"ce": 1, "nccl": 2}
 COUNTED, ROUNDS = 4, 40  # steps that are counted; how often at most, until they make no event
 OUTPUTS, INPUTS, TOKENS = 24, 8, 5
 
@@ -59,10 +58,8 @@ def connect(sim: Any, transport: str, mode: str, ids: list[bytes], rank: int, ra
         made = sim.ce(ids[0], rank, ranks, TIMEOUT, None)
         sim.set_ce_modes(made, *CE_MODES.get(mode, CE_MODES["mixed"]))
         return made
-    if transport == "nccl":
-        blocking = mode.endswith("blocking")
-        return sim.nccl(ids, rank, ranks, TIMEOUT, None, registered=mode.startswith("registered"), blocking=blocking)
-    return sim.nccl_put(ids, rank, ranks, TIMEOUT, None)
+    blocking = mode.endswith("blocking")
+    return sim.nccl(ids, rank, ranks, TIMEOUT, None, registered=mode.startswith("registered"), blocking=blocking)
 
 
 class FixedPlaces(PassGraphs):

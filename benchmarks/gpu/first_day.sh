@@ -270,7 +270,7 @@ first() {
   tested ranks "$R::test_rotates[2-ce]" "$R::test_rotates[2-nccl]" "$R::test_trains_like_the_plain_model[2-ce]" \
     "$C::test_prefetch_with_unequal_tokens" "$R::test_a_killed_neighbour_is_a_timeout" \
     "$R::test_trains_like_the_plain_model[2-nccl]" "$C::test_cold_start_with_lazy_loading" \
-    "$C::test_windows_without_multicast" "$R::test_rotates[2-nccl-put]" "$R::test_rotates[2-c10d]" \
+    "$C::test_windows_without_multicast" "$R::test_rotates[2-c10d]" \
     "$TESTS/transport/test_ce_gpu.py::test_slots_are_counted_and_given_back"
   PRELOAD=()
   keep

@@ -27,9 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 from shared.card import RESULTS
 from shared.hosts import bits_per_second
 from shared.models import WORKLOADS
-from shared.reports.names import NAMES
+from shared.reports.names import NAMES, ways_of
 from shared.reports.own_pages import last_lines
-from shared.reports.runs.travel_report import ways_of
 
 from planner.planner_more import markdown
 

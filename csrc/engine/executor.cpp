@@ -16,10 +16,9 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
       device_(device),
       hosts_(hosts),
       pool_(transport_, device),
-      kept_(pool_),
       trace_(transport_),
       hops_(transport_, trace_),
-      prefetcher_(transport_, pool_, kept_, hops_, trace_, rank),
+      prefetcher_(transport_, pool_, hops_, trace_, rank),
       deferred_(transport_, pool_, trace_),
       pulls_(pool_) {}
 
@@ -180,9 +179,7 @@ void Execution::stage_local() {
   staged_->usage.wait_for_all(executor_.streams());
   trace.end(waiting);
   const EventHandle staging = trace.begin(traced_, TraceKind::stage, TraceEvent::kNoStep, Lane::compute, "home");
-  const Context& context = executor_.prefetcher_.context();
-  executor_.kept_.stage(executor_.streams(), *weight_, staged_->memory, executor_.rank(),
-                        {context.serial, schedule_.options.pass, versions_of(context.watched)});
+  weight_->stage(executor_.streams(), staged_->memory, executor_.rank());
   trace.end(staging);
 }
 

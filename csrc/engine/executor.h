@@ -21,7 +21,6 @@
 #include "engine/hops/deferred_reductions.h"
 #include "engine/hops/dequantized_weights.h"
 #include "engine/hops/gradient_quantizer.h"
-#include "engine/hops/kept_shards.h"
 #include "engine/hops/slots.h"
 #include "engine/hops/trace.h"
 #include "engine/pass_graph.h"
@@ -47,7 +46,6 @@ class Executor {
   Transport& transport() { return *transport_; }
   Streams& streams() { return transport_->streams(); }
   SlotPool& pool() { return pool_; }
-  KeptShards& kept() { return kept_; }
   Hops& hops() { return hops_; }
   Prefetcher& prefetcher() { return prefetcher_; }
   DeferredReductions& deferred_reductions() { return deferred_; }
@@ -60,10 +58,9 @@ class Executor {
       deferred_.drain(), prefetcher_.drain();
     });
   }
-  // Frees all slots and kept shards, after hops in flight.
+  // Frees all slots, after hops in flight.
   void clear_slots() {
     drain();
-    kept_.drop();
     pool_.clear();
   }
   // Makes all forwards take shards from `source`, without a hop. Backwards become errors.
@@ -146,7 +143,6 @@ class Executor {
   at::Device device_;
   int hosts_;
   SlotPool pool_;
-  KeptShards kept_;
   Trace trace_;
   Hops hops_;
   Prefetcher prefetcher_;

@@ -9,9 +9,8 @@ bool Prefetcher::Record::same(const Record& other) const {
          options.same_hops(other.options);
 }
 
-Prefetcher::Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, KeptShards& kept, Hops& hops, Trace& trace,
-                       int rank)
-    : transport_(std::move(transport)), pool_(pool), kept_(kept), hops_(hops), trace_(trace), rank_(rank) {}
+Prefetcher::Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Trace& trace, int rank)
+    : transport_(std::move(transport)), pool_(pool), hops_(hops), trace_(trace), rank_(rank) {}
 
 void Prefetcher::enter(Context context) {
   context_ = std::move(context);
@@ -94,8 +93,7 @@ void Prefetcher::prefetch(const PassHandle& pass, int position) {
     prefetched.staged->usage.wait_for_all(transport.streams());
     trace_.end(waiting);
     prefetched.traced.push_back(trace_.announce(record.name, TraceKind::stage, TraceEvent::kNoStep, record.first_hop));
-    kept_.stage(transport.streams(), bundle, prefetched.staged->memory, rank_,
-                {record.serial, record.options.pass, pending.versions});
+    bundle.stage(transport.streams(), prefetched.staged->memory, rank_);
     trace_.end(prefetched.traced.back());
   }
   prefetched.local = bundle.local;

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "engine/hops/history.h"
-#include "engine/hops/kept_shards.h"
 #include "engine/hops/slots.h"
 #include "engine/hops/weak_tensor.h"
 
@@ -43,8 +42,7 @@ struct PrefetchedHop {
 
 class Prefetcher {
  public:
-  Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, KeptShards& kept, Hops& hops, Trace& trace,
-             int rank);
+  Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Trace& trace, int rank);
 
   // Sets the number of passes whose first hop may be in flight before they begin. 0: none are prefetched.
   void allow(size_t passes) { allowed_ = passes; }
@@ -106,7 +104,6 @@ class Prefetcher {
 
   std::shared_ptr<Transport> transport_;
   SlotPool& pool_;
-  KeptShards& kept_;
   Hops& hops_;
   Trace& trace_;
   int rank_;

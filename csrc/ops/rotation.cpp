@@ -69,7 +69,6 @@ ShardBundle travelling_weights(const Executor& executor, const RotationOptions& 
     for (TensorLayout& layout : layouts) {
       if (layout.shapes.front().size() < dims || layout.frozen) continue;
       layout.wire = options.wire;
-      layout.kept = options.keep_quantized;
     }
   }
   return {std::move(layouts), std::move(local)};

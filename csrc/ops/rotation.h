@@ -26,7 +26,6 @@ struct RotationOptions {
   Wire wire = Wire::plain;                    // travel format of weights, if it has fewer bits than the compute dtype
   GradientRoute gradient_route = GradientRoute::chain;  // direct is unsupported on routes gather and two_level
   bool gradients_quantized = false;  // gradient route direct only: gradients travel in 8 bits, with block scales
-  bool keep_quantized = false;       // what a forward quantizes is kept for its backward
 
   // The dtype in which the owner sums gradients. A sum that travels is rounded at every rank anyway.
   at::ScalarType local_dtype() const;

@@ -21,7 +21,6 @@
 #include "transport/emulated/emulated.h"
 #include "transport/nccl/nccl.h"
 #include "transport/nccl/peer_status.h"
-#include "transport/nccl/put.h"
 #include "transport/shm/shm.h"
 #include "transport/tcp/socket.h"
 #include "transport/tcp/tcp.h"
@@ -126,15 +125,6 @@ void bind_transports(py::module_& m) {
       },
       py::arg("id"), py::arg("end"));
   m.def("set_ce_mode", &set_ce_mode, py::arg("transport"), py::arg("channel"), py::arg("mode"));
-  m.attr("nccl_put_communicators") = kNcclPutCommunicators;
-  m.def("nccl_put_refusal", &nccl_put_refusal);
-  m.def(
-      "nccl_put_transport",
-      [](const std::vector<std::string>& ids, const RingEnd& end, const NcclOptions& options) {
-        const NoGil release;
-        return make_nccl_put_transport(end, ids, options.communicators);
-      },
-      py::arg("ids"), py::arg("end"), py::arg("options"));
 #else
   m.attr("with_cuda") = false;
 #endif
@@ -195,8 +185,6 @@ void bind_executor(py::module_& m) {
       .def("close", &Executor::close, py::call_guard<NoGil>())
       .def("slots", [](Executor& e, Channel channel) { return e.pool().count(channel); })
       .def("scratch", [](Executor& e) { return e.pool().scratch_count(); })
-      .def("kept", [](Executor& e) { return e.pool().kept_count(); })
-      .def("quantized", [](Executor& e) { return e.kept().quantized(); })
       .def(
           "enter",
           [](Executor& e, int64_t phase, bool backward, int64_t serial, const std::vector<at::Tensor>& watched) {
@@ -309,7 +297,6 @@ void bind_operations(py::module_& m) {
       .optional("travel", &RotationOptions::wire)
       .optional("gradient_route", &RotationOptions::gradient_route)
       .optional("gradients_quantized", &RotationOptions::gradients_quantized)
-      .optional("keep_quantized", &RotationOptions::keep_quantized)
       .bind(m)
       .def_property_readonly("local_dtype", &RotationOptions::local_dtype);
   py::class_<LinearShape>(m, "LinearShape")

@@ -25,7 +25,6 @@ void bind_footprint(py::module_& m) {
       .def_readonly("weight", &Footprint::weight)
       .def_readonly("gradient", &Footprint::gradient)
       .def_readonly("scratch", &Footprint::scratch)
-      .def_readonly("kept", &Footprint::kept)
       .def_readonly("free_weight", &Footprint::free_weight)
       .def_readonly("free_gradient", &Footprint::free_gradient)
       .def_readonly("mailboxes", &Footprint::mailboxes);
@@ -67,8 +66,7 @@ void bind_footprint(py::module_& m) {
       .optional("gradient_route", &StepSize::gradient_route)
       .optional("sum_bytes", &StepSize::sum_bytes)
       .optional("gradients_quantized", &StepSize::gradients_quantized)
-      .optional("travel", &StepSize::wire)
-      .optional("keep_quantized", &StepSize::keep_quantized);
+      .optional("travel", &StepSize::wire);
   m.def(
       "footprint",
       [step](const std::vector<OperationSize>& operations, const py::kwargs& size) {

@@ -50,7 +50,6 @@ class Walk {
         forward.push_back(pass(operation, chunks, chunk, Pass::forward));
         backward.push_back(pass(operation, chunks, chunk, Pass::backward));
       }
-      for (int64_t chunk = 0; step.keep_quantized && chunk < chunks.count; ++chunk) keep(operation, chunks, chunk);
       passes_[0].insert(passes_[0].end(), forward.begin(), forward.end());
       passes_[1].insert(passes_[1].begin(), backward.begin(), backward.end());
     }
@@ -69,8 +68,7 @@ class Walk {
       }
       if (round > 0 && left() == found) break;
     }
-    return {weights_.count(), gradients_.count(), scratch_.count(), kept_.count(),
-            weights_.free(),  gradients_.free(),  mailboxes()};
+    return {weights_.count(), gradients_.count(), scratch_.count(), weights_.free(), gradients_.free(), mailboxes()};
   }
 
  private:
@@ -102,25 +100,12 @@ class Walk {
     return packed_bytes(sizes.size(), [&](size_t tensor) { return sizes[tensor]; });
   }
 
-  bool quantized(const OperationSize& operation, size_t tensor) const {
-    return step_.ranks > 1 && !operation.is_bias(tensor) && quantizes(step_.wire, step_.compute_bytes);
-  }
-
-  // Leases what a forward keeps until the backward, where the same weights travel again.
-  void keep(const OperationSize& operation, const Chunks& chunks, int64_t chunk) {
-    for (size_t place = 0; place < operation.tensors.size(); ++place) {
-      const OperationSize::TensorSize& tensor = operation.tensors[place];
-      if (tensor.frozen || !quantized(operation, place) || !(operation.bundle || tensor.in_backward)) continue;
-      const int64_t rows = chunks.count == 1 ? tensor.rows : chunks.of(chunk, tensor.rows).count;
-      kept_.lease(wire_bytes(rows * tensor.row_elements, step_.wire, step_.compute_bytes), Sizes{});
-    }
-  }
-
   PassSize pass(const OperationSize& operation, const Chunks& chunks, int64_t chunk, Pass kind) {
     const bool forward = kind == Pass::forward;
     PassSize pass{};
     const auto quantized = [&](size_t tensor) {
-      return operation.tensors[tensor].frozen || this->quantized(operation, tensor);
+      if (operation.tensors[tensor].frozen) return true;
+      return step_.ranks > 1 && !operation.is_bias(tensor) && quantizes(step_.wire, step_.compute_bytes);
     };
     const auto travels = [&](const OperationSize::TensorSize& tensor) {
       return forward || operation.bundle || tensor.in_backward;
@@ -253,7 +238,7 @@ class Walk {
   const StepSize& step_;
   std::map<ScheduleOptions, Schedule> schedules_;
   std::vector<PassSize> passes_[2];
-  SlotLedger<int64_t> weights_, gradients_, scratch_, kept_;
+  SlotLedger<int64_t> weights_, gradients_, scratch_;
   std::map<std::pair<Channel, int>, int64_t> small_;  // bytes of a small message from each sender, at most
   std::deque<Held> ahead_;                            // slots of the prefetched hops of the next passes
   std::deque<std::vector<int64_t>> deferred_;         // slots of passes whose reductions are deferred

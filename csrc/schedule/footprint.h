@@ -192,8 +192,7 @@ struct StepSize {
   GradientRoute gradient_route = GradientRoute::chain;
   int64_t sum_bytes = 4;  // gradient route direct only: bytes of an element of the owner's gradient
   bool gradients_quantized = false;
-  Wire wire = Wire::plain;      // of weights
-  bool keep_quantized = false;  // weights that a forward quantizes are kept for its backward
+  Wire wire = Wire::plain;  // of weights
 
   bool direct_gradients() const { return gradient_route == GradientRoute::direct; }
   bool rounded() const { return direct_gradients() && (gradients_quantized || reduce_bytes < sum_bytes); }
@@ -202,7 +201,7 @@ struct StepSize {
 
 // The size of a ring's pools once steps of these operations repeat. `free`: bytes of every slot at the end of a step.
 struct Footprint {
-  SlotCount weight, gradient, scratch, kept;  // scratch: of dequantized weights; kept: of quantized ones
+  SlotCount weight, gradient, scratch;  // scratch: of dequantized weights
   std::vector<int64_t> free_weight, free_gradient;
   int64_t mailboxes = 0;  // bytes that messages use in mailboxes, at most, as if one were small; over shm only
 };

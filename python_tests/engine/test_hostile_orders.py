@@ -1,5 +1,5 @@
-"""Rings that send hops ahead or keep quantized shards, in orders of calls that no training loop has: the same bits as a
-ring that does neither. The weights of the models change between the actions, so that a stale shard would show."""
+"""Rings that send hops ahead, in orders of calls that no training loop has: the same bits as a ring that does not. The
+weights of the models change between the actions, so that a stale shard would show."""
 
 import copy
 import functools
@@ -18,7 +18,6 @@ import rtp_ext
 WIDTH, HIDDEN = 6, 9
 PLAIN = {"prefetch": 0}
 AHEAD = {"prefetch": 2}
-KEPT = {"prefetch": 2, "keep_quantized": True}
 
 
 class PlantedError(Exception):
@@ -202,8 +201,6 @@ def _compare(cases, what, rank, make, rings, dtype=torch.float32, **options):
                 assert len(found) == len(expected) > 0 or "failing" in action
                 assert all(map(_same, found, expected))
     assert all(ring.prefetched()[1] > 0 for ring in made[1:])
-    exact, *others = (ring.quantized() for ring in made)
-    assert all((count < exact) == ring.keep_quantized for count, ring in zip(others, made[1:], strict=True))
     for ring in made:
         ring.close()
 
@@ -212,7 +209,7 @@ def _flat(rank, ranks):
     cases = Cases()
     _compare(cases, "float32", rank, functools.partial(rtp_ext.Ring, timeout=60.0, transport="tcp"), [PLAIN, AHEAD])
     ring = functools.partial(rtp_ext.Ring, timeout=60.0, transport="shm", travel="int8", slot_cap=200)
-    _compare(cases, "int8", rank, ring, [PLAIN, KEPT], bundle="recompute")
+    _compare(cases, "int8", rank, ring, [PLAIN, AHEAD], bundle="recompute")
     cases.finish()
 
 
@@ -221,10 +218,10 @@ def _of_four(rank, ranks):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ring"))
     dims = rtp_ext.RotationDims(ring="ring", replicate="replicas")
     ring = functools.partial(rtp_ext.Ring, mesh, dims=dims, timeout=60.0, travel="int8")
-    _compare(cases, "replicas", rank, ring, [PLAIN, KEPT], dtype=torch.bfloat16)
+    _compare(cases, "replicas", rank, ring, [PLAIN, AHEAD], dtype=torch.bfloat16)
     pretend_hosts(rank, 2)
     ring = functools.partial(rtp_ext.Ring, timeout=60.0, route="two-level", travel="int8")
-    _compare(cases, "two levels", rank, ring, [PLAIN, KEPT])
+    _compare(cases, "two levels", rank, ring, [PLAIN, AHEAD])
     cases.finish()
 
 
@@ -235,18 +232,3 @@ def test_one_ring(ranks):
 
 def test_replicas_and_two_levels():
     run_ranks(_of_four, 4)
-
-
-def _one_rank_refuses(rank, ranks):
-    """Only one rank asks for shards on the host: all get a ValueError, at once, and can go on."""
-    with rtp_ext.Ring(timeout=60.0, travel="int8", keep_quantized=True) as ring:
-        offload = torch.distributed.fsdp.CPUOffloadPolicy() if rank == 1 else None
-        with pytest.raises(ValueError, match="expected keep_quantized=False with offload_policy=CPUOffloadPolicy"):
-            rtp_ext.fully_rotate(make_model(), mesh=ring, offload_policy=offload)
-        model = make_model()
-        rtp_ext.fully_rotate(model, mesh=ring)
-        model(torch.ones(1, 2, WIDTH)).sum().backward()
-
-
-def test_a_refusal_of_one_rank():
-    run_ranks(_one_rank_refuses, 2)

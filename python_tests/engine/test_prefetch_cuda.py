@@ -105,10 +105,12 @@ def flat(rank, sim, kind, ranks, ids, barrier):
     # The ring is dropped: the simulation checks that all streams end.
 
 
-@pytest.mark.parametrize(("kind", "ranks"), few([("nccl", 3), ("nccl-put", 2), ("ce push", 3), ("ce mixed", 2)], FLAT))
+@pytest.mark.parametrize(
+    ("kind", "ranks"), few([("nccl", 3), ("nccl registered", 2), ("ce push", 3), ("ce mixed", 2)], FLAT)
+)
 def test_flat_rings(sim, kind, ranks):
     sim.controls.delay_us = 200
-    ids = sim.unique_id() if kind.startswith("ce") else unique_ids(sim, kind)
+    ids = sim.unique_id() if kind.startswith("ce") else unique_ids(sim)
     values(run_threads(flat, ranks, sim, kind, ranks, ids, threading.Barrier(ranks)))
 
 

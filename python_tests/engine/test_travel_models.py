@@ -118,8 +118,8 @@ def _two_levels(rank, ranks):
     pretend_hosts(rank, 2)
     cases = Cases()
     for travel in TRAVELS:
-        kept = {"keep_quantized": True, "prefetch": 2} if travel == "int8" else {}
-        with rtp_ext.Ring(transport="c10d", timeout=60.0, travel=travel, **kept) as ring:
+        prefetch = 2 if travel == "int8" else 1
+        with rtp_ext.Ring(transport="c10d", timeout=60.0, travel=travel, prefetch=prefetch) as ring:
             assert ring.route == "two-level"
             for name, operation in _operations().items():
                 with cases.case(f"{travel} {name}"):

@@ -110,7 +110,7 @@ def python_violations(sources: dict[str, str]) -> list[str]:
 
 
 def c_unit(path: str) -> str:
-    """ops/linear.cpp -> ops, transport/nccl/put.h -> transport/nccl"""
+    """ops/linear.cpp -> ops, transport/nccl/nccl.h -> transport/nccl"""
     return str(Path(path).parent)
 
 

@@ -29,7 +29,6 @@ INTERNAL = {
     "csrc/transport/tcp/peers.cpp: transport tcp: expected": "addresses that rtp_ext has exchanged",
     "csrc/transport/nccl/nccl.cpp: transport nccl: expected": "ids that rtp_ext has exchanged",
     "csrc/transport/nccl/peer_status.cpp: peer status": "addresses that rtp_ext has exchanged",
-    "csrc/transport/nccl/put.cpp: transport nccl-put: expected": "ids that rtp_ext has exchanged",
     "csrc/transport/nccl/supervised.cpp: expected hosts": "hosts that rtp_ext has counted",
     "csrc/transport/composite/": "hosts that rtp_ext has counted",
     "csrc/transport/checked.cpp: transport checked": "a transport that the ring has made",
@@ -54,6 +53,7 @@ COMPOSED: dict[str, tuple[int, tuple[str, ...]]] = {
     "rtp_ext/outer/local_training/guards.py": (1, ("a checkpoint would hold a mixture",)),
     "rtp_ext/outer/policy.py": (1, ("the model differs between replicas", "expected the same weights in all replicas")),
     "rtp_ext/planner/app/settings.py": (1, ()),  # of argparse
+    "rtp_ext/ring/links/agree.py": (2, ()),
     "rtp_ext/ring/links/transports.py": (1, ("cannot be used (",)),
     "rtp_ext/ring/telemetry.py": (1, ()),
 }
@@ -63,6 +63,7 @@ _CHECK = re.compile(
     r"|(?:RotationError|RingTimeout|NcclError|CudaError))\("
 )
 ERRORS = re.compile(r"(Error|RingTimeout|WrongResult)$")
+COMPARISONS = ("expect_same", "expect_same_lines", "agree")  # of rtp_ext/ring/links/agree.py: the error begins so
 WORD = re.compile(r"[a-z]{3}")
 _LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
@@ -84,6 +85,8 @@ def python_messages(file: str, source: str) -> list[tuple[str, str]]:
     """The messages of a Python file, each with the name of the file; without words: ''."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and node.args]
     texts = [text_of(node.args[0]) for node in calls if ERRORS.search(ast.unparse(node.func))]
+    compared = [text_of(node.args[0]) for node in calls if ast.unparse(node.func) in COMPARISONS]
+    texts += [text for text in compared if WORD.search(text)]
     return [(file, text if WORD.search(text) else "") for text in texts]
 
 

@@ -89,9 +89,10 @@ def test_without_a_kernel_of_cublaslt_the_sum_is_copied_first(sim_blas):
 def test_a_kernel_that_cublaslt_refuses_is_not_tried_again(sim_blas):
     a, b = torch.ones(5, 3, dtype=torch.bfloat16), torch.full((3, 9), 2.0, dtype=torch.bfloat16)
     sim_blas.controls.refuses_products = True
-    counted = []
+    out, summand, counted = torch.empty(5, 9), torch.arange(45.0).view(5, 9), []
     for _ in range(2):
-        out, summand, before = torch.full((5, 9), CANARY), torch.arange(45.0).view(5, 9), Counter(sim_blas.calls())
+        out.fill_(CANARY)
+        before = Counter(sim_blas.calls())
         sim_blas.gemm_widening(out, summand, a, b, 0.5)
         counted.append(Counter(sim_blas.calls()) - before)
         assert torch.equal(out, torch.arange(45.0).view(5, 9) + 3)

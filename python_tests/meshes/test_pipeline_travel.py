@@ -16,9 +16,8 @@ import rtp_ext
 
 PARTS, PLACES = 4, 3
 LATE = {"gradient_route": "direct", "late_gradients": 2, "transport": "tcp"}
-KEPT = {"keep_quantized": True, "prefetch": 2}
 TRAINED = [
-    (ScheduleZBVZeroBubble, {"travel": "int8", **KEPT, **LATE}, True),
+    (ScheduleZBVZeroBubble, {"travel": "int8", "prefetch": 2, **LATE}, True),
     (ScheduleInterleavedZeroBubble, {"travel": "bfloat16", **LATE, "transport": "c10d"}, False),
 ]
 ROUNDED = [

@@ -216,14 +216,14 @@ def refusals(rank, cases, ring, mesh):
         before = pair.parameters[0].to_local().clone()
         pair.gradients()
         with pytest.raises(
-            ValueError, match=r"same step on all ranks.*'lr': 0\.1.*on rank 0 and .*'lr': 0\.2.*on rank 1"
+            ValueError, match=r"step of all ranks.*'lr': 0\.1.*\(rank 0\), got .*'lr': 0\.2.*on rank 1"
         ):
             pair.optimizer.step()
         assert torch.equal(pair.parameters[0].to_local(), before) and not pair.optimizer.state, "nothing has changed"
     with cases.case("a rate of 0 on one rank"):
         pair = Pair(ring, LONG, lr=0.1 * (rank == 1))
         pair.gradients()
-        with pytest.raises(ValueError, match=r"same step on all ranks.*'lr': 0\.0.*on rank 0 and .*'lr': 0\.1"):
+        with pytest.raises(ValueError, match=r"step of all ranks.*'lr': 0\.0.*\(rank 0\), got .*'lr': 0\.1"):
             pair.optimizer.step()
         assert not pair.optimizer.state
     for name, option, words in (
@@ -243,7 +243,7 @@ def refusals(rank, cases, ring, mesh):
         pair.gradients()
         for parameter in pair.parameters[2 - missing :] if rank == 1 else ():
             parameter.grad = None
-        words = rf"a gradient of params\[0\] of group {2 - missing}, .* on rank 0 and nothing on rank 1"
+        words = rf"a gradient of params\[0\] of group {2 - missing}, .* \(rank 0\), got nothing on rank 1"
         with cases.case(f"{missing} gradients on one rank only"), pytest.raises(ValueError, match=words):
             pair.optimizer.step()
 

@@ -93,7 +93,11 @@ LARGE = 20_000  # rows of more than 1 MiB: gathered at their use
 PROGRAMS = {
     "experts in forward": (lambda: _Two(lambda _: _Expert(LARGE)), _whole_model, "all_gather of {}.w"),
     "experts of unequal sizes": (lambda: _Two(lambda i: _Expert(LARGE + 999 * i)), _whole_model, "all_gather of {}.w"),
-    "experts in backward": (lambda: _Two(lambda _: _Expert(LARGE)), _one_loss, "all_reduce of the gradient of {}.w"),
+    "experts in backward": (
+        lambda: _Two(lambda _: _Expert(LARGE)),
+        _one_loss,
+        "reduce_scatter of the gradient of {}.w",
+    ),
     "experts in a recomputation": (lambda: _Two(lambda _: _Expert(), True), _one_loss, "all_gather of {}.w"),
     "norms alone": (lambda: _Two(lambda i: _norm(1.0 + i)), _part_alone, "all_gather of {}.weight and 1 more"),
     "bilinears": (lambda: _Two(lambda _: _Bilinear()), _part_alone, "all_gather of {}.weight and 1 more"),

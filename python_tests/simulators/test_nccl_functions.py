@@ -18,9 +18,6 @@ SINCE = {
     "ncclCommWindowDeregister": 22703,
     "ncclCommRevoke": 22807,
     "ncclGetPeerDevicePointer": 22902,
-    "ncclPutSignal": 22902,
-    "ncclSignal": 22902,
-    "ncclWaitSignal": 22902,
 }
 
 

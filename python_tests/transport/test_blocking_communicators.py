@@ -16,9 +16,8 @@ from rtp_ext.ring.links.options import TransportOptions
 skip_without_headers()
 
 BLOCKING = {
-    "blocking": ("nccl", 2, {"blocking": True}),
-    "blocking, registered": ("nccl", 2, {"blocking": True, "registered": True}),
-    "blocking puts": ("nccl_put", 4, {"blocking": True}),
+    "blocking": {"blocking": True},
+    "blocking, registered": {"blocking": True, "registered": True},
 }
 
 
@@ -31,7 +30,7 @@ def kinds(monkeypatch):
 @pytest.mark.parametrize("kind", BLOCKING)
 def test_passes_give_what_one_process_gives(sim, kind):
     sim.controls.delay_us, sim.controls.launch_queue = 200, 8
-    values(run_threads(passes, 3, sim, kind, unique_ids(sim, kind), 3, 1))
+    values(run_threads(passes, 3, sim, kind, unique_ids(sim), 3, 1))
     assert sim.mistakes() == []
 
 
@@ -41,7 +40,7 @@ def test_a_call_that_a_lost_rank_holds_up_is_given_up(sim, fault):
     sim.controls.launch_queue = 3
     timeout, kind = (1.0, 100.0)[fault == "fails"], "blocking"
     news = connected_news(3) if fault == "fails" else None
-    arguments = (sim, kind, unique_ids(sim, kind), 3, timedelta(seconds=timeout), fault, threading.Barrier(3), news)
+    arguments = (sim, kind, unique_ids(sim), 3, timedelta(seconds=timeout), fault, threading.Barrier(3), news)
     for error, waited, alive in values(run_threads(until_failure, 3, *arguments))[:-1]:
         assert isinstance(error, RingTimeout) and not alive and waited < min(timeout, 5) + 8, error
     assert sim.mistakes() == []
@@ -51,7 +50,7 @@ def test_without_a_way_to_end_a_call_nothing_is_freed_under_it(sim):
     """The control: where NCCL cannot revoke, a rank stays in its call, and its communicator is left as it is."""
     sim.controls.launch_queue, sim.controls.version = 3, 22803
     kind = "blocking"
-    arguments = (sim, kind, unique_ids(sim, kind), 2, timedelta(seconds=1), "leaves", threading.Barrier(2))
+    arguments = (sim, kind, unique_ids(sim), 2, timedelta(seconds=1), "leaves", threading.Barrier(2))
     with pytest.raises(AssertionError, match="did not end within 4"):
         run_threads(until_failure, 2, *arguments, timeout=4.0)
     assert not any("inside a call" in text for text in sim.mistakes())
@@ -61,7 +60,7 @@ def test_without_a_way_to_end_a_call_nothing_is_freed_under_it(sim):
 def test_a_rank_that_does_not_come_to_the_start_is_a_timeout(sim):
     start = time.monotonic()
     with pytest.raises(RingTimeout, match="the start of a communicator: a rank of the ring did not answer"):
-        sim.nccl(unique_ids(sim, "blocking"), 0, 2, timedelta(seconds=0.3), None, blocking=True)
+        sim.nccl(unique_ids(sim), 0, 2, timedelta(seconds=0.3), None, blocking=True)
     assert time.monotonic() - start < 10
 
 

@@ -23,25 +23,19 @@ skip_without_headers()
 TIMEOUT = timedelta(seconds=20)
 CPU = torch.device("cpu")
 DTYPE = torch.float64
-# name: function of the simulated module, communicators, options
-TRANSPORTS = {
-    "nccl": ("nccl", 2, {}),
-    "nccl registered": ("nccl", 2, {"registered": True}),
-    "nccl-put": ("nccl_put", 4, {}),
-}
+TRANSPORTS = {"nccl": {}, "nccl registered": {"registered": True}}
 OUT, IN = 10, 6
 
 
 def connect(sim, kind, ids, rank, ranks, timeout=TIMEOUT, plant="", news=None):
-    function, _, options = TRANSPORTS[kind]
-    transport = getattr(sim, function)(ids, rank, ranks, timeout, news, **options)
+    transport = sim.nccl(ids, rank, ranks, timeout, news, **TRANSPORTS[kind])
     if plant:
         transport = sim.without_wait(transport, plant)
     return _native.Executor(transport, rank, ranks, CPU)
 
 
-def unique_ids(sim, kind):
-    return [sim.unique_id() for _ in range(TRANSPORTS[kind][1])]
+def unique_ids(sim):
+    return [sim.unique_id() for _ in range(2)]
 
 
 def linear(executor, layer, route, rank, ranks, features=(OUT, IN)):
@@ -125,7 +119,7 @@ def passes(rank, sim, kind, ids, ranks, rounds, plant="", timeout=TIMEOUT):
 def test_passes_give_what_one_process_gives(sim, kind, ranks):
     for delay in (0, 300):
         sim.controls.delay_us = delay
-        values(run_threads(passes, ranks, sim, kind, unique_ids(sim, kind), ranks, 2))
+        values(run_threads(passes, ranks, sim, kind, unique_ids(sim), ranks, 2))
 
 
 # Waits that a transport needs; one event of `nccl` stands for both ends of a hop, so that "sent" would not be missed.
@@ -136,7 +130,7 @@ def caught_without(sim, kind, plant, delay_us):
     """Returns whether any rank finds a wrong result, and the messages of all. The errors, which hold the executors, are
     dropped here."""
     sim.controls.delay_us = delay_us
-    results = run_threads(passes, 3, sim, kind, unique_ids(sim, kind), 3, 2, plant, timedelta(seconds=1))
+    results = run_threads(passes, 3, sim, kind, unique_ids(sim), 3, 2, plant, timedelta(seconds=1))
     return any(isinstance(result, AssertionError) for result in results), [repr(result) for result in results]
 
 
@@ -145,7 +139,7 @@ def _passes_without(rank, _, kind, plant, delay_us):
         return caught_without(sim, kind, plant, delay_us)
 
 
-@pytest.mark.parametrize(("kind", "plant"), few([PLANTS[0], PLANTS[3], PLANTS[4]], PLANTS))
+@pytest.mark.parametrize(("kind", "plant"), few([PLANTS[0], PLANTS[3]], PLANTS))
 def test_a_missing_wait_is_caught(kind, plant):
     simulated_cuda.build()  # here, outside of the measured time
     # a busy machine may hold up the host for longer than the streams dawdle, and nothing is early: they dawdle more
@@ -192,7 +186,7 @@ def until_failure(rank, sim, kind, ids, ranks, timeout, fault, barrier, news=Non
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_failure_reaches_every_rank(sim, kind, fault):
     timeout = 2.0
-    arguments = (sim, kind, unique_ids(sim, kind), 3, timedelta(seconds=timeout), fault, threading.Barrier(3))
+    arguments = (sim, kind, unique_ids(sim), 3, timedelta(seconds=timeout), fault, threading.Barrier(3))
     results = values(run_threads(until_failure, 3, *arguments))
     survivors = results if fault == "asynchronous error" else results[:-1]
     for _, waited, alive in survivors:
@@ -216,7 +210,7 @@ def connected_news(ranks):
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_failure_is_told_to_the_ranks_of_the_host(sim, kind):
     """No rank waits for the timeout, which is longer than the test."""
-    arguments = (sim, kind, unique_ids(sim, kind), 3, timedelta(seconds=100), "fails", threading.Barrier(3))
+    arguments = (sim, kind, unique_ids(sim), 3, timedelta(seconds=100), "fails", threading.Barrier(3))
     results = values(run_threads(until_failure, 3, *arguments, connected_news(3)))
     for error, waited, alive in results[:-1]:
         assert isinstance(error, RingTimeout) and not alive and waited < 10
@@ -237,7 +231,7 @@ def test_a_process_that_ends_is_noticed(sim):
     news = _native.PeerStatus(0, 2)
     assert news.connect([news.address(), os.read(address, 200).decode()]) == 1
     it_ends = threading.Barrier(2, action=lambda: os.close(told_to_leave))
-    arguments = (sim, "nccl", unique_ids(sim, "nccl"), 2, timedelta(seconds=100), "leaves", it_ends)
+    arguments = (sim, "nccl", unique_ids(sim), 2, timedelta(seconds=100), "leaves", it_ends)
     (error, waited, _), _ = values(run_threads(until_failure, 2, *arguments, [news, None]))
     os.waitpid(child, 0)
     assert isinstance(error, RingTimeout) and waited < 10
@@ -258,23 +252,7 @@ def test_hops_of_a_capture_are_not_supervised(sim):
         executor.close()
 
     barrier = threading.Barrier(2)
-    values(run_threads(work, 2, unique_ids(sim, "nccl")))
-
-
-def test_what_nccl_lacks_is_a_refusal_on_every_rank(sim):
-    def work(rank, ids):
-        with pytest.raises(NcclError) as raised:
-            sim.nccl_put(ids, rank, 2, TIMEOUT, None)
-        return str(raised.value)
-
-    assert sim.nccl_put_refusal() is None
-    sim.controls.null_windows = True
-    for text in values(run_threads(work, 2, unique_ids(sim, "nccl-put"))):
-        assert "gave no window" in text
-    sim.controls.version = 22809
-    assert "NCCL 2.28.9 has no puts and signals: expected 2.29 or newer" in sim.nccl_put_refusal()
-    for text in values(run_threads(work, 2, unique_ids(sim, "nccl-put"))):
-        assert "2.28.9" in text
+    values(run_threads(work, 2, unique_ids(sim)))
 
 
 def test_memory_that_runs_out_on_one_rank_is_told_to_the_others(sim):
@@ -297,7 +275,7 @@ def test_memory_that_runs_out_on_one_rank_is_told_to_the_others(sim):
         assert not executor.alive
         return (raised.value,)
 
-    (told,), (out_of_memory,) = values(run_threads(work, 2, unique_ids(sim, "nccl")))
+    (told,), (out_of_memory,) = values(run_threads(work, 2, unique_ids(sim)))
     assert not isinstance(out_of_memory, RotationError), "torch's own error"
     assert isinstance(told, RingTimeout) and "rank 1 of the ring has failed: rotate" in str(told)
 
@@ -334,13 +312,12 @@ def test_a_slot_that_a_graph_knows_stays(sim):
         executor.close()
 
     barrier = threading.Barrier(2)
-    values(run_threads(work, 2, unique_ids(sim, "nccl")))
+    values(run_threads(work, 2, unique_ids(sim)))
 
 
-@pytest.mark.parametrize("kind", ["nccl registered", "nccl-put"])
-def test_slots_that_nccl_knows_are_not_made_in_a_capture(sim, kind):
+def test_slots_that_nccl_knows_are_not_made_in_a_capture(sim):
     def work(rank, ids):
-        executor = connect(sim, kind, ids, rank, 2)
+        executor = connect(sim, "nccl registered", ids, rank, 2)
         barrier.wait(20)
         sim.controls.capturing = True
         with pytest.raises(RotationError, match="slots cannot be made or ended while a graph is captured"):
@@ -349,4 +326,4 @@ def test_slots_that_nccl_knows_are_not_made_in_a_capture(sim, kind):
         sim.controls.capturing = False
 
     barrier = threading.Barrier(2)
-    values(run_threads(work, 2, unique_ids(sim, kind)))
+    values(run_threads(work, 2, unique_ids(sim)))

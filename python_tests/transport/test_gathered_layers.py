@@ -27,8 +27,7 @@ KINDS = [*TRANSPORTS, *(f"ce, {mode}" for mode in MODES)]
 
 def transport(sim, kind, ids, rank, ranks, mutant=None, timeout=TIMEOUT):
     if kind in TRANSPORTS:
-        function, _, options = TRANSPORTS[kind]
-        return getattr(sim, function)(ids, rank, ranks, TIMEOUT, None, **options)
+        return sim.nccl(ids, rank, ranks, TIMEOUT, None, **TRANSPORTS[kind])
     made = sim.ce(ids[0], rank, ranks, timeout, None, -1 if mutant is None else list(ALL).index(mutant))
     sim.set_ce_modes(made, *MODES[kind.removeprefix("ce, ")])
     return made
@@ -89,7 +88,7 @@ def work(rank, sim, kind, ids, ranks, *planted):
 def test_parts_between_others(sim, ranks):
     for number, kind in enumerate(KINDS):
         sim.controls.delay_us = 200 * (number % 2)
-        ids = unique_ids(sim, kind) if kind in TRANSPORTS else [sim.unique_id()]
+        ids = unique_ids(sim) if kind in TRANSPORTS else [sim.unique_id()]
         values(run_threads(work, ranks, sim, kind, ids, ranks, timeout=60.0))
         assert sim.mistakes() == [], kind
 

@@ -31,12 +31,12 @@ class MergingAdapter:
 
     def merge(self, *arguments: Any, **keywords: Any) -> Any:
         self._refuse_blocks("merge")
-        with implicit_replication():
+        with torch.no_grad(), implicit_replication():
             return super().merge(*arguments, **keywords)  # type: ignore[misc]
 
     def unmerge(self, *arguments: Any, **keywords: Any) -> Any:
         self._refuse_blocks("unmerge")
-        with implicit_replication():
+        with torch.no_grad(), implicit_replication():
             return super().unmerge(*arguments, **keywords)  # type: ignore[misc]
 
     def get_delta_weight(self: Any, name: str, *arguments: Any, **keywords: Any) -> torch.Tensor:

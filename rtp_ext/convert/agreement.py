@@ -24,6 +24,7 @@ from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import frozen_of, held
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import FROZEN, computes_plainly
+from rtp_ext.ring.links.agree import expect_same
 
 logger = logging.getLogger("rtp_ext")
 
@@ -146,13 +147,8 @@ def plan_anew(root: nn.Module, ring: Ring) -> None:
         if planned:
             layers.append((prepared, planned))
     answers = ring.exchange([(planned[0].name, prepared.seen) for prepared, planned in layers])
-    names = [name for name, _ in answers[0]]
-    for rank, theirs in enumerate(answers):
-        if [name for name, _ in theirs] != names:
-            raise ValueError(
-                f"{type(root).__name__}: the ranks have called different layers: expected {', '.join(names)} (rank 0), "
-                f"got {', '.join(name for name, _ in theirs)} on rank {rank}"
-            )
+    names = [[name for name, _ in theirs] for theirs in answers]
+    expect_same(f"{type(root).__name__}: the ranks have called different layers", names, show=", ".join)
     for place, (prepared, planned) in enumerate(layers):
         prepared.most = max(theirs[place][1] for theirs in answers)
         for ready in planned:

@@ -17,6 +17,7 @@ from rtp_ext.parameters.sharding import frozen_of, held, local_shards, reserve
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import expect_memory, holds_memory, unseen
 from rtp_ext.ring.cpu_offload import on_device
+from rtp_ext.ring.links.agree import expect_same
 from rtp_ext.ring.mesh import ring_dim, ring_shape
 from rtp_ext.ring.routes.route_planner import LayerSize
 
@@ -41,7 +42,6 @@ class OperationPlan:
     options: Any = None  # native RotationOptions
     derived: Any = None  # result of `derive`
     late: bool = False  # gradients may arrive after the pass
-    kept: bool = False  # a backward needs the weights again, and the ring keeps what a forward quantizes
     storages: list[tuple[int, int]] | None = None  # address and bytes of local shards that can hold the largest shard
 
     def plan(self, ring: Ring, tokens: int | None) -> None:
@@ -59,7 +59,6 @@ class OperationPlan:
             compute_dtype=self.compute_dtype,
             reduce_dtype=self.reduce_dtype,
             late=self.late,
-            keep_quantized=self.kept,
         )
 
 
@@ -230,7 +229,6 @@ def prepare(
     tokens: int | None = None,
     size: Callable[[list[tuple[int, ...]]], LayerSize] | None = None,
     late: bool = False,
-    bundle: bool = False,
 ) -> Any:
     """Makes `call` ready to run and returns `derive(whole shapes)`, computed once and kept in `prepared`.
 
@@ -246,7 +244,6 @@ def prepare(
         tokens, size: for an operation with several routes: this rank's number of tokens, and its LayerSize as a
             function of the whole shapes.
         late: the backward passes the gradients of parameters on without reading them.
-        bundle: the backward needs the weights for any gradient, not for gradients of inputs only.
     """
     ring, plain = call.ring, False
     looks: list[tuple] = []
@@ -277,7 +274,7 @@ def prepare(
     if ready is None:
         _check(call, prepared, params)
         serial = 0 if prepared is None else ring.new_agreement()
-        ready = _agree(call, table, key, params, facts, serial, tokens or 0, size, late, bundle)
+        ready = _agree(call, table, key, params, facts, serial, tokens or 0, size, late)
         ready.derived = derive(ready.shapes)
         table.found[key] = ready
     if last != key:
@@ -311,7 +308,6 @@ def _agree(
     tokens: int,
     size: Callable[[list[tuple[int, ...]]], LayerSize] | None,
     late: bool,
-    bundle: bool,
 ) -> OperationPlan:
     ring = call.ring
     wholes = [ring_shape(param.tensor) if isinstance(param.tensor, DTensor) else None for param in params]
@@ -331,12 +327,7 @@ def _agree(
     else:
         answers = ring.exchange(mine)
         most = max(theirs[4] for theirs in answers)
-    for rank, theirs in enumerate(answers):
-        if _comparable(theirs) != _comparable(answers[0]):
-            raise ValueError(
-                f"{call.name}: the ranks of the ring disagree: expected {_describe(answers[0])} (rank 0), got "
-                f"{_describe(theirs)} on rank {rank}"
-            )
+    expect_same(f"{call.name}: the ranks of the ring disagree", answers, show=_describe, key=_comparable)
     shapes = []
     for index, (param, whole) in enumerate(zip(params, wholes, strict=True)):
         locals_ = [theirs[2][index][1] for theirs in answers]
@@ -347,7 +338,6 @@ def _agree(
     arrives = ring.gradients.local_dtype(ring.hop_route, call.reduce_dtype)
     unread = all(isinstance(param.tensor, DTensor) and param.tensor.dtype == arrives for param in params)
     ready.late = late and unread and ring.late_gradients > 0
-    ready.kept = ring.keep_quantized and any(call.needs if bundle else call.needs[: -len(params)])
     ready.plan(ring, most)
     return ready
 

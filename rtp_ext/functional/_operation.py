@@ -86,7 +86,7 @@ class Operation:
 
     def agree(self, call: Call, params: Sequence[ShardedParameter], inputs: Any, facts: Any, derive: Any, **more: Any):
         """`prepare` of this operation."""
-        more |= {"late": self.late, "bundle": self.bundle}
+        more["late"] = self.late
         return prepare(call, self.options.prepared, self.key, params, inputs, facts, derive, **more)
 
     def check(self, call: Call, settings: Any, inputs: Sequence[Tensor]) -> None:

@@ -258,7 +258,7 @@ def rotated_flyweight(
             for param, whole in zip(params, shapes, strict=True)
         ]
 
-    cuts = prepare(call, prepared, Flyweight.key, params, [], facts, derive, bundle=Flyweight.bundle)
+    cuts = prepare(call, prepared, Flyweight.key, params, [], facts, derive)
     copies = Copies(
         name,
         module,

@@ -9,7 +9,7 @@ from rtp_ext._native import RotationError
 from rtp_ext.ring.inference import InferenceRing
 
 
-def agree(ring: InferenceRing, failure: Exception | None, tensors: Any, *, written: bool) -> None:
+def agree_on_update(ring: InferenceRing, failure: Exception | None, tensors: Any, *, written: bool) -> None:
     """Raises where an update has failed on a rank, or where `tensors`, a description of what is updated, differs
     between ranks. Collective.
 

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from rtp_ext.convert.methods.stream_weights import BUCKET_BYTES, OTHER_NAMES
-from rtp_ext.inference.agreement import agree
+from rtp_ext.inference.agreement import agree_on_update
 from rtp_ext.inference.from_model import copy_from, shape_of, tensors_of, write
 from rtp_ext.ring.bootstrap import compare_calls
 from rtp_ext.ring.inference import INFERENCE, InferenceRing
+from rtp_ext.ring.links.agree import expect_same
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -56,11 +57,7 @@ def update_weights(model: nn.Module, source: nn.Module | NamedTensors, *, bucket
     with ring.updating():
         kind = "a model" if isinstance(source, nn.Module) else "named tensors"
         kinds = compare_calls(ring.communicator, kind, refusal=refusal)
-        for rank, kind in enumerate(kinds):
-            if kind != kinds[0]:
-                raise ValueError(
-                    f"update_weights: expected {kinds[0]} on every rank, as on rank 0, got {kind} on rank {rank}"
-                )
+        expect_same("update_weights, the source", kinds)
         if isinstance(source, nn.Module):
             return copy_from(source, model, ring, bucket_bytes)
         return _copy_named(source, model, ring)
@@ -90,7 +87,7 @@ def _copy_named(source: NamedTensors, model: nn.Module, ring: InferenceRing) -> 
         if isinstance(source, Generator):
             source.close()  # other ranks may wait for this one in a stream
     ring.synchronize()  # other ranks read without waiting for this one's streams
-    agree(ring, failure, sorted(names), written=written)
+    agree_on_update(ring, failure, sorted(names), written=written)
     return len(names)
 
 

@@ -12,6 +12,7 @@ from rtp_ext.nn.experts import RotatedExperts
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.ring import Ring
+from rtp_ext.ring.links.agree import agree
 from rtp_ext.words import Activation
 
 
@@ -88,13 +89,7 @@ class RotatedMoE(ShardedModule, nn.Module):
 
     def _agree(self, ring: Ring) -> None:
         """Compares the routing settings of all ranks: no shape depends on them, so a difference would go unnoticed."""
-        answers = ring.exchange((self.top_k, self.capacity_factor))
-        for rank, theirs in enumerate(answers):
-            if theirs != answers[0]:
-                raise ValueError(
-                    f"RotatedMoE: expected the same top_k and capacity_factor on every rank, got {answers[0]} on "
-                    f"rank 0 and {theirs} on rank {rank}"
-                )
+        agree("RotatedMoE, top_k and capacity_factor", ring, (self.top_k, self.capacity_factor))
 
     def __deepcopy__(self, memo: dict) -> Any:
         if self._aux_loss is not None:

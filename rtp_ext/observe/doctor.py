@@ -210,7 +210,6 @@ def transports() -> dict[str, tuple[bool, str]]:
         "ce+nccl": (copies, "GPUs of several hosts, equally many neighbours on each"),
         "nccl+nccl": (ring.nccl_refusal(), "the same, without direct access between GPUs of a host"),
         "nccl": (ring.nccl_refusal(), "one GPU for each rank"),
-        "nccl-put": (ring.nccl_put_refusal(), "one GPU for each rank, direct access between all of them"),
         "emulated": (_emulated_refusal(), "one process stands for a whole ring"),
     }
     return {name: (reason is None, reason or use) for name, (reason, use) in refusals.items()}

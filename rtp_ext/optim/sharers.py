@@ -14,6 +14,7 @@ from rtp_ext._native import RotationError
 from rtp_ext.optim.layout import Layout
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import gradient_handler_of
+from rtp_ext.ring.links.agree import expect_same_lines
 from rtp_ext.ring.links.companion import Companion
 from rtp_ext.ring.mesh import live_ring
 
@@ -43,16 +44,8 @@ class Sharers(Companion):
         digest = hashlib.sha256("\n".join(facts).encode()).digest()
         if len(set(self.exchange(digest))) == 1:
             return
-        answers = self.exchange(list(facts))
-        rank = next(rank for rank, theirs in enumerate(answers) if theirs != answers[0])
-        first, other = answers[0], answers[rank]
-        here, there = next(
-            (one, two) for one, two in zip([*first, "nothing"], [*other, "nothing"], strict=False) if one != two
-        )
-        raise ValueError(
-            f"Muon: expected the same step on all ranks that share matrices, got {here} on rank {self.members[0]} and "
-            f"{there} on rank {self.members[rank]}"
-        )
+        every = self.exchange(list(facts))
+        expect_same_lines("Muon, the step of all ranks that share matrices", every, self.members, "nothing")
 
     def all_to_all(self, received: Tensor, sent: Tensor, arriving: list[int], leaving: list[int]) -> None:
         """Sends `leaving[k]` bytes of `sent` to rank k, and receives `arriving[k]` bytes from it. Collective."""

@@ -41,6 +41,7 @@ from rtp_ext.outer.micro_batches import MicroBatches
 from rtp_ext.outer.policy import OuterPolicy, Unit
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import accumulates, read_within, unrounded
+from rtp_ext.ring.links.agree import expect_same
 
 BUCKET = 4 << 20  # bytes
 
@@ -289,15 +290,16 @@ class AllReduce(MicroBatches):
             order,
         )
         answers = self.exchange(mine)
-        for replica, theirs in enumerate(answers):
-            if theirs.comparable() != answers[0].comparable():
-                model = "" if theirs.model == answers[0].model else ", of a model with other parameters or settings"
-                error = ValueError(
-                    f"replicas disagree: expected {answers[0]} (replica 0), got {theirs} in replica {replica}{model}: "
-                    "every rank has to call backward the same number of times, with the same settings"
-                )
-                self.replicas.end(error)  # sums that one of them has begun never end
-                raise error
+        models = {theirs.model for theirs in answers}
+        hint = ", of a model with other parameters or settings" if len(models) > 1 else ""
+        hint += ": every rank has to call backward the same number of times, with the same settings"
+        try:
+            expect_same(
+                "replicas disagree", answers, key=lambda each: each.comparable(), member="in replica", hint=hint
+            )
+        except ValueError as error:
+            self.replicas.end(error)  # sums that one of them has begun never end
+            raise
         while current.launched < max(theirs.launched for theirs in answers):
             self._launch_next(current)
         return answers

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rtp_ext import _native
+from rtp_ext.ring.links.agree import expect_same
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.failure_report import FailureReport, this_process
 from rtp_ext.ring.links.groups import lacks_room
@@ -83,9 +84,7 @@ def compare_calls(
     for rank, reason in enumerate(reasons):
         if reason is not None:
             raise ValueError(f"Ring: the call failed on rank {rank} of {ring.size}: {reason}")
-    for rank, theirs in enumerate(every):
-        if theirs != every[0]:
-            raise ValueError(f"Ring: ranks disagree: expected {every[0]} (rank 0), got {theirs} on rank {rank}")
+    expect_same("Ring: ranks disagree", every)
     return list(values)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.dtensor_hooks import patch_mixing, patch_operators
-from rtp_ext.ring.autograd import as_gradient, run_collective, summing_dtype
+from rtp_ext.ring.autograd import as_gradient, gradient_handler_of, run_collective, summing_dtype
 from rtp_ext.ring.mesh import mesh_roles
 
 _aten = torch.ops.aten
@@ -153,9 +153,13 @@ def _item(stock: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
 
 def gradient_as_placed(parameter: Any) -> None:
     """Gives the gradient of a parameter the placements of the parameter, which torch's operators may have changed. May
-    be collective, over all ranks alike."""
+    be collective, over all ranks alike. A policy between replicas places gradients by rules of its own."""
     gradient = parameter.grad
-    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+    if (
+        gradient_handler_of(parameter) is None
+        and isinstance(gradient, DTensor)
+        and gradient.placements != parameter.placements
+    ):
         parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
 
+from rtp_ext.ring.links.agree import expect_same_lines
 from rtp_ext.ring.links.communicator import Communicator
 
 __all__ = ["Agreement", "Prepared"]
@@ -127,13 +127,8 @@ class Agreement:
             return
         for table, key, _ in entries:
             table.pop(key, None)
-        expected, *others = self._communicator.exchange(mine)
-        for rank, theirs in enumerate(others, start=1):
-            for left, right in zip_longest(expected, theirs, fillvalue="no other operation"):
-                if left != right:
-                    raise ValueError(
-                        f"the ranks of the ring disagree: expected {left} (rank 0), got {right} on rank {rank}"
-                    )
+        every, ranks = self._communicator.exchange(mine), range(self._communicator.size)
+        expect_same_lines("the ranks of the ring disagree", every, ranks, "no other operation")
 
     def settle_in_backward(self) -> None:
         """Runs the postponed comparisons before a gather in a backward or a recomputation, as `Ring.run` does before a

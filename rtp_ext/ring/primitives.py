@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext.ring.autograd import expect_memory, unseen
+from rtp_ext.ring.links.agree import expect_same
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.mesh import piece_dim, ring_dim, ring_shape
 from rtp_ext.ring.op_runner import OpRunner
@@ -72,12 +73,11 @@ class Primitives:
 
     def _agree_on_shapes(self, mine: list[tuple[tuple[int, ...], str]]) -> list[list[list[int]]]:
         answers = self._communicator.exchange(mine)
-        for rank, theirs in enumerate(answers):
-            if [(len(s), d) for s, d in theirs] != [(len(s), d) for s, d in answers[0]]:
-                raise ValueError(
-                    f"Ring: expected shards of as many dimensions and the same dtype on every rank, got {answers[0]} "
-                    f"on rank 0 and {theirs} on rank {rank}"
-                )
+        expect_same(
+            "Ring, shards of as many dimensions and the same dtype",
+            answers,
+            key=lambda parts: [(len(shape), dtype) for shape, dtype in parts],
+        )
         return [[list(theirs[part][0]) for theirs in answers] for part in range(len(mine))]
 
     @unseen

@@ -29,7 +29,6 @@ from rtp_ext.ring.links.transports import (
     Connection,
     ce_refusal,
     connect,
-    nccl_put_refusal,
     nccl_refusal,
 )
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
@@ -44,7 +43,7 @@ from rtp_ext.ring.routes.weight_routes import choose_ce_modes
 from rtp_ext.ring.telemetry import Telemetry
 from rtp_ext.words import GradientRoute, GradientTravel, Graphs, PassGradientRoute, PassRoute, Route, Transport, Travel
 
-__all__ = ["ROUTES", "TRANSPORTS", "Ring", "ce_refusal", "nccl_put_refusal", "nccl_refusal"]
+__all__ = ["ROUTES", "TRANSPORTS", "Ring", "ce_refusal", "nccl_refusal"]
 
 logger = logging.getLogger("rtp_ext")
 
@@ -72,9 +71,8 @@ class Ring:
         transport: `shm` (CPU ranks of one host), `shm+tcp` and `shm+c10d` (the same inside hosts, the other between
             them), `tcp` (CPU ranks of any hosts), `c10d` (any torch.distributed backend), `ce` (copy engines, without
             SMs: GPUs of one host that all have direct access to each other, NCCL 2.29.2 or newer), `nccl` (direct
-            NCCL), `ce+nccl` and `nccl+nccl` (on two levels), `nccl-put` (NCCL's puts and signals; a wait for a dead
-            rank blocks until the process ends), or `auto`: the first of `ce`, `ce+nccl`, `nccl+nccl`, `nccl`, or on
-            CPUs of `shm`, `shm+tcp`, `tcp`, else `c10d`. `transport_reason` has the refused candidates.
+            NCCL), `ce+nccl` and `nccl+nccl` (on two levels), or `auto`: the first of `ce`, `ce+nccl`, `nccl+nccl`,
+            `nccl`, or on CPUs of `shm`, `shm+tcp`, `tcp`, else `c10d`. `transport_reason` has the refused candidates.
         route: `ring` (every hop goes to the neighbour), `direct` (a shard comes directly from its owner), `gather`
             (linear layers gather the whole weight first; other operations take the route that `auto` chooses),
             `two-level` (shards rotate inside each host while every rank passes one on to the next host; where the
@@ -100,8 +98,6 @@ class Ring:
             rounds once. Every rank, the owner included, dequantizes the weights before it computes, so that all
             compute with the same weights, in backward too. Not rounded are the local shard, which the optimizer
             updates, biases, `rotate`, `collect`, and a single rank. Not on route gather, and not in place.
-        keep_quantized: what a forward quantizes is kept until the backward of the same weights, which copies it
-            instead of quantizing again: 1.03 bytes a number of every shard. For travel int8; see `slot_count("kept")`.
         slot_cap: bytes; larger linear, embedding and vocabulary-head shards travel in chunks, one pass after the other,
             so that a vocabulary does not make every slot as large as itself. 0: no cap.
         graphs: runs passes of linear layers and MLPs as CUDA graphs, which take the host a few calls each: `auto`
@@ -159,7 +155,6 @@ class Ring:
         transport: Transport = "auto",
         route: Route = "auto",
         travel: Travel | None = None,
-        keep_quantized: bool = False,
         timeout: float | datetime.timedelta = 600.0,
         slot_cap: int = SLOT_CAP,
         prefetch: int = 1,
@@ -208,7 +203,6 @@ class Ring:
         link: str | None = None,
         route: PassRoute = "ring",
         travel: Travel | None = None,
-        keep_quantized: bool = False,
         hosts: int = 1,
         prefetch: int = 1,
         gradient_halves: bool | None = None,
@@ -259,7 +253,7 @@ class Ring:
         self.options, self.token = options, token
         self.rank, self.size, self.device, self.timeout = ring.rank, ring.size, ring.device, options.timeout
         self.travel, self.slot_cap, self.late_gradients = options.travel, options.slot_cap, late
-        self.keep_quantized, self.transport_options = options.keep_quantized, options.transport_options
+        self.transport_options = options.transport_options
         self.transport, self.transport_reason = connection.name, connection.reason + routes.missed
         self.communicator, self.placed, self.hosts, self.per_host = ring, ring.placed, ring.hosts, ring.per_host
         self.alone, self.failure_report = ring.alone, ring.failure_report
@@ -401,7 +395,6 @@ class Ring:
     hops = _of("telemetry", Telemetry.hops)
     landed_late = _of("telemetry", Telemetry.landed_late)
     prefetched = _of("telemetry", Telemetry.prefetched)
-    quantized = _of("telemetry", Telemetry.quantized)
     bytes_sent = _of("telemetry", Telemetry.bytes_sent)
     bytes_between_hosts = _of("telemetry", Telemetry.bytes_between_hosts)
     record = _of("telemetry", Telemetry.record)
@@ -422,7 +415,6 @@ class Ring:
     def offload(self, policy: OffloadPolicy) -> None:
         """Sets whether local shards stay on the host, for all models of the ring."""
         if isinstance(policy, CPUOffloadPolicy):
-            self.options.expect_quantized_anew("offload_policy=CPUOffloadPolicy")
             self.graphs.refuse("offload_policy=CPUOffloadPolicy")
             self.host_memory = host_memory(policy, self.device)
         self.offload_policy = policy

@@ -104,11 +104,9 @@ class Telemetry:
 
     def slot_count(self, channel: Buffers) -> Any:
         """Returns the counts of `weight` or `gradient` slots: .slots and .bytes allocated, .peak_slots leased at once,
-        .peak_bytes, and .allocations in all. `scratch`: the buffers in which this rank dequantizes weights. `kept`:
-        those of quantized shards that a forward keeps for its backward."""
+        .peak_bytes, and .allocations in all. `scratch`: the buffers in which this rank dequantizes weights."""
         executor = self._communicator.executor
-        own = {"scratch": executor.scratch, "kept": executor.kept}
-        return own[channel]() if channel in own else executor.slots(channel)
+        return executor.scratch() if channel == "scratch" else executor.slots(channel)
 
     def reset_peak(self) -> None:
         """Resets the peaks of `slot_count`."""
@@ -130,11 +128,6 @@ class Telemetry:
         """Returns the number of first hops that were posted before their layer was called, and of those that the layer
         used."""
         return self._communicator.executor.prefetched()
-
-    def quantized(self) -> int:
-        """Returns how often this rank has quantized a local shard before it travelled; one it had kept is not
-        counted."""
-        return self._communicator.executor.quantized()
 
     def bytes_sent(self, channel: Channel) -> int:
         """Returns the bytes of `weight` or `gradient` that this rank has sent."""

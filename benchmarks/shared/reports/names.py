@@ -1,4 +1,8 @@
-"""The names of strategies in tables and figures."""
+"""The names of strategies, and of what travels, in tables and figures."""
+
+from typing import Any
+
+Row = dict[str, Any]
 
 NAMES = {
     "rtp-c10d": 'rtp, `transport="c10d"`',
@@ -29,3 +33,18 @@ NAMES = {
     "single": "one process, all batches",
     "none": "no communication",
 }
+
+
+def ways_of(row: Row) -> str | None:
+    """Describes the values that travelled in another format than that of the computation; None if there are none."""
+    told = []
+    if row.get("travel"):
+        told.append(f"weights {row['travel']}")
+    if row.get("frozen"):
+        told.append(f"frozen weights {row['frozen']}")
+    gradients = row.get("gradient_travel") or row.get("reduce_dtype")
+    if gradients not in (None, "float32"):
+        told.append(f"gradients {gradients}")
+    if row.get("gradient_route") not in (None, "auto"):
+        told.append(f"route {row['gradient_route']}")
+    return ", ".join(told) or None

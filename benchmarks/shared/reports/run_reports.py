@@ -10,7 +10,6 @@ from shared.reports.runs.growth_report import GROWTH, growth_note, growth_rows
 from shared.reports.runs.muon_report import MUON, last_muon_runs, muon_note
 from shared.reports.runs.outer_report import OUTER, last_outer_run, outer_note
 from shared.reports.runs.overheads_report import OVERHEADS, overheads_note
-from shared.reports.runs.travel_report import TRAVEL, last_travel_run, travel_note
 from shared.reports.runs.where_report import WHERE, last_where, where_note
 
 Row = dict[str, Any]
@@ -18,7 +17,6 @@ Row = dict[str, Any]
 # By the TABLE of a marker; `rows` gets the lines and the WORDS, and returns none where there is no such run.
 OF_A_RUN: dict[str, tuple[Callable[..., list[Row]], dict[str, Callable[[Row], str | None]], Callable[..., str]]] = {
     "outer": (last_outer_run, OUTER, outer_note),
-    "travel": (lambda lines, _: last_travel_run(lines), TRAVEL, travel_note),
     "muon": (last_muon_runs, MUON, muon_note),
     "forwards": (last_forwards, FORWARDS, forwards_note),
     "growth": (growth_rows, GROWTH, growth_note),

@@ -16,8 +16,6 @@ struct NcclWindows {
   using Deregister = ncclResult_t (*)(ncclComm_t, void* window);
 
   static constexpr int kAddresses = 0;  // NCCL_WIN_DEFAULT: addresses of the peers only
-  // NCCL_WIN_COLL_SYMMETRIC: required by NCCL's kernels, puts and signals; includes multicast.
-  static constexpr int kSymmetric = 1;
 
   Register enter = nccl_function<Register>("ncclCommWindowRegister");
   Deregister leave = nccl_function<Deregister>("ncclCommWindowDeregister");

@@ -9,6 +9,7 @@
 
 #include "base/checks.h"
 #include "compute/pack.h"
+#include "compute/quantize.h"
 
 namespace rtp {
 namespace {
@@ -182,12 +183,12 @@ at::Tensor ShardBundle::local_view(int owner, int rank, size_t index) const {
   return tensor.as_strided(shape, contiguous_strides(shape), tensor.storage_offset());
 }
 
-void ShardBundle::stage(Streams& streams, const at::Tensor& memory, int rank, const Quantize& quantize) {
+void ShardBundle::stage(Streams& streams, const at::Tensor& memory, int rank) {
   std::vector<PackItem> items;
   for (size_t index = 0; index < layouts.size(); ++index) {
     const at::Tensor copy = in_slot(memory, rank, index);
     if (local[index].defined() && layouts[index].wire == Wire::int8) {
-      quantize(copy, local[index], layouts[index]);
+      quantize(copy, local[index]);
     } else if (local[index].defined()) {
       items.push_back({local[index], copy});
     }
@@ -255,8 +256,6 @@ std::shared_ptr<Slot> SlotPool::lease_scratch(int64_t bytes) {
   return slot;
 }
 
-std::shared_ptr<Slot> SlotPool::lease_kept(int64_t bytes) { return kept_.lease(bytes, OwnMemory{device_}); }
-
 bool SlotPool::captured_by_user() const {
   const Streams& streams = transport_->streams();
   return streams.capture() != 0 && !streams.capturing();
@@ -264,7 +263,6 @@ bool SlotPool::captured_by_user() const {
 
 void SlotPool::clear() {
   scratch_.clear(OwnMemory{device_});
-  kept_.clear(OwnMemory{device_});
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     ledger(channel).clear(TransportMemory{*transport_, channel, 0, false, memory_});
   }
@@ -273,7 +271,6 @@ void SlotPool::clear() {
 void SlotPool::reset_peak() {
   for (Ledger& ledger : ledgers_) ledger.reset_peak();
   scratch_.reset_peak();
-  kept_.reset_peak();
 }
 
 void Hops::add(const Counts& pass, int times) {

@@ -28,7 +28,6 @@ struct TensorLayout {
   std::vector<std::vector<int64_t>> shapes;
   Wire wire = Wire::plain;
   std::optional<BlockFormat> frozen = std::nullopt;  // the local tensor itself holds blocks, which travel unchanged
-  bool kept = false;  // what a forward quantizes is kept for the backward: see KeptShards
 
   int64_t elements(int owner) const;
   bool quantized() const;                  // whether it travels in fewer bits than the compute dtype
@@ -64,9 +63,8 @@ struct ShardBundle {
   at::Tensor dequantized(const at::Tensor& place, int owner, size_t index) const;
 
   // Copies the local tensors into `memory`, in the layout of a slot, cast or quantized, and replaces them with the
-  // copies. Undefined tensors are not copied. `quantize` fills the copy of a tensor that travels in 8 bits.
-  using Quantize = std::function<void(const at::Tensor& copy, const at::Tensor& local, const TensorLayout& layout)>;
-  void stage(Streams& streams, const at::Tensor& memory, int rank, const Quantize& quantize);
+  // copies. Undefined tensors are not copied.
+  void stage(Streams& streams, const at::Tensor& memory, int rank);
   bool cast() const;  // whether a local tensor differs from its travel format
 
   // Returns the bundle of one half of the rows of every shard.
@@ -115,11 +113,6 @@ class SlotPool {
 
   const SlotCount& count(Channel channel) const { return ledgers_[static_cast<size_t>(channel)].count(); }
   const SlotCount& scratch_count() const { return scratch_.count(); }
-  // Memory of quantized shards that are kept from forward to backward. No hop uses it.
-  std::shared_ptr<Slot> lease_kept(int64_t bytes);
-  void give_back_kept(std::shared_ptr<Slot> slot) { kept_.give_back(std::move(slot)); }
-  bool needs_memory_to_keep() const { return kept_.free().empty(); }
-  const SlotCount& kept_count() const { return kept_.count(); }
   void reset_peak();
 
   // From now on, the slots that a pass gets depend only on which slots are free, not on earlier passes: ranks that
@@ -137,7 +130,7 @@ class SlotPool {
   at::Device device_;
   std::function<at::Tensor(int64_t)> memory_;
   std::array<Ledger, 2> ledgers_;
-  Ledger scratch_, kept_;
+  Ledger scratch_;
   bool fixed_ = false;
 };
 

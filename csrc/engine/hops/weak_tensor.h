@@ -31,7 +31,6 @@ class WeakTensor {
            offset_ == tensor.storage_offset() && dtype_ == tensor.scalar_type() &&
            tensor.sizes() == at::IntArrayRef(sizes_) && tensor.strides() == at::IntArrayRef(strides_);
   }
-  bool expired() const { return storage_.expired(); }
   at::ScalarType dtype() const { return dtype_; }
 
  private:

@@ -77,9 +77,11 @@ OPTIONS = {
     "late gradients": ({"transport": "tcp"}, False),
 }
 # In `make test` several at once.
-MANY = "travel int8, kept, two hops ahead, gradient_travel int8, checksum, autocast"
-KEPT = {"travel": "int8", "keep_quantized": True, "prefetch": 2}
-OPTIONS[MANY] = ({**KEPT, "gradient_route": "direct", "gradient_travel": "int8", "checksum": True}, True)
+MANY = "travel int8, two hops ahead, gradient_travel int8, checksum, autocast"
+OPTIONS[MANY] = (
+    {"travel": "int8", "prefetch": 2, "gradient_route": "direct", "gradient_travel": "int8", "checksum": True},
+    True,
+)
 ENOUGH = ["mp_policy", "gathered layers", MANY]
 CHANGES = ("autocast", "mp_policy", "rotated, then adapters", "travel bfloat16", "travel int8")  # what comes out
 

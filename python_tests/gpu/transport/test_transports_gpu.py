@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import rtp_ext
 from rtp_ext.ring import TRANSPORTS
 
-ON_GPUS = ["nccl", "c10d", "ce", "nccl-put"]
+ON_GPUS = ["nccl", "c10d", "ce"]
 ALWAYS = ["nccl", "c10d"]  # for these no GPU is an excuse
 SURVIVES = ["nccl", "ce"]  # what waits for a dead rank ends, so that the process can
 HELD_UP = 500  # microseconds, the most that a hop is held up in race tests

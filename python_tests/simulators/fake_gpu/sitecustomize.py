@@ -23,7 +23,7 @@ from typing import Any
 GIB = 1 << 30
 NCCL = 23007  # the version that several ranks on one GPU need
 LINKS = re.compile(r"sm-local|ce-local(:[124])?|nccl-self(:[1-9]\d*)?|pcie")
-ON_GPUS = ("nccl", "ce", "nccl-put")
+ON_GPUS = ("nccl", "ce")
 BUILDS = ("setup.py", "-m pip ")  # commands that need no GPU
 
 

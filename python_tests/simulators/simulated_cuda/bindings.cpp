@@ -5,7 +5,6 @@
 
 #include "nccl/simulated_nccl.h"
 #include "transport/nccl/nccl.h"
-#include "transport/nccl/put.h"
 #include "wrapped_transports.h"
 
 void bind_blas(pybind11::module_& m);  // blas.cpp
@@ -38,7 +37,6 @@ void bind_controls(py::module_& m) {
       .def_readwrite("launch_queue", &Controls::launch_queue)
       .def_readwrite("version", &Controls::version)
       .def_readwrite("null_windows", &Controls::null_windows)
-      .def_readwrite("signals_abort", &Controls::signals_abort)
       .def_readwrite("capturing", &Controls::capturing)
       .def_readwrite("released", &Controls::released)
       .def_readwrite("lacks_epilogues", &Controls::lacks_epilogues)
@@ -68,11 +66,6 @@ void bind_controls(py::module_& m) {
     return simulated::world().contexts;
   });
   m.def("calls", [] { return simulated::calls(); });  // calls of this thread, by function
-  m.def("multicasts", [](int rank) {
-    int windows = 0;
-    for (ncclComm_t comm : simulated::communicators_of(rank)) windows += comm->clique->multicasts;
-    return windows;
-  });
   m.def("mistakes", [] {
     const std::lock_guard lock(simulated::world().mutex);
     return simulated::world().mistakes;
@@ -278,18 +271,6 @@ void bind_transports(py::module_& m) {
         return make_nccl_transport(end, ids, options);
       },
       py::arg("end"), py::arg("ids"), py::arg("max_ctas") = 0);
-  m.def("nccl_put_refusal", &nccl_put_refusal);
-  m.def(
-      "nccl_put",
-      [](const std::vector<std::string>& ids, int rank, int ranks, Milliseconds timeout, const News& news,
-         bool blocking) {
-        const NoGil release;
-        CommunicatorOptions options;
-        options.blocking = blocking;
-        return make_nccl_put_transport(ring_end(rank, ranks, timeout, news), ids, options);
-      },
-      py::arg("ids"), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("news"),
-      py::arg("blocking") = false);
 }
 
 }  // namespace

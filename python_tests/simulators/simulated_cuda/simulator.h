@@ -60,7 +60,6 @@ struct Controls {
   int launch_queue = 0;             // queue size of a blocking communicator's stream; 0: unlimited
   int version = 23007;              // NCCL version; newer functions are missing
   bool null_windows = false;        // ncclCommWindowRegister succeeds without a window
-  bool signals_abort = true;        // ncclCommAbort ends waits for signals too
   bool capturing = false;           // every stream reports that it is being captured
   bool released = false;            // all waits end, to clean up after a failed test
   bool lacks_epilogues = false;     // cuBLASLt has no kernel with an epilogue

@@ -10,7 +10,6 @@
 #include "../../../csrc/transport/cuda_transport.cpp"
 #include "../../../csrc/transport/nccl/nccl.cpp"
 #include "../../../csrc/transport/nccl/peer_status.cpp"
-#include "../../../csrc/transport/nccl/put.cpp"
 #include "../../../csrc/transport/nccl/supervised.cpp"
 #include "../../../csrc/transport/nccl/watchdog.cpp"
 #include "../../../csrc/transport/recorder.cpp"

@@ -92,7 +92,7 @@ def names(ring):
 def test_candidates_by_device_and_options():
     both = [("shm+tcp", True), ("shm+c10d", True)]
     assert names(StandIn("cpu")) == [("shm", True), *both, ("tcp", True), ("c10d", True)]
-    levels, single = [("ce+nccl", False), ("nccl+nccl", False)], [("nccl", True), ("c10d", True), ("nccl-put", False)]
+    levels, single = [("ce+nccl", False), ("nccl+nccl", False)], [("nccl", True), ("c10d", True)]
     assert names(StandIn()) == [("ce", True), *levels, ("nccl", True), *single]
     for registered in (True, False):
         assert names(StandIn(options={"registered": registered})) == [("ce", True), *levels, *single]
@@ -107,7 +107,7 @@ def test_an_older_nccl_registers_nothing(monkeypatch):
     monkeypatch.setattr(_native, "nccl_versions", lambda: (23007, 23007))
     assert transports.registered_nccl_refusal() is None
     monkeypatch.setattr(_native, "nccl_versions", lambda: None)
-    assert transports.registered_nccl_refusal() == transports.nccl_put_refusal() == "rtp_ext was built without CUDA"
+    assert transports.registered_nccl_refusal() == "rtp_ext was built without CUDA"
 
 
 def test_options_are_checked(monkeypatch):

@@ -16,6 +16,7 @@ from rtp_ext.convert.scopes import ring_of_module
 from rtp_ext.parameters.frozen import gather_plain, local_plain
 from rtp_ext.parameters.sharding import frozen_of, held
 from rtp_ext.ring import Ring
+from rtp_ext.ring.links.agree import agree
 from rtp_ext.ring.mesh import own_bounds
 
 BUCKET_BYTES = 64 << 20
@@ -147,13 +148,9 @@ def _buckets(tensors: list[tuple[str, torch.Tensor]], bucket_bytes: int) -> list
 
 
 def _agree(ring: Ring, mine: tuple) -> None:
-    answers = ring.exchange(mine)
-    for rank, theirs in enumerate(answers):
-        if theirs != answers[0]:
-            what = "dtype, bucket_bytes, ranks, digest of names, shapes and dtypes"
-            raise ValueError(
-                f"stream_weights: ranks differ in ({what}): expected {answers[0]} (rank 0), got {theirs} on rank {rank}"
-            )
+    agree(
+        "stream_weights: ranks differ in (dtype, bucket_bytes, ranks, digest of names, shapes and dtypes)", ring, mine
+    )
 
 
 def _go_on(ring: Ring, name: str = "the end") -> None:

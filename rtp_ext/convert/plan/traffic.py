@@ -163,7 +163,7 @@ def _replica_of(ring: Ring) -> int:
 
 
 def _receives_anywhere(transport: str) -> bool:
-    return not transport.startswith(("shm", "ce", "nccl-put"))
+    return not transport.startswith(("shm", "ce"))
 
 
 @dataclass(frozen=True)

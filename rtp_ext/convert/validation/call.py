@@ -251,7 +251,6 @@ def _options(ring: Ring) -> dict[str, Any]:
         "transport": ring.transport,
         "route": ring.route,
         "travel": ring.travel,
-        "keep_quantized": ring.keep_quantized,
         "timeout": ring.timeout,
         "slot_cap": ring.slot_cap,
         "prefetch": ring.prefetch,
@@ -358,5 +357,4 @@ def _refuse_offload(place: Place, outer: OuterPolicy, in_place: bool) -> None:
     if place.facts.emulated:
         raise ValueError(f"{OFFLOAD} an emulated ring: expected a ring of processes, or no offload_policy")
     if place.ring is not None:
-        place.ring.options.expect_quantized_anew("offload_policy=CPUOffloadPolicy")
         place.ring.graphs.expect_not_required("offload_policy=CPUOffloadPolicy")

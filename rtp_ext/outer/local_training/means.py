@@ -13,6 +13,7 @@ from rtp_ext.outer.buckets import InFlightBucket, bucketed
 from rtp_ext.outer.local_training.peers import Peers
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.parameters.sharding import held
+from rtp_ext.ring.links.agree import expect_same
 
 BUCKET = 16 << 20  # bytes of a bucket at most, unless one shard is larger
 IN_FLIGHT = 2  # number of buckets, where results can be stored at once
@@ -53,15 +54,14 @@ class Means(OuterPolicy):
         """Raises ValueError if replicas are about to run different operations. Collective."""
         if self.replicas is None:
             return
-        answers = self.exchange((what, self._steps, *self._common()))
-        for replica, theirs in enumerate(answers):
-            if theirs != answers[0]:
-                raise ValueError(
-                    f"replicas disagree: expected {answers[0][0]} after step {answers[0][1]} (replica 0), got "
-                    f"{theirs[0]} after step {theirs[1]} in replica {replica}: every rank has to step its "
-                    "optimizer the same number of times, with the same model and policy, and to freeze the same "
-                    "parameters at the same step"
-                )
+        expect_same(
+            "replicas disagree",
+            self.exchange((what, self._steps, *self._common())),
+            show=lambda each: f"{each[0]} after step {each[1]}",
+            member="in replica",
+            hint=": every rank has to step its optimizer the same number of times, with the same model and policy, and "
+            "to freeze the same parameters at the same step",
+        )
 
     def _begin_means(self, values: Sequence[torch.Tensor], most: int = BUCKET) -> Iterator[InFlightBucket]:
         """Starts the means of values, in float32 at least, and yields each bucket for `_end_mean`."""

@@ -86,7 +86,7 @@ def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int, hosts: int 
     moments = OPTIMIZER_MOMENTS[strategy.optimizer]
     sizes = (strategy.rtp, strategy.tp, strategy.param_bytes, strategy.reduce_bytes, moments)
     layers, ends = stage_layers(model, strategy, stage), (stage == 0, stage == strategy.pp - 1, strategy.pp > 1)
-    ways = (strategy.travel, strategy.gradient_route, strategy.gradient_travel, strategy.keep_quantized)
+    ways = (strategy.travel, strategy.gradient_route, strategy.gradient_travel)
     ahead = (strategy.late_gradients, strategy.prefetch)
     frozen = (strategy.frozen, strategy.lora_rank)
     return _rotation_bytes(
@@ -104,7 +104,7 @@ def _rotation_bytes(
     layers: int,
     ends: tuple[bool, bool, bool],
     hosts: int,
-    ways: tuple[str | None, str, str | None, bool],
+    ways: tuple[str | None, str, str | None],
     ahead: tuple[int, int],
     frozen: tuple[str | None, int],
 ) -> RotationBytes:
@@ -138,7 +138,6 @@ def _rotation_bytes(
             travel=ways[0],
             gradient_route=ways[1],
             gradient_travel=ways[2],
-            keep_quantized=ways[3],
             late_gradients=ahead[0],
             prefetch=ahead[1],
         )
@@ -146,7 +145,7 @@ def _rotation_bytes(
     if layers <= _FEW_LAYERS:
         return held(layers)
     few, fewer = held(_FEW_LAYERS), held(_FEW_LAYERS - 1)
-    names = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "optimizer_steps_bytes", "kept_bytes")
+    names = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "optimizer_steps_bytes")
     more = layers - _FEW_LAYERS
     grown = {name: getattr(few, name) + more * (getattr(few, name) - getattr(fewer, name)) for name in names}
     return dataclasses.replace(few, **grown)
@@ -299,8 +298,6 @@ def _slot_terms(model: ModelSpec, strategy: Strategy, stage: int, hosts: int) ->
     )
     what = "buffer of dequantized weights"
     terms = [term(name, what, source, bytes=held.scratch_bytes)] if held.scratch_bytes else []
-    if held.kept_bytes:
-        terms.append(term(name, "quantized shards kept from forward to backward", source, bytes=held.kept_bytes))
     for kind, sizes, peak, element in kinds:
         if sum(sizes) != peak:  # the pool replaced slots
             terms.append(term(name, f"{kind} slots at the peak of the pool", source, bytes=peak))

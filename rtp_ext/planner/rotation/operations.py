@@ -14,7 +14,6 @@ from typing import Any
 from rtp_ext.planner.constants import check_at_least, check_known
 from rtp_ext.planner.native import engine
 from rtp_ext.planner.specs.model import ModelSpec
-from rtp_ext.planner.specs.strategy import check_kept
 
 KINDS = ("linear", "embedding", "bundle", "head")
 
@@ -183,7 +182,6 @@ class RotationBytes:
     optimizer_bytes: int
     optimizer_steps_bytes: int  # AdamW's step counters, float32 scalars on the host; not in optimizer_bytes
     scratch_bytes: int = 0  # buffer for dequantized weights
-    kept_bytes: int = 0  # quantized shards that a forward keeps for its backward
     mailbox_bytes: int = 0  # over shm: mailboxes, in which hops of at most 64 KiB wait for their receiver, at most
 
 
@@ -203,7 +201,6 @@ def rtp_bytes(
     sends_anywhere: bool = True,
     receives_anywhere: bool = True,
     travel: str | None = None,
-    keep_quantized: bool = False,
     gradient_route: str = "chain",
     gradient_travel: str | None = None,
     hosts: int = 1,
@@ -224,7 +221,7 @@ def rtp_bytes(
         slot_cap: of the ring; 0: none; None: the ring's default.
         sends_anywhere, receives_anywhere: whether hops start from and arrive in any memory (nccl, c10d, emulated) or
             only in slots, after small hops have waited in mailboxes (shm receives so).
-        travel: format in which weights travel, as in `rtp_ext.Ring`; excludes in_place. keep_quantized: as there.
+        travel: format in which weights travel, as in `rtp_ext.Ring`; excludes in_place.
         gradient_route, gradient_travel: route of gradients, `chain` or `direct`, and their format; None:
             `reduce_bytes` per number. `direct` sums in float32 (float64 for 8 bytes).
         hosts: number of hosts of a two-level ring; 1: a flat ring.
@@ -241,7 +238,6 @@ def rtp_bytes(
     check_at_least("rtp_bytes", 1, ranks=ranks, param_bytes=param_bytes, reduce_bytes=reduce_bytes)
     if in_place and travel is not None:
         raise ValueError(f"rtp_bytes: expected in_place=False with travel, got True and {travel!r}")
-    check_kept("rtp_bytes", keep_quantized, travel)
     if gradient_travel not in (None, "int8") or (gradient_travel and gradient_route != "direct"):
         raise ValueError(
             "rtp_bytes: expected gradient_travel None, or 'int8' with gradient_route direct, got "
@@ -265,7 +261,6 @@ def rtp_bytes(
         reduce_bytes=reduce_bytes,
         slot_cap=engine().SLOT_CAP if slot_cap is None else slot_cap,
         travel=travel,
-        keep_quantized=keep_quantized,
         gradient_route=gradient_route,
         sum_bytes=max(4, reduce_bytes),
         gradients_quantized=gradient_travel is not None,
@@ -299,7 +294,6 @@ def rtp_bytes(
         own * optimizer_moments,
         4 * len(trained) if optimizer_moments == 2 else 0,
         held.scratch.peak_bytes,
-        held.kept.peak_bytes,
         held.mailboxes,
     )
 

@@ -29,12 +29,6 @@ FP8_SCALINGS = ("tensorwise", "rowwise")
 LARGEST = 1024  # limit of ring and pipeline sizes
 
 
-def check_kept(owner: str, keep_quantized: bool, travel: str | None) -> None:
-    """Raises ValueError where quantized shards are kept and none are quantized."""
-    if keep_quantized and travel != "int8":
-        raise ValueError(f"{owner}: expected keep_quantized False without travel int8, got True and travel {travel!r}")
-
-
 @dataclass(frozen=True)
 class Strategy:
     """A plan. It uses dp * tp * pp * cp * rtp GPUs.
@@ -69,8 +63,7 @@ class Strategy:
         gradient_route: of rotation: partial sums travel along the ring (`chain`), or each contribution is sent to its
             owner (`direct`).
         travel: dtype in which rotating weights travel; None: the compute dtype. gradient_travel: `int8` on the gradient
-            route `direct`; None: reduce_dtype. keep_quantized: of rotation with travel int8, as in `rtp_ext.Ring`: what
-            a forward quantizes is kept for its backward. It takes memory; the predicted time does not include it.
+            route `direct`; None: reduce_dtype.
         late_gradients: of rotation, as in `rtp_ext.Ring`: 0 on GPUs; a ring of CPUs over a network defaults to 1.
             It takes slots; the predicted time does not include it. prefetch: likewise, 1 or 2.
         outer: policy between replicas of a ring (`rtp_ext.outer`), and the `period` in steps of policies that do not
@@ -119,7 +112,6 @@ class Strategy:
     gradient_route: str = "chain"
     travel: str | None = None
     gradient_travel: str | None = None
-    keep_quantized: bool = False
     late_gradients: int = 0
     prefetch: int = 1
     frozen: str | None = None
@@ -219,7 +211,6 @@ class Strategy:
             "gradient_route": "chain",
             "travel": None,
             "gradient_travel": None,
-            "keep_quantized": False,
             "late_gradients": 0,
             "prefetch": 1,
             "frozen": None,
@@ -236,11 +227,6 @@ class Strategy:
             raise ValueError(
                 f"strategy: in_place moves the local shard itself: expected another route than two-level and no "
                 f"travel, got route {self.route!r} and travel {self.travel!r}"
-            )
-        check_kept("strategy", self.keep_quantized, self.travel)
-        if self.keep_quantized and self.offload:
-            raise ValueError(
-                "strategy: expected offload False with keep_quantized, which keeps shards on the GPU, got True"
             )
         if self.gradient_travel is not None and self.gradient_route != "direct":
             raise ValueError(

@@ -70,7 +70,6 @@ class RingOptions:
     transport: Transport = "auto"
     route: Route = "auto"
     travel: Travel | None = None
-    keep_quantized: bool = False
     timeout: datetime.timedelta = datetime.timedelta(seconds=600)
     slot_cap: int = SLOT_CAP
     prefetch: int = 1
@@ -111,14 +110,6 @@ class RingOptions:
         if late is not None and (isinstance(late, bool) or late < 0):
             raise ValueError(f"Ring: expected late_gradients >= 0 or None, got {late!r}")
         check_travel(self.travel, self.route)
-        check_kept(self.keep_quantized, self.travel)
-
-    def expect_quantized_anew(self, what: str) -> None:
-        """Raises ValueError where quantized shards are kept, which `what` does not allow."""
-        if self.keep_quantized:
-            raise ValueError(
-                f"Ring: expected keep_quantized=False with {what}, which keeps shards on the host, got True"
-            )
 
     def __str__(self) -> str:
         return ", ".join(f"{each.name} {getattr(self, each.name)}" for each in fields(self))
@@ -138,15 +129,6 @@ def check_travel(travel: str | None, route: str) -> None:
         raise ValueError(
             "Ring: expected travel None with route gather, whose products take all shards at once as they are "
             f"computed with, got {travel!r}; on every other route weights can travel so"
-        )
-
-
-def check_kept(keep_quantized: bool, travel: str | None) -> None:
-    """Raises ValueError where `keep_quantized` has no effect, since nothing is quantized before it travels."""
-    if keep_quantized and travel != "int8":
-        raise ValueError(
-            f"Ring: expected keep_quantized=False, or travel 'int8', in which weights are quantized, got True with "
-            f"travel {travel!r}"
         )
 
 

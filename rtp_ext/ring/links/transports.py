@@ -96,11 +96,7 @@ def candidates(ring: Communicator, options: TransportOptions) -> list[Candidate]
     if options.registered is not True:
         make = functools.partial(_make_nccl, options=options, registered=False)
         registered.append(Candidate("nccl", "direct NCCL", nccl_refusal, make))
-    # Last, and on request only: a wait for a dead rank cannot be ended there.
-    put = Candidate(
-        "nccl-put", "one-sided NCCL", nccl_put_refusal, lambda ring: _make_nccl_put(ring, options), automatic=False
-    )
-    return [ce, *levels, *registered, c10d, put]
+    return [ce, *levels, *registered, c10d]
 
 
 def launch_order_problem() -> str | None:
@@ -269,11 +265,6 @@ def ce_refusal() -> str | None:
     return refusal
 
 
-def nccl_put_refusal() -> str | None:
-    """Returns why transport `nccl-put` cannot be used in this process; None if it can, as far as one rank can find."""
-    return nccl_refusal() or _native.nccl_put_refusal()
-
-
 def unique_ids(ring: Communicator, count: int, per_host: int | None = None) -> list[bytes]:
     """Returns unique ids of `count` communicators of the ring or, with `per_host`, of this rank's host, created by its
     first rank. Collective over the ring."""
@@ -348,11 +339,6 @@ def _make_levels(ring: Communicator, options: TransportOptions, inner: str) -> A
     refuse_any(ring.exchange(problem))
     outer = _native.nccl_transport(unique_ids(ring, 2), between, settled, False)
     return _native.CompositeTransport(native, outer, ring.rank, per_host)
-
-
-def _make_nccl_put(ring: Communicator, options: TransportOptions) -> Any:
-    ids = unique_ids(ring, _native.nccl_put_communicators())
-    return _native.nccl_put_transport(ids, _ring_end(ring), settle(ring, options))
 
 
 def settle(ring: Communicator, options: TransportOptions) -> TransportOptions:

@@ -52,7 +52,6 @@ class RoutePlan:
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         late: bool = False,
-        keep_quantized: bool = False,
     ) -> Any:
         """Returns the engine's options for one operation.
 
@@ -61,7 +60,6 @@ class RoutePlan:
             halves: whether gradients travel in two halves, unless they take the direct route.
             slot_cap: bytes of a slot; 0: no cap.
             late: whether gradients may arrive after the pass.
-            keep_quantized: whether a backward needs what its forward quantizes, and the ring keeps it.
         """
         direct = self.gradients.direct(route, reduce_dtype)
         return _native.RotationOptions(
@@ -74,7 +72,6 @@ class RoutePlan:
             halves=halves and not direct,
             late=late,
             travel=self.travel,
-            keep_quantized=keep_quantized,
             gradient_route="direct" if direct else "chain",
             gradients_quantized=direct and self.gradients.travel == "int8",
         )

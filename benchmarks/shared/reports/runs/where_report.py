@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from shared.reports.names import NAMES
-from shared.reports.runs.travel_report import ways_of
+from shared.reports.names import NAMES, ways_of
 
 Row = dict[str, Any]
 

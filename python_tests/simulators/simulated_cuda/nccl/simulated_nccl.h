@@ -22,12 +22,10 @@ struct Clique {
   std::map<int, ncclComm_t> members;
   int finalized = 0;
   std::map<std::pair<int, int>, std::deque<std::shared_ptr<Message>>> mail;  // from, to
-  std::map<std::pair<int, int>, int64_t> signals;                            // from, to: total sent
   std::map<int, std::vector<std::pair<void*, size_t>>> registrations;        // by rank, in order
   std::map<int, std::vector<ncclWindow_t*>> wanted;                          // by rank: destination of its window
   // By from and to: which of the two has called, and has seen the calls of all peers of that call.
   std::map<std::pair<int, int>, std::array<bool, 4>> contacts;
-  int multicasts = 0;  // number of windows with multicast
 };
 
 // All communicators ever created, in the order of creation per rank.
@@ -56,7 +54,6 @@ struct ncclComm {
   bool inside = false;                          // a thread is inside a blocking call
   ncclResult_t error = ncclSuccess;
   std::shared_ptr<simulated::Point> last;  // one communicator runs one work item at a time, on any stream
-  std::map<int, int64_t> awaited;          // by peer: signals consumed by waits
   int registered = 0;                      // calls of ncclCommRegister minus ncclCommDeregister
   simulated::Maker maker = simulated::this_maker();
 };

@@ -1,4 +1,4 @@
-// Registered memory, windows, puts and signals of the simulation.
+// Registered memory and windows of the simulation.
 #include <ATen/ops/from_blob.h>
 
 #include <cstring>
@@ -19,87 +19,6 @@ bool registrable(const void* data, size_t bytes) {
          static_cast<const std::byte*>(found->first) + found->second.bytes;
 }
 
-// Returns whether memory lies in a window of this rank. Requires the mutex.
-bool in_window(ncclComm_t comm, const void* data, size_t bytes) {
-  for (const auto& [start, size] : comm->clique->registrations[comm->rank]) {
-    const auto* begin = static_cast<const std::byte*>(start);
-    const auto* at = static_cast<const std::byte*>(data);
-    if (at >= begin && at + bytes <= begin + size) return true;
-  }
-  return false;
-}
-
-struct WaitDescription {  // like ncclWaitSignalDesc_t, which older headers lack
-  int count;
-  int peer;
-  int signal;
-  int context;
-};
-
-void send_signal(ncclComm_t comm, int peer) {
-  const std::lock_guard lock(world().mutex);
-  if (comm->aborted) return;
-  ++comm->clique->signals[{comm->rank, peer}];
-  world().changed.notify_all();
-}
-
-ncclResult_t put_signal(const void* data, size_t count, ncclDataType_t type, int peer, ncclWindow_t window,
-                        size_t offset, int signal, int context, unsigned int flags, ncclComm_t comm,
-                        cudaStream_t stream) {
-  called("ncclPutSignal");
-  const ncclResult_t usable = check_usable(comm);
-  if (usable != ncclSuccess) return usable;
-  void* target = nullptr;
-  {
-    const std::lock_guard lock(world().mutex);
-    if (signal != 0 || context != 0 || flags != 0 || type != ncclInt8) return ncclInvalidArgument;
-    if (!in_window(comm, data, count)) return ncclInvalidArgument;
-    if (window->comm != comm || offset + count > window->memory[peer].second) return ncclInvalidArgument;
-    target = static_cast<std::byte*>(window->memory[peer].first) + offset;
-  }
-  enqueue_on(comm, stream, [=] {
-    {
-      const std::lock_guard lock(world().mutex);
-      if (ended(comm)) return;
-    }
-    copy(target, data, count);
-    send_signal(comm, peer);
-  });
-  return under_way(comm);
-}
-
-ncclResult_t signal(int peer, int index, int context, unsigned int flags, ncclComm_t comm, cudaStream_t stream) {
-  called("ncclSignal");
-  const ncclResult_t usable = check_usable(comm);
-  if (usable != ncclSuccess) return usable;
-  if (index != 0 || context != 0 || flags != 0) return ncclInvalidArgument;
-  enqueue_on(comm, stream, [=] { send_signal(comm, peer); });
-  return under_way(comm);
-}
-
-ncclResult_t wait_signal(int count, WaitDescription* wanted, ncclComm_t comm, cudaStream_t stream) {
-  called("ncclWaitSignal");
-  const ncclResult_t usable = check_usable(comm);
-  if (usable != ncclSuccess) return usable;
-  std::vector<std::pair<int, int64_t>> targets;
-  {
-    const std::lock_guard lock(world().mutex);
-    for (int i = 0; i < count; ++i) {
-      if (wanted[i].signal != 0 || wanted[i].context != 0) return ncclInvalidArgument;
-      targets.emplace_back(wanted[i].peer, comm->awaited[wanted[i].peer] += wanted[i].count);
-    }
-  }
-  enqueue_on(comm, stream, [=] {
-    std::unique_lock lock(world().mutex);
-    for (const auto& [peer, target] : targets) {
-      wait_until(lock, [&] {
-        return comm->clique->signals[{peer, comm->rank}] >= target || (comm->aborted && world().controls.signals_abort);
-      });
-    }
-  });
-  return under_way(comm);
-}
-
 // Collective. Creates the windows once every rank has called; a communicator is in progress until then.
 ncclResult_t register_window(ncclComm_t comm, void* data, size_t bytes, ncclWindow_t* window, int flags) {
   called("ncclCommWindowRegister");
@@ -113,11 +32,10 @@ ncclResult_t register_window(ncclComm_t comm, void* data, size_t bytes, ncclWind
     return under_way(comm);
   };
   if (world().controls.null_windows) return ncclSuccess;
-  if ((flags != NCCL_WIN_COLL_SYMMETRIC && flags != NCCL_WIN_DEFAULT) ||
+  if (flags != NCCL_WIN_DEFAULT ||  // others set up multicast, which `ce` must not need
       reinterpret_cast<uintptr_t>(data) % NCCL_WIN_REQUIRED_ALIGNMENT != 0 || !registrable(data, bytes)) {
     return ncclInvalidArgument;
   }
-  if (flags == NCCL_WIN_COLL_SYMMETRIC) ++clique.multicasts;
   clique.registrations[comm->rank].emplace_back(data, bytes);
   clique.wanted[comm->rank].push_back(window);
   ++comm->registered;
@@ -230,9 +148,6 @@ void* rtp::find_nccl_function(const char* name) {
       {"ncclCommWindowRegister", {22703, reinterpret_cast<void*>(&register_window)}},
       {"ncclCommWindowDeregister", {22703, reinterpret_cast<void*>(&deregister_window)}},
       {"ncclGetPeerDevicePointer", {22902, reinterpret_cast<void*>(&peer_pointer)}},
-      {"ncclPutSignal", {22902, reinterpret_cast<void*>(&put_signal)}},
-      {"ncclSignal", {22902, reinterpret_cast<void*>(&signal)}},
-      {"ncclWaitSignal", {22902, reinterpret_cast<void*>(&wait_signal)}},
       {"ncclCommRevoke", {22807, reinterpret_cast<void*>(&revoke_all)}},
   };
   const std::lock_guard lock(world().mutex);
