@@ -1,7 +1,8 @@
-"""The tables of compare.py, overlap.py and memory_per_rank.py, and which of their lines the words of a block choose."""
+"""Tables of compare.py, overlap.py, memory_per_rank.py, travel_curves.py; which lines the words of a block choose."""
 
 import math
 import re
+import statistics
 from typing import Any
 
 from shared.race.paper import claims, runs_of
@@ -104,6 +105,20 @@ def last_muon_runs(lines: list[Row], words: list[str]) -> list[Row]:
     return [{**row, "rtp_optimizer_ms": rtp.get((row["ranks"], row.get("rate")))} for row in rows]
 
 
+def _over_seeds(lines: list[Row], _: list[str]) -> list[Row]:
+    """Means over the seeds of each run, with the held-out loss relative to float32's from the same seed."""
+    run = last_command(lines)
+    whole = {row["seed"]: row["eval_loss"] for row in run if row["strategy"] == "float32"}
+    merged = []
+    for name in dict.fromkeys(row["strategy"] for row in run):
+        mine = [row for row in run if row["strategy"] == name]
+        off = [row["eval_loss"] / whole[row["seed"]] - 1 for row in mine]
+        means = {key: statistics.fmean(row[key] for row in mine) for key in ("eval_loss", "seconds")}
+        apart = f"{statistics.fmean(off):+.2%} ± {statistics.stdev(off) / math.sqrt(len(off)):.2%}"
+        merged.append({**mine[0], **means, "apart": apart, "seeds": len(mine)})
+    return merged
+
+
 # -- notes -------------------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +170,12 @@ def _of_where(rows: list[Row]) -> str:
         f" {first['hosts']} hosts made on this machine, links of {first['rate']}. Means over the ranks, and over "
         f"{first['recorded']} recorded steps."
     )
+
+
+def _of_travel(rows: list[Row]) -> str:
+    first = rows[0]
+    steps = f"{first['steps']} steps of {first['tokens']} tokens per rank, means over {first['seeds']} seeds"
+    return f" {first['shape']}, {first['ranks']} ranks, {steps}."
 
 
 # -- columns of compare.py ---------------------------------------------------------------------------------------------
@@ -339,6 +360,13 @@ MEMORY: Columns = {
     "peak, MiB": mebibytes("peak_bytes"),
     "reserved, MiB": mebibytes("reserved_bytes"),
 }
+TRAVEL: Columns = {
+    "run": lambda row: row["strategy"] + (" (control, simulated)" if row["control"] else ""),
+    "loss, held out": number("eval_loss", 4),
+    "of float32's": told("apart"),
+    "MiB a rank sends in a step": mebibytes("ring_bytes", digits=2),
+    "seconds": number("seconds"),
+}
 PAPER: Columns = {key: told(key) for key in ("claim", "where", "measured here", "result")}
 
 
@@ -372,6 +400,7 @@ TABLES: dict[str, Table] = {
         machine=False,
         shown=claims,
     ),
+    "travel": Table("travel_curves", TRAVEL, _over_seeds, _of_travel),
     "muon": Table("muon", MUON, last_muon_runs, _of_muon, ANY),
     "where": Table("where", WHERE, last_where, _of_where, range(2, 3)),
 }
