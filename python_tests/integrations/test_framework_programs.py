@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from compatibility.framework_runs import as_torchrun
-from compatibility.framework_table import missing
+from compatibility.frameworks import missing
 from harness import on_ranks, run_ranks
 from torch import nn
 
