@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from rtp_ext.convert.methods.fully_shard import explain_options
-from rtp_ext.convert.plan.converted import Reader
 from rtp_ext.convert.plan.inspect_model import inspect_model
+from rtp_ext.convert.plan.kept import Kept
 from rtp_ext.convert.plan.request import TIMEOUT, Options, place_alone, state_in
 from rtp_ext.convert.plan.rotation_plan import RotationPlan
 from rtp_ext.convert.plan.traffic import RingFacts
@@ -123,13 +123,13 @@ def _device_type(members: list[nn.Module]) -> str:
 
 def _explain_converted(module: nn.Module, ring: Ring) -> RotationPlan:
     facts = RingFacts.of(ring)
-    reader = Reader(module, facts)
-    modules = (reader.module(name, part) for name, part in module.named_modules())
-    order = {name: place for place, name in enumerate(reader.names.values())}
+    kept = Kept(module, facts)
+    modules = (kept.module(name, part) for name, part in module.named_modules())
+    order = {name: place for place, name in enumerate(kept.names.values())}
     return RotationPlan(
         ring=facts,
         modules=tuple(each for each in modules if each is not None),
-        bundles=tuple(sorted(reader.bundles(), key=lambda bundle: (order[bundle.name], bundle.kind))),
-        fused=tuple(reader.fused()),
+        bundles=tuple(sorted(kept.bundles(), key=lambda bundle: (order[bundle.name], bundle.kind))),
+        fused=tuple(kept.fused()),
         kind=plain_class(module).__name__,
     )
