@@ -68,7 +68,7 @@ def _check(operation, ring, rows=None, tolerance=EXACT, **options):
     the owner, the results differ."""
     shards = operation.shards(ring.rank, ring.size)
     actual = rotated_result(operation, ring, "2d", 10, shards, **options)
-    rounded = _rounded(operation, ring.size, ring.travel, rows)
+    rounded = _rounded(operation, ring.size, ring.options.travel, rows)
     expected = plain_results(rounded, ring.size, "2d", 10)[ring.rank]
     assert_result(actual, expected, ring, operation.cuts, tolerance, tolerance)
     exact = plain_results(operation, ring.size, "2d", 10)[ring.rank]

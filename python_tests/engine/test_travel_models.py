@@ -89,7 +89,7 @@ def _policy(rank, ranks):
             policy = MixedPrecisionPolicy(param_dtype=dtype)
             model = rtp_ext.fully_rotate(make_model(torch.float32), mp_policy=policy, travel=travel)
             ring = rtp_ext.ring_of(model)
-            assert ring.travel == travel
+            assert ring.options.travel == travel
             loss = batch_loss(model, rank, 0)
             loss.backward()
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])

@@ -79,7 +79,7 @@ def test_held_up_channels(link, delay, monkeypatch):
     undisturbed = emulated(RANKS, link=link)
     monkeypatch.setenv("RTP_DEBUG_DELAY_US", str(delay))
     ring = emulated(RANKS, link=link)
-    assert ring.transport_options.delay_us == delay
+    assert ring.options.transport_options.delay_us == delay
     if delay == LONGEST:
         shard = torch.ones(1 << 16, device="cuda")
         times = [[milliseconds(each, shard) for _ in range(10)] for each in (undisturbed, ring)]

@@ -2,14 +2,17 @@
 
 import inspect
 import re
+import subprocess
+import sys
 import typing
 
 import pytest
 
 import rtp_ext
 from rtp_ext import words
+from rtp_ext.convert.plan.request import Options, RotateKeywords
 from rtp_ext.functional import experts, mlp
-from rtp_ext.ring.links.options import RingOptions
+from rtp_ext.options import DEFAULTS, RingKeywords, RingOptions
 
 SETS = {name: value for name, value in vars(words).items() if typing.get_origin(value) is typing.Literal}
 # Names of things; op and pass_ of a schedule are of a set, but have a table.
@@ -73,3 +76,29 @@ def test_checks_read_the_types(option, kind):
         assert getattr(RingOptions(**{option: word}), option) == word
     with pytest.raises(ValueError, match=re.escape(", ".join(typing.get_args(SETS[kind])))):
         RingOptions(**{option: "sideways"})
+
+
+def _types(record) -> dict[str, str]:
+    return {name: getattr(kind, "__forward_arg__", kind) for name, kind in record.__annotations__.items()}
+
+
+def test_an_option_of_a_ring_is_told_once():
+    own = {"timeout", "transport_options"}  # of types of their own, in which a ring keeps them
+    given, kept, rotate = _types(RingKeywords), _types(RingOptions), _types(RotateKeywords)
+    assert [*given] == [*kept] == [*DEFAULTS]
+    assert {name for name in given if given[name] != kept[name]} == own
+    assert {name: kind for name, kind in rotate.items() if name in given}.items() <= given.items()
+    assert rotate.keys() - given.keys() == _types(Options).keys() - {"ring"}
+    text = rtp_ext.Ring.__doc__
+    assert [name for name in given if f"\n        {name}: " not in text] == [] and "**options" not in text
+
+
+def test_unknown_options_are_refused():
+    for call in (rtp_ext.Ring, lambda **options: rtp_ext.fully_rotate(None, **options)):
+        with pytest.raises(TypeError, match=r"(Ring.__init__|fully_rotate)\(\) got an unexpected keyword"):
+            call(to="nowhere")
+
+
+def test_options_load_no_torch():
+    code = "import sys, rtp_ext.options; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

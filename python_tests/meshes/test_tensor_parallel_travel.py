@@ -62,7 +62,11 @@ def trains(cases, shape, travel, plan, options):
     what = f"{shape} {travel} {plan.__name__} {options}"
     model, mesh = rotated(shape, NAMES, plan(RowwiseParallel), travel=travel, **options)
     ring, cuts = rtp_ext.ring_of(model), weight_cuts(model)
-    assert (ring.travel, ring.gradient_route, len(cuts)) == (travel, options.get("gradient_route", "by-dtype"), 9)
+    assert (ring.options.travel, ring.gradient_route, len(cuts)) == (
+        travel,
+        options.get("gradient_route", "by-dtype"),
+        9,
+    )
     batch, batches = batch_number(mesh)
     optimizer = adamw(model)
     plain, exact = Tiny(), Tiny()

@@ -79,7 +79,7 @@ def _replicas(rank, ranks, cases):
     for outer in (AllReduce(), ZeroOuter()):
         model = replicated(SHAPE, outer=outer, **FEWER)
         ring = rtp_ext.ring_of(model)
-        assert (ring.travel, ring.gradient_route, ring.size) == ("int8", "direct", 3)
+        assert (ring.options.travel, ring.gradient_route, ring.size) == ("int8", "direct", 3)
         cuts = cuts or _cuts(model)
         plain = _train(cases, type(outer).__name__, model, rank, ranks, cuts)
         if isinstance(outer, AllReduce):

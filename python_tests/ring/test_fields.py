@@ -10,9 +10,9 @@ import torch
 import rtp_ext
 from rtp_ext import RotationError, _native
 from rtp_ext.functional import rotated_linear, rotated_mlp
+from rtp_ext.options import RingOptions, TransportOptions
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.hosts import Hosts, find_hosts, levels_refusal
-from rtp_ext.ring.links.options import RingOptions, TransportOptions
 from rtp_ext.ring.links.places import Place
 from rtp_ext.ring.links.transports import Connection
 from rtp_ext.ring.op_runner import OpRunner

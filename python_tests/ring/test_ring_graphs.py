@@ -12,9 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from rtp_ext import Ring, RotationError
 from rtp_ext.functional import rotated_linear, rotated_linears, rotated_mlp
+from rtp_ext.options import RingOptions
 from rtp_ext.ring import graphs as module
 from rtp_ext.ring.graphs import CAPTURED, Pass, PassGraphs, _fill, _places
-from rtp_ext.ring.links.options import RingOptions
 
 CPU, DOUBLE = torch.device("cpu"), torch.float64
 

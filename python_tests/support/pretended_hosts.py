@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from rtp_ext.options import RingOptions
 from rtp_ext.ring.graphs import PassGraphs, choose_graphs
-from rtp_ext.ring.links.options import RingOptions
 
 
 def pretend_hosts(rank: int, per_host: int) -> None:

@@ -10,8 +10,8 @@ from simulated_cuda import run_threads, skip_without_headers, values
 from test_cuda_transports import TRANSPORTS, connected_news, passes, unique_ids, until_failure
 
 from rtp_ext import RingTimeout
+from rtp_ext.options import TransportOptions
 from rtp_ext.ring.links import transports
-from rtp_ext.ring.links.options import TransportOptions
 
 skip_without_headers()
 

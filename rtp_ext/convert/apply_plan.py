@@ -18,8 +18,8 @@ from rtp_ext.convert.modules.linear_4bit import RotatedLinear4bit
 from rtp_ext.convert.modules.refused import guard_parametrizations
 from rtp_ext.convert.modules.shared_input import join
 from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
-from rtp_ext.convert.plan.converted import REASON, WIDE
 from rtp_ext.convert.plan.in_blocks import is_taken
+from rtp_ext.convert.plan.kept import keep
 from rtp_ext.convert.plan.layers import DROP_INS, drop_in, extended_parameters
 from rtp_ext.convert.plan.request import Request
 from rtp_ext.convert.plan.rotation_plan import (
@@ -77,6 +77,7 @@ class Application:
             if isinstance(part, RotatedModule):
                 self.counts[f"{type(part).__name__}: already sharded, left alone"] += 1
         for module in self.new:
+            keep(self.by_name[module.name], module)
             if module.moved == ROTATED:
                 self._rotate(module, self.by_name[module.name])
             elif module.layer == "whole embedding":
@@ -113,7 +114,8 @@ class Application:
     # -- one module --------------------------------------------------------------------------------------------------
 
     def _rotate(self, module: ModulePlan, part: Any) -> None:
-        self._keep_wide(module, part)
+        for key, reason in ((owned.key, owned.wide) for owned in module.parameters if owned.wide is not None):
+            self.counts[f"{key} of {module.kind}: frozen, but not in blocks: {reason}"] += 1
         if id(part) in self.projections:
             return
         options: dict[str, Any] = {}
@@ -154,18 +156,9 @@ class Application:
         elif module.layer != "head":
             self.counts[f"{module.kind}: rotated"] += 1
 
-    def _keep_wide(self, module: ModulePlan, part: Any) -> None:
-        """Keeps and logs the reasons why frozen weights of a module are not in blocks."""
-        wide = {owned.key: owned.wide for owned in module.parameters if owned.wide is not None}
-        if wide:
-            part.__dict__[WIDE] = wide
-        for key, reason in wide.items():
-            self.counts[f"{key} of {module.kind}: frozen, but not in blocks: {reason}"] += 1
-
     def _keep_whole(self, module: ModulePlan, part: Any) -> None:
         part.__class__ = mixed_class(WholeEmbedding, type(part))
         part.keep_whole(self.ring, module.label, self.request.mp_policy, self.memo)
-        part.__dict__[REASON] = module.reason
         logger.warning(
             "fully_rotate: %s stays whole on every rank: %s; its gradient is averaged", module.name, module.reason
         )
@@ -175,7 +168,6 @@ class Application:
             self.counts[f"{module.kind}: left whole (emulated ring)"] += 1
             return
         make_gathered(part, self.ring, self.scopes[id(part)], self.memo, module.label)
-        part.__dict__[REASON] = module.reason
         self.counts[f"{module.kind}: sharded, gathered while in use"] += 1
 
     def _remember_ties(self) -> None:

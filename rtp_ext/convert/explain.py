@@ -2,54 +2,37 @@
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from rtp_ext.convert.methods.fully_shard import explain_options
-from rtp_ext.convert.plan.converted import Reader
 from rtp_ext.convert.plan.inspect_model import inspect_model
-from rtp_ext.convert.plan.request import TIMEOUT, Options, place_alone, state_in
+from rtp_ext.convert.plan.kept import Kept
+from rtp_ext.convert.plan.request import Options, RotateKeywords, place_alone, state_in
 from rtp_ext.convert.plan.rotation_plan import RotationPlan
 from rtp_ext.convert.plan.traffic import RingFacts
 from rtp_ext.convert.scopes import is_inside, state_of
 from rtp_ext.convert.validation import members_of, read_call, validate
-from rtp_ext.outer import OuterPolicy
+from rtp_ext.options import RingOptions, takes
 from rtp_ext.parameters.sharded_module import plain_class
-from rtp_ext.ring import Ring, RotationDims
+from rtp_ext.ring import Ring
 from rtp_ext.ring.inference import INFERENCE, InferenceRing
-from rtp_ext.words import Bundle, Format, GradientRoute, GradientTravel, LossHead, Route, Transport, Travel
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @explain_options
+@takes(RotateKeywords, Options, RingOptions)
 def explain(
     module: nn.Module | list[nn.Module] | tuple[nn.Module, ...],
     *,
-    mesh: DeviceMesh | dist.ProcessGroup | Ring | None = None,
-    dims: RotationDims | None = None,
-    outer: OuterPolicy | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    gather: Iterable[str | nn.Module] | None = None,
-    in_place: bool = False,
-    bundle: bool | Bundle = True,
-    loss_head: LossHead | None = None,
-    frozen: Format | None = None,
-    route: Route = "auto",
-    gradient_route: GradientRoute = "auto",
-    gradient_travel: GradientTravel | None = None,
-    transport: Transport = "auto",
-    travel: Travel | None = None,
-    timeout: float | datetime.timedelta = TIMEOUT,
     ranks: int | None = None,
     rank: int = 0,
     device: torch.device | str | None = None,
+    **keywords: Unpack[RotateKeywords],
 ) -> RotationPlan:
     """Returns the plan of a conversion: for every parameter its movement, cut, routes, dtypes, bytes, and reasons.
 
@@ -81,7 +64,7 @@ def explain(
     Raises the errors that `fully_rotate` raises before it makes a ring, and ValueError for a rank outside of the ring,
     for `ranks` together with `mesh` or a converted model, and for a module inside a converted model.
     """
-    options = Options.of(locals())
+    options = Options.of(keywords)
     members = members_of(module)
     for name, given in (("ranks", ranks), ("rank", rank)):
         if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
@@ -104,8 +87,8 @@ def explain(
     if ranks is None and rank:
         raise ValueError(f"explain: expected ranks together with rank, got rank={rank} alone")
     if ranks is not None:
-        if mesh is not None or dims is not None:
-            raise ValueError(f"explain: expected ranks or a mesh, got ranks={ranks} and mesh={mesh!r:.100}")
+        if options.mesh is not None or options.dims is not None:
+            raise ValueError(f"explain: expected ranks or a mesh, got ranks={ranks} and mesh={options.mesh!r:.100}")
         if ranks < 1 or not 0 <= rank < ranks:
             raise ValueError(f"explain: expected ranks >= 1 and 0 <= rank < ranks, got ranks={ranks}, rank={rank}")
         kind = torch.device(device).type if device is not None else _device_type(members)
@@ -123,13 +106,13 @@ def _device_type(members: list[nn.Module]) -> str:
 
 def _explain_converted(module: nn.Module, ring: Ring) -> RotationPlan:
     facts = RingFacts.of(ring)
-    reader = Reader(module, facts)
-    modules = (reader.module(name, part) for name, part in module.named_modules())
-    order = {name: place for place, name in enumerate(reader.names.values())}
+    kept = Kept(module, facts)
+    modules = (kept.module(name, part) for name, part in module.named_modules())
+    order = {name: place for place, name in enumerate(kept.names.values())}
     return RotationPlan(
         ring=facts,
         modules=tuple(each for each in modules if each is not None),
-        bundles=tuple(sorted(reader.bundles(), key=lambda bundle: (order[bundle.name], bundle.kind))),
-        fused=tuple(reader.fused()),
+        bundles=tuple(sorted(kept.bundles(), key=lambda bundle: (order[bundle.name], bundle.kind))),
+        fused=tuple(kept.fused()),
         kind=plain_class(module).__name__,
     )

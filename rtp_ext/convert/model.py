@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rtp_ext.convert.adapters import follow_adapters
 from rtp_ext.convert.agreement import checksums, compare_weights
@@ -23,17 +20,20 @@ from rtp_ext.convert.methods.save_pretrained import install_save_pretrained
 from rtp_ext.convert.modules.gathered import GatheredRNN
 from rtp_ext.convert.optimizers import mark_replaced, watch_optimizers, weak_parameters
 from rtp_ext.convert.plan.inspect_model import inspect_model
-from rtp_ext.convert.plan.request import TIMEOUT, Options, Parts, Request, names_of, state_in
+from rtp_ext.convert.plan.request import Options, Parts, Request, RotateKeywords, names_of, state_in
 from rtp_ext.convert.plan.rotation_plan import RotationPlan
 from rtp_ext.convert.scopes import RotationState, install, is_inside, state_of
 from rtp_ext.convert.validation import read_call, validate
+from rtp_ext.options import RingOptions, takes
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.outer.policy import Unit
-from rtp_ext.ring import Ring, RotationDims
+from rtp_ext.ring import Ring
 from rtp_ext.ring.bootstrap import compare_calls, refused_together
 from rtp_ext.ring.inference import INFERENCE
 from rtp_ext.ring.mesh import resolve_mesh
-from rtp_ext.words import Bundle, Format, GradientRoute, GradientTravel, LossHead, Route, Transport, Travel
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger("rtp_ext")
 
@@ -41,27 +41,8 @@ _Given = TypeVar("_Given", nn.Module, list[nn.Module])
 
 
 @explain_options
-def fully_rotate(
-    module: _Given,
-    *,
-    mesh: DeviceMesh | dist.ProcessGroup | Ring | None = None,
-    dims: RotationDims | None = None,
-    outer: OuterPolicy | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    gather: Iterable[str | nn.Module] | None = None,
-    in_place: bool = False,
-    bundle: bool | Bundle = True,
-    loss_head: LossHead | None = None,
-    frozen: Format | None = None,
-    route: Route = "auto",
-    gradient_route: GradientRoute = "auto",
-    gradient_travel: GradientTravel | None = None,
-    transport: Transport = "auto",
-    travel: Travel | None = None,
-    timeout: float | datetime.timedelta = TIMEOUT,
-) -> _Given:
+@takes(RotateKeywords, Options, RingOptions)
+def fully_rotate(module: _Given, **keywords: Unpack[RotateKeywords]) -> _Given:
     """Spreads every parameter of a model over a ring, in place, and returns the same module, or the same list.
 
     Linear, embedding, convolution and attention layers and experts rotate: their shards visit every rank while it
@@ -140,8 +121,9 @@ def fully_rotate(
     replicas that differ raise ValueError in the first backward. Collective: creates a ring.
     Source: RTP, arXiv 2311.01635.
     """
-    options, known = Options.of(locals()), _known_ring(module, mesh)
-    new = refused_together(mesh, dims, timeout)  # type: ignore[arg-type]  # mesh is no Ring where it is entered
+    options = Options.of(keywords)
+    known, timeout = _known_ring(module, options.mesh), options.ring.get("timeout")
+    new = refused_together(options.mesh, options.dims, timeout)  # type: ignore[arg-type]  # mesh is no Ring where it is entered
     with new if known is None else _refused_on(known):
         request = read_call(module, options)
         plan = inspect_model(request)
@@ -179,7 +161,7 @@ def _ring_for(request: Request) -> Ring:
     options, place = request.options, request.place
     ring = place.ring
     if ring is None:
-        ring = Ring(resolve_mesh(options.mesh, options.dims, place.tensor), **options.of_ring)  # type: ignore[arg-type]
+        ring = Ring(resolve_mesh(options.mesh, options.dims, place.tensor), **options.ring)  # type: ignore[arg-type]
         if options.in_place:
             ring.expect_in_place("fully_rotate")  # ranks on several hosts may give it the route two-level
     if ring.offload_policy is None:

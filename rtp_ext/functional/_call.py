@@ -337,7 +337,7 @@ def _agree(
     # A gradient may arrive late only if no code reads it before the node of its shard: no cast, no plain tensor.
     arrives = ring.gradients.local_dtype(ring.hop_route, call.reduce_dtype)
     unread = all(isinstance(param.tensor, DTensor) and param.tensor.dtype == arrives for param in params)
-    ready.late = late and unread and ring.late_gradients > 0
+    ready.late = late and unread and bool(ring.options.late_gradients)
     ready.plan(ring, most)
     return ready
 

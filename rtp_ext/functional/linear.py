@@ -11,10 +11,10 @@ import torch
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, ShardedParameter, expect_shape
 from rtp_ext.functional._operation import Operation, Options, expect_features, graph_operand, rotate
+from rtp_ext.options import wire_itemsize
 from rtp_ext.parameters.frozen import FrozenWeight, expect_takes_blocks
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.links.options import wire_itemsize
 from rtp_ext.ring.routes.route_planner import LayerSize
 
 
@@ -275,7 +275,7 @@ def _size(call: Call, shapes: Sequence[tuple[int, ...]]) -> LayerSize:
     return LayerSize(
         sum(outputs for outputs, _ in weights),
         max(inputs for _, inputs in weights),
-        wire_itemsize(call.ring.travel, call.compute_dtype),
+        wire_itemsize(call.ring.options.travel, call.compute_dtype),
         call.reduce_dtype.itemsize,
     )
 

@@ -98,7 +98,7 @@ def rotate_for_inference(
     """
     policy = CPUOffloadPolicy(pin_memory=False) if offload else None
     given = {"mesh": mesh, "frozen": weights, "gather": gather, "timeout": timeout, "offload_policy": policy}
-    options = Options.of({**_DEFAULTS, **given})
+    options = Options.of(given)
     of_ring: dict[str, Any] = {"transport": transport, "timeout": timeout, "offload": offload}
     with refused_together(mesh, timeout=timeout):
         _check_arguments(model, transport, weights)
@@ -119,9 +119,6 @@ def rotate_for_inference(
         _convert(model, plan, request, ring)
     log_shares("rotate_for_inference", planned, plan, "whole on every rank")
     return model
-
-
-_DEFAULTS = {each.name: each.default for each in dataclasses.fields(Options)}
 
 
 def _check_arguments(model: Any, transport: str, weights: str | None) -> None:

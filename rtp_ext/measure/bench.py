@@ -34,8 +34,8 @@ from rtp_ext.host import cores, cpu_name
 from rtp_ext.measure.layer import TimedLayer, layer_times, together
 from rtp_ext.measure.overlap_metrics import Times, metrics
 from rtp_ext.measure.timing import settle_memory, timed
+from rtp_ext.options import check_gradients, check_travel
 from rtp_ext.ring import Ring
-from rtp_ext.ring.links.options import check_requested, check_travel
 
 __all__ = ["Plan", "choose", "run", "verdict"]
 
@@ -133,7 +133,7 @@ def choose(
     if kind == "cpu" and size > MOST_RANKS_PER_CORE * cores():
         raise ValueError(f"bench: expected at most {MOST_RANKS_PER_CORE} ranks for each of {cores()} cores, got {size}")
     check_travel(travel, "auto")
-    check_requested(gradient_route or "auto", gradient_travel, "auto", None)
+    check_gradients("Ring", gradient_route or "auto", gradient_travel, "auto", None)
     if gradient_travel is not None or (emulated and gradient_route == "auto"):
         gradient_route = "direct" if gradient_travel is not None else None
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32

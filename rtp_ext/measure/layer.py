@@ -143,9 +143,9 @@ class TimedLayer:
 
     def _arrived(self, shard: torch.Tensor) -> torch.Tensor:
         """Returns a shard as all ranks, its owner too, compute with it: rounded as it travels."""
-        if self.ring.travel is None or self.ring.size == 1:
+        if self.ring.options.travel is None or self.ring.size == 1:
             return shard
-        if self.ring.travel == "bfloat16":
+        if self.ring.options.travel == "bfloat16":
             return shard.bfloat16().to(shard.dtype)
         whole = torch.empty_like(shard)
         for chunk in self.chunks():

@@ -105,9 +105,9 @@ def add_arguments(parser: Parser) -> None:
     plan.add_argument("--fp8-scaling", choices=FP8_SCALINGS)
     plan.add_argument("--route", choices=ROUTES, help="of rotation")
     plan.add_argument("--gradient-route", choices=GRADIENT_ROUTES, help="of rotation")
-    plan.add_argument("--travel", choices=[travel for travel in TRAVELS if travel], help="of rotating weights")
-    plan.add_argument("--gradient-travel", choices=[travel for travel in GRADIENT_TRAVELS if travel])
-    plan.add_argument("--frozen", choices=[blocks for blocks in FROZEN if blocks], help="frozen weights of a ring")
+    plan.add_argument("--travel", choices=TRAVELS[1:], help="of rotating weights")
+    plan.add_argument("--gradient-travel", choices=GRADIENT_TRAVELS[1:])
+    plan.add_argument("--frozen", choices=FROZEN[1:], help="frozen weights of a ring")
     plan.add_argument("--outer", choices=OUTER, help="outer policy between the replicas of a ring")
     for stages in ("stage-layers", "stage-recompute"):
         plan.add_argument(f"--{stages}", type=numbers, metavar="N+N+...", help="of every pipeline stage")

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rtp_ext import _native
+from rtp_ext.options import RingOptions
 from rtp_ext.ring.links.agree import expect_same
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.failure_report import FailureReport, this_process
 from rtp_ext.ring.links.groups import lacks_room
 from rtp_ext.ring.links.hosts import find_hosts
-from rtp_ext.ring.links.options import RingOptions
 from rtp_ext.ring.links.transports import NETWORKED, Connection, order_launches
 from rtp_ext.ring.links.wiring import find_wiring
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh, unnamed_dimension

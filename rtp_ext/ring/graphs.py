@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from rtp_ext import _native
+from rtp_ext.options import RingOptions
 from rtp_ext.ring.links.communicator import Communicator
-from rtp_ext.ring.links.options import RingOptions
 
 logger = logging.getLogger("rtp_ext")
 

@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from rtp_ext import _native
 from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext.compilers import keep_compilers_out
+from rtp_ext.options import RingOptions
 from rtp_ext.ring.autograd import as_gradient
 from rtp_ext.ring.bootstrap import agree_on, join_ranks, refused_together
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.host_address import own_address
-from rtp_ext.ring.links.options import RingOptions
 from rtp_ext.ring.links.transports import Candidate, ce_refusal, choose, refuse_any, unique_ids
 from rtp_ext.ring.mesh import resolve_mesh
 from rtp_ext.ring.op_runner import OpRunner

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
+import dataclasses
 import functools
 import logging
 import secrets
-from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rtp_ext import _native
-from rtp_ext._native import SLOT_CAP
 from rtp_ext.compilers import keep_compilers_out
+from rtp_ext.options import ROUTES, TRANSPORTS, RingKeywords, RingOptions, check_choice, describes, takes
 from rtp_ext.ring.bootstrap import agree_on, join_ranks, late_passes, make_executor, refused_together
 from rtp_ext.ring.cpu_offload import HostMemory, host_memory
 from rtp_ext.ring.dtensor_parameters import register_mesh
 from rtp_ext.ring.graphs import choose_graphs, emulated_link
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.hosts import Hosts
-from rtp_ext.ring.links.options import ROUTES, TRANSPORTS, RingOptions, check_choice
 from rtp_ext.ring.links.transports import (
     Connection,
     ce_refusal,
@@ -41,7 +40,10 @@ from rtp_ext.ring.routes.plan import RoutePlan, plan_routes
 from rtp_ext.ring.routes.route_planner import Link, RoutePlanner
 from rtp_ext.ring.routes.weight_routes import choose_ce_modes
 from rtp_ext.ring.telemetry import Telemetry
-from rtp_ext.words import GradientRoute, GradientTravel, Graphs, PassGradientRoute, PassRoute, Route, Transport, Travel
+from rtp_ext.words import GradientTravel, Graphs, PassGradientRoute, PassRoute, Travel
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["ROUTES", "TRANSPORTS", "Ring", "ce_refusal", "nccl_refusal"]
 
@@ -61,6 +63,7 @@ def _of(field: str, method: Callable[Concatenate[Any, _P], _T]) -> Callable[Conc
     return call
 
 
+@describes(RingOptions)
 class Ring:
     """Ranks that rotate shards among themselves.
 
@@ -68,49 +71,7 @@ class Ring:
         mesh_or_group: a one-dimensional DeviceMesh, one of more dimensions with `dims`, a process group, or None for
             the default process group.
         dims: the dimensions of the mesh that the ring runs over, and those along which rings hold the same shards.
-        transport: `shm` (CPU ranks of one host), `shm+tcp` and `shm+c10d` (the same inside hosts, the other between
-            them), `tcp` (CPU ranks of any hosts), `c10d` (any torch.distributed backend), `ce` (copy engines, without
-            SMs: GPUs of one host that all have direct access to each other, NCCL 2.29.2 or newer), `nccl` (direct
-            NCCL), `ce+nccl` and `nccl+nccl` (on two levels), or `auto`: the first of `ce`, `ce+nccl`, `nccl+nccl`,
-            `nccl`, or on CPUs of `shm`, `shm+tcp`, `tcp`, else `c10d`. `transport_reason` has the refused candidates.
-        route: `ring` (every hop goes to the neighbour), `direct` (a shard comes directly from its owner), `gather`
-            (linear layers gather the whole weight first; other operations take the route that `auto` chooses),
-            `two-level` (shards rotate inside each host while every rank passes one on to the next host; where the
-            ranks are not spread evenly over hosts, the ring takes the route of `auto`, and `transport_reason` says
-            why), or `auto`: two-level where possible, else the route planner decides for every linear layer.
-        gradient_route: `chain` (a partial sum of each gradient travels from rank to rank), `direct` (each contribution
-            goes straight to its owner, who adds them up in float32; not on route two-level), or `auto`: direct where
-            gradients travel in fewer than 32 bits and every rank reaches every other as cheaply as its neighbour.
-        gradient_travel: `int8`: contributions travel in 8 bits, with a scale for each 128 numbers; on gradient route
-            direct only. None: in the reduce dtype.
-        timeout: seconds (or a timedelta); a neighbour that does not answer for so long is an error, RingTimeout.
-        prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
-            the forward or backward before. 2: of the next two layers, and of the first layers of a backward during the
-            last ones of its forward, for ranks that run unevenly; takes a third weight slot, and a second staged copy
-            where shards are cast. 0 turns it off.
-        gradient_halves: gradients of linear layers travel in two halves; None: where a gradient hop outlasts a dgrad.
-            Not on route two-level.
-        late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
-            each layer takes two more gradient slots. None: 1 where hops cross a network (a CPU ring over `tcp` or
-            `c10d`), else 0. On route two-level gradients arrive within the pass.
-        travel: the dtype in which weights travel: None (the compute dtype), `bfloat16`, or `int8` (rounded to the
-            nearest of 255 values in blocks of 128 numbers, each with a float32 scale: 1.03 bytes a number). The owner
-            rounds once. Every rank, the owner included, dequantizes the weights before it computes, so that all
-            compute with the same weights, in backward too. Not rounded are the local shard, which the optimizer
-            updates, biases, `rotate`, `collect`, and a single rank. Not on route gather, and not in place.
-        slot_cap: bytes; larger linear, embedding and vocabulary-head shards travel in chunks, one pass after the other,
-            so that a vocabulary does not make every slot as large as itself. 0: no cap.
-        graphs: runs passes of linear layers and MLPs as CUDA graphs, which take the host a few calls each: `auto`
-            (where the transport supports them: `ce`, and emulated rings), `on` (elsewhere a ValueError), or `off`, the
-            default until a graph has run on a GPU. A pass is captured once for its shapes, after it has run, and
-            replayed where its tensors have the same addresses; otherwise it is enqueued hop by hop. With graphs
-            `prefetch` is 0. See `graphs`.
-        checksum: every hop carries a CRC-32C; a changed one raises a RotationError that names the hop. For CPUs.
-        transport_options: for GPUs. `min_ctas`, `max_ctas`: SMs that NCCL may take for each of two communicators
-            (default of the maximum: 8; 0: NCCL chooses). `blocking`: no thread for each group of NCCL's calls (default:
-            with NCCL >= 2.28.7, see docs/gpu.md). `registered`: slots registered with NCCL, which `nccl` moves without
-            copies of its own (default: where that works). `delay_us`: delays hops at random, for race tests (default:
-            RTP_DEBUG_DELAY_US). `ce_mode`: `push` by senders, `pull` by receivers, or `auto`: pull on route `direct`.
+        **options: the fields of `RingOptions` (rtp_ext/options.py).
 
     Collective: every rank of the group makes the ring at the same point. The ring owns its process groups.
 
@@ -129,11 +90,12 @@ class Ring:
         graphs: whether passes are graphs, the reason, and their number.
     """
 
-    # Beside these, for the modules of rtp_ext: `options` and `travel` as given; `serial`, the index within the process;
-    # `token`, the name in files of the recorder, equal on all ranks; `tensor_mesh`; `link` of an emulated ring on a
-    # GPU; `communicator` (process groups, small collectives, the report of failures); `route_plan`; `agreement` (what
-    # the ranks have compared); `telemetry` (counters, traces, records); `common`, the Prepared of functional forms
-    # without `prepared=`; `offload_policy` and `host_memory` of models whose shards are on the host.
+    # Beside these, for the modules of rtp_ext: `options`, as given, but for `late_gradients`, which is a number;
+    # `serial`, the index within the process; `token`, the name in files of the recorder, equal on all ranks;
+    # `tensor_mesh`; `link` of an emulated ring on a GPU; `communicator` (process groups, small collectives, the report
+    # of failures); `route_plan`; `agreement` (what the ranks have compared); `telemetry` (counters, traces, records);
+    # `common`, the Prepared of functional forms without `prepared=`; `offload_policy` and `host_memory` of models whose
+    # shards are on the host.
     link: str | None = None
     mesh: DeviceMesh | None = None
     parameter_mesh: DeviceMesh | None = None
@@ -147,31 +109,20 @@ class Ring:
     _agreement_type: type[Agreement] = Agreement
     _runner_type: type[OpRunner] = OpRunner
 
+    @takes(RingKeywords, RingOptions)
     def __init__(
         self,
         mesh_or_group: DeviceMesh | dist.ProcessGroup | RingMesh | None = None,
         *,
         dims: RotationDims | None = None,
-        transport: Transport = "auto",
-        route: Route = "auto",
-        travel: Travel | None = None,
-        timeout: float | datetime.timedelta = 600.0,
-        slot_cap: int = SLOT_CAP,
-        prefetch: int = 1,
-        gradient_halves: bool | None = None,
-        late_gradients: int | None = None,
-        gradient_route: GradientRoute = "auto",
-        gradient_travel: GradientTravel | None = None,
-        graphs: Graphs = "off",
-        checksum: bool = False,
-        transport_options: Mapping[str, Any] | None = None,
+        **given: Unpack[RingKeywords],
     ) -> None:
         keep_compilers_out()
-        with refused_together(mesh_or_group, dims, timeout):
-            options = RingOptions.of(locals())
+        with refused_together(mesh_or_group, dims, given.get("timeout")):
+            options = RingOptions.of(given)
             meshes = resolve_mesh(mesh_or_group, dims)
             kind = meshes.hops.device_type
-            if checksum and kind != "cpu":
+            if options.checksum and kind != "cpu":
                 raise ValueError(f"Ring: expected checksum=False or a ring of CPU ranks, got True on {kind}")
         self.mesh, self.parameter_mesh, self.tensor_mesh = meshes.hops, meshes.parameters, meshes.tensor
         self.replicas = meshes.replicas
@@ -250,10 +201,9 @@ class Ring:
         """Creates the executor and the fields that use it."""
         late = late_passes(options, ring.device, connection.name)
         ring.executor = executor = make_executor(ring, options, connection, late)
-        self.options, self.token = options, token
+        self.options, self.token = dataclasses.replace(options, late_gradients=late), token
         self.rank, self.size, self.device, self.timeout = ring.rank, ring.size, ring.device, options.timeout
-        self.travel, self.slot_cap, self.late_gradients = options.travel, options.slot_cap, late
-        self.transport_options = options.transport_options
+        self.slot_cap = options.slot_cap
         self.transport, self.transport_reason = connection.name, connection.reason + routes.missed
         self.communicator, self.placed, self.hosts, self.per_host = ring, ring.placed, ring.hosts, ring.per_host
         self.alone, self.failure_report = ring.alone, ring.failure_report

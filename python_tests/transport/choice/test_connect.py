@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rtp_ext import RotationError, _native
+from rtp_ext.options import TransportOptions
 from rtp_ext.ring.links import transports
 from rtp_ext.ring.links.hosts import Hosts
-from rtp_ext.ring.links.options import TransportOptions
 from rtp_ext.ring.links.transports import Candidate
 
 

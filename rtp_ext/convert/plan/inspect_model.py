@@ -11,16 +11,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.convert.adapters import adapted_modules, adapter_modules
-from rtp_ext.convert.plan.converted import (
-    BESIDE_IGNORED,
-    EMULATED,
-    IN_IGNORED,
-    SCALAR,
-    Reader,
-    attention_reason,
-    dtypes_of,
-)
 from rtp_ext.convert.plan.in_blocks import InBlocks, is_taken, taken_parameters
+from rtp_ext.convert.plan.kept import EMULATED, Kept
 from rtp_ext.convert.plan.layers import (
     drop_in,
     extended_parameters,
@@ -55,6 +47,10 @@ from rtp_ext.parameters.frozen import FrozenWeight
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.wrappers import type_name
 
+SCALAR = "a scalar has no dimension to cut"
+IN_IGNORED = "in ignored_params"
+BESIDE_IGNORED = "its module has another parameter in ignored_params"
+
 
 def inspect_model(request: Request) -> RotationPlan:
     """Plans the conversion of a model. Changes nothing, and takes parameters on the meta device."""
@@ -77,9 +73,9 @@ class Inspection:
         self.projections = {id(part.out_proj) for part in attention}  # type: ignore[union-attr]
         self.in_blocks = InBlocks(request, self.tied, heads, self.projections, adapter_modules(request.root))
         self.cut: dict[int, tuple[int, str]] = {}  # by id of a tied parameter: dimension and first layer that rotates
-        self.reader = Reader(request.root, self.facts, request.not_ours)
-        self.first, self.names = self.reader.first, self.reader.names
-        self.kept = self._kept_from_rotating()
+        self.kept = Kept(request.root, self.facts)
+        self.first, self.names = self.kept.first, self.kept.names
+        self.unrotated = self._kept_from_rotating()
         self.notes: list[str] = []
 
     def plan(self) -> RotationPlan:
@@ -99,9 +95,9 @@ class Inspection:
             ring=self.facts,
             modules=tuple(sorted(found.values(), key=lambda module: order[module.name])),
             bundles=tuple(
-                sorted([*self.reader.bundles(), *bundles], key=lambda bundle: (order[bundle.name], bundle.kind))
+                sorted([*self.kept.bundles(), *bundles], key=lambda bundle: (order[bundle.name], bundle.kind))
             ),
-            fused=tuple(sorted([*self.reader.fused(), *(name for name, _ in heads)], key=order.__getitem__)),
+            fused=tuple(sorted([*self.kept.fused(), *(name for name, _ in heads)], key=order.__getitem__)),
             kind=type(self.request.root).__name__,
             notes=tuple(self.notes),
         )
@@ -126,7 +122,7 @@ class Inspection:
         none is ignored, a tensor subclass with its own rules, or sharded by tensor parallelism."""
         own = [id(parameter) for layer in layers for parameter in layer.parameters()]
         taken = any(others.intersection(own) for others in (self.request.ignored, self.tied, self.extended))
-        if taken or any(id(layer) in self.kept for layer in layers):
+        if taken or any(id(layer) in self.unrotated for layer in layers):
             return False
         parallel = any(self.styles.get(id(layer)) for layer in layers)
         if parallel:
@@ -161,16 +157,14 @@ class Inspection:
         if self.request.options.loss_head is None:
             return []
         models: list[tuple[str, Any]] = [(name, part) for name, part in self.modules if blocks.causal_model(part)]
-        heads = [(name, model.lm_head) for name, model in models]
-        return [
-            (name, self.names[id(head)]) for name, head in heads if id(head) in self.names.keys() - self.kept.keys()
-        ]
+        heads = [(name, id(model.lm_head)) for name, model in models]
+        return [(name, self.names[head]) for name, head in heads if head in self.names and head not in self.unrotated]
 
     # -- one module --------------------------------------------------------------------------------------------------
 
     def _module(self, name: str, part: Any, down: set[str], heads: set[str]) -> ModulePlan | None:
-        if is_inside(part) or isinstance(part, ShardedModule) or id(part) in self.reader.inside:
-            return self.reader.module(name, part)
+        if is_inside(part) or isinstance(part, ShardedModule) or id(part) in self.kept.inside:
+            return self.kept.module(name, part)
         own = own_parameters(part)
         if not own:
             return None
@@ -189,8 +183,8 @@ class Inspection:
             return self._whole(name, part, problem)
         if (special := next((p for p in own.values() if id(p) in self.extended), None)) is not None:
             return self._gathered(name, part, f"a {type_name(special)} says itself how its shards travel")
-        if id(part) in self.kept:
-            return self._gathered(name, part, self.kept[id(part)], notice="kept")
+        if id(part) in self.unrotated:
+            return self._gathered(name, part, self.unrotated[id(part)], notice="kept")
         if name in heads:
             transposed = blocks.is_transposed_linear(part)
             return self._rotated(name, part, "head", {"weight": int(transposed), "bias": 0}, transposed=transposed)
@@ -246,15 +240,11 @@ class Inspection:
             return self._gathered(name, part, reason, notice="kept")
         rows = []
         for key, parameter in own_parameters(part).items():
-            reason = attention_reason(part, key) if layer == "attention" else None
-            dim = cuts.get(key, 0)
-            if reason is None:
+            moved, dim, reason = self.kept.moved(part, key, cuts.get(key, 0))
+            wide = frozen = None
+            if moved == ROTATED:
                 wide, frozen = self.in_blocks.wide(part, key, layer), self.in_blocks.weight(part, key, layer)
-                rows.append(self._owned(name, key, parameter, ROTATED, dim, None, wide=wide, frozen=frozen))
-            elif self.facts.emulated:
-                rows.append(self._owned(name, key, parameter, REPLICATED, None, EMULATED))
-            else:
-                rows.append(self._owned(name, key, parameter, GATHERED, dim, reason))
+            rows.append(self._owned(name, key, parameter, moved, dim, reason, wide=wide, frozen=frozen))
         return self._made(name, part, ROTATED, rows, layer=layer, transposed=transposed, style=style)
 
     def _cut_otherwise(self, name: str, part: Any, cuts: dict[str, int]) -> str | None:
@@ -318,17 +308,14 @@ class Inspection:
         reason: str | None = None,
         notice: str | None = None,
     ) -> ModulePlan:
-        compute, reduce = dtypes_of(self.request.mp_policy, rows[0].dtype)
-        if moved == IGNORED or (self.facts.emulated and moved == REPLICATED):  # a plain module
-            compute = reduce = rows[0].dtype
+        plain = moved == IGNORED or (self.facts.emulated and moved == REPLICATED)
         return ModulePlan(
             name=name,
             kind=type(part).__name__,
             moved=moved,
             layer=layer,
             parameters=tuple(rows),
-            compute_dtype=compute,
-            reduce_dtype=reduce,
+            policy=None if plain else self.request.mp_policy,
             in_place=self.request.options.in_place and moved == ROTATED,
             transposed=transposed,
             style=style,

@@ -15,10 +15,13 @@ from rtp_ext.nn import (
     RotatedConv2d,
     RotatedConv3d,
     RotatedEmbedding,
+    RotatedExperts,
     RotatedLinear,
+    RotatedLinearCrossEntropy,
     RotatedMultiheadAttention,
 )
 from rtp_ext.nn.embedding import RotatedRows
+from rtp_ext.nn.linear import RotatedTransposedLinear
 from rtp_ext.parameters.extensions import is_extended
 from rtp_ext.parameters.sharded_module import ShardedModule
 
@@ -35,6 +38,9 @@ DROP_INS: dict[type[nn.Module], type] = {
 # The name of each rotated class in a plan; "convolution" covers all operations that are driven from Python.
 _LAYERS: dict[type, str] = {
     RotatedLinear: "linear",
+    RotatedTransposedLinear: "linear",
+    RotatedExperts: "experts",
+    RotatedLinearCrossEntropy: "head",
     RotatedEmbedding: "embedding",
     RotatedRows: "embedding",
     RotatedMultiheadAttention: "attention",
@@ -50,7 +56,7 @@ def drop_in(part: nn.Module) -> type | None:
 
 def layer_of(rotated: type) -> str:
     """Returns the name in a plan of layers of a rotated class."""
-    return _LAYERS.get(rotated, "convolution")
+    return next((_LAYERS[cls] for cls in rotated.__mro__ if cls in _LAYERS), "convolution")
 
 
 def unlike(part: nn.Module) -> type[nn.Module] | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,31 @@ class ModuleGroup(nn.Module):
             self._modules[name] = member
 
 
+class RotateKeywords(TypedDict, total=False):
+    """The keyword arguments of fully_rotate, which describes them, and of explain."""
+
+    mesh: DeviceMesh | dist.ProcessGroup | Ring | None
+    dims: RotationDims | None
+    outer: OuterPolicy | None
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+    ignored_params: Iterable[nn.Parameter] | None
+    gather: Iterable[str | nn.Module] | None
+    in_place: bool
+    bundle: bool | Bundle
+    loss_head: LossHead | None
+    frozen: Format | None
+    route: Route
+    gradient_route: GradientRoute
+    gradient_travel: GradientTravel | None
+    transport: Transport
+    travel: Travel | None
+    timeout: float | datetime.timedelta
+
+
 @dataclass(frozen=True)
 class Options:
-    """The keyword arguments of fully_rotate, which describes them."""
+    """The keyword arguments of one call. ring: those among them that are options of a Ring, as they were given."""
 
     mesh: DeviceMesh | dist.ProcessGroup | Ring | None = None
     dims: RotationDims | None = None
@@ -52,27 +74,17 @@ class Options:
     bundle: bool | Bundle = True
     loss_head: LossHead | None = None
     frozen: Format | None = None
-    route: Route = "auto"
-    gradient_route: GradientRoute = "auto"
-    gradient_travel: GradientTravel | None = None
-    transport: Transport = "auto"
-    travel: Travel | None = None
-    timeout: float | datetime.timedelta = TIMEOUT
+    ring: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """Returns the options among `arguments`, by name. Consumes iterators of ignored_params and gather."""
-        given = {each.name: arguments[each.name] for each in fields(cls)}
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """Returns the options of a call with these keywords. Consumes iterators of ignored_params and gather."""
+        own = {each.name: given[each.name] for each in fields(cls) if each.name in given}
         for name in ("ignored_params", "gather"):
-            if isinstance(given[name], Iterable) and not isinstance(given[name], (torch.Tensor, str, nn.Module)):
-                given[name] = tuple(given[name])
-        return cls(**given)
-
-    @property
-    def of_ring(self) -> dict[str, Any]:
-        """The options of a Ring among these."""
-        names = ("transport", "route", "gradient_route", "gradient_travel", "travel", "timeout")
-        return {name: getattr(self, name) for name in names}
+            value = own.get(name)
+            if isinstance(value, Iterable) and not isinstance(value, (torch.Tensor, str, nn.Module)):
+                own[name] = tuple(value)
+        return cls(**own, ring={name: value for name, value in given.items() if name not in own})
 
 
 @dataclass(frozen=True)
@@ -195,7 +207,7 @@ def place_of_grid(grid: RankGrid, options: Options) -> Place:
         replicas=grid.shape[0] if grid.has_replicas else 1,
         replica=grid.place[0] if grid.has_replicas else 0,
         tensor_ranks=1 if grid.tensor_mesh is None else grid.tensor_mesh.size(),
-        **{name: value for name, value in options.of_ring.items() if name != "timeout"},
+        **{name: value for name, value in options.ring.items() if name != "timeout"},
     )
     return Place(
         facts=facts,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.convert.plan.format_table import table
@@ -81,7 +82,7 @@ class ModulePlan:
             modules that do not rotate, but `whole embedding` for tables that stay whole.
         transposed: whether a linear layer's weight is stored as [in_features, out_features].
         style: the style of tensor parallelism: `colwise`, `rowwise`, `replicated`; None: without.
-        compute_dtype, reduce_dtype: the dtypes of computes with shards, and of gradients that travel.
+        policy: the dtypes of its computes and gradients; None: a module that is left as it is.
         in_place: whether the local shards themselves travel.
         reason: why it does not rotate.
         notice: what to log: `refused`, `unlike` its base class, a layer of torch (warnings), or `kept` from rotating,
@@ -94,8 +95,7 @@ class ModulePlan:
     moved: str
     layer: str | None
     parameters: tuple[Owned, ...]
-    compute_dtype: torch.dtype
-    reduce_dtype: torch.dtype
+    policy: MixedPrecisionPolicy | None = None
     in_place: bool = False
     transposed: bool = False
     style: str | None = None
@@ -106,6 +106,20 @@ class ModulePlan:
     @property
     def label(self) -> str:
         return self.name or self.kind
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of computes with shards."""
+        dtype = self.parameters[0].dtype if self.parameters else torch.float32
+        return dtype if self.policy is None else self.policy.param_dtype or dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which gradients travel."""
+        compute = self.compute_dtype
+        if self.policy is None:
+            return compute
+        return self.policy.reduce_dtype or (torch.float64 if compute == torch.float64 else torch.float32)
 
     @property
     def in_blocks(self) -> bool:

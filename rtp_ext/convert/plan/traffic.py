@@ -89,7 +89,7 @@ class RingFacts:
             gathers=ring.gate.gathers,
             hosts=ring.placed.count,
             gradients=GradientRoutes(ring.gradient_route, ring.gradient_travel),
-            travel=ring.travel,
+            travel=ring.options.travel,
             gradient_halves=halves,
             slot_cap=ring.slot_cap,
             receives_anywhere=_receives_anywhere(ring.transport),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import NoneType
 from typing import Any, get_args
 
@@ -28,10 +28,10 @@ from rtp_ext.convert.plan.request import (
 )
 from rtp_ext.convert.scopes import is_inside, state_of
 from rtp_ext.convert.tensor_parallel import tensor_dimensions
+from rtp_ext.options import DEFAULTS, RingOptions, check_gradients, check_in_place
 from rtp_ext.outer import AllReduce, OuterPolicy
 from rtp_ext.parameters.frozen import FORMATS
 from rtp_ext.ring import Ring, RotationDims
-from rtp_ext.ring.links.options import RingOptions, check_in_place, check_requested
 from rtp_ext.ring.mesh import lay_out_ranks
 from rtp_ext.words import Bundle, LossHead
 
@@ -79,13 +79,12 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
     if isinstance(offload, CPUOffloadPolicy):
         _refuse_offload(place, policy, options.in_place)
     if place.ring is None:
-        RingOptions.of(options.of_ring)
+        of_ring = RingOptions.of(options.ring)
+        if options.in_place:
+            check_in_place("fully_rotate", of_ring.travel, of_ring.route)
     else:
-        _check_options(place.ring, options)
-    if options.in_place:
-        if place.ring is None:
-            check_in_place("fully_rotate", options.travel, options.route)
-        else:
+        _check_options(place.ring, options.ring)
+        if options.in_place:
             place.ring.expect_in_place("fully_rotate")
     return Request(
         options=options,
@@ -247,33 +246,23 @@ def _place_of(options: Options, parts: Parts, tensor: str | None) -> Place:
 
 
 def _options(ring: Ring) -> dict[str, Any]:
-    return {
-        "transport": ring.transport,
-        "route": ring.route,
-        "travel": ring.travel,
-        "timeout": ring.timeout,
-        "slot_cap": ring.slot_cap,
-        "prefetch": ring.prefetch,
-        "gradient_halves": ring.gate.gradient_halves,
-        "late_gradients": ring.late_gradients,
-        "gradient_route": ring.gradient_route,
-        "gradient_travel": ring.gradient_travel,
-        "transport_options": ring.transport_options,
-        "offload_policy": ring.offload_policy,
-    }
+    """Returns the options of a ring as it has resolved them."""
+    compared = {name: value for name, value in vars(ring.options).items() if name not in ("graphs", "checksum")}
+    return {name: getattr(ring, name, value) for name, value in compared.items()} | {"offload": ring.offload_policy}
 
 
-def _check_options(ring: Ring, options: Options) -> None:
+def _check_options(ring: Ring, asked: Mapping[str, Any]) -> None:
     """Raises ValueError where options of a ring in a call differ from those of the ring that exists already. Their
     defaults accept any, and so does the value that the ring was made with."""
-    check_requested(options.gradient_route, options.gradient_travel, ring.hop_route, ring.gate.gradient_halves)
-    default = Options().of_ring
-    for name, asked in options.of_ring.items():
-        if asked == default[name]:
+    route, travel = ({**DEFAULTS, **asked}[name] for name in ("gradient_route", "gradient_travel"))
+    check_gradients("Ring", route, travel, ring.hop_route, ring.options.gradient_halves)
+    for name, value in asked.items():
+        if value == DEFAULTS[name]:
             continue
-        actual = getattr(ring, name)
-        given = datetime.timedelta(seconds=asked) if isinstance(asked, (int, float)) else asked
-        if given not in (actual, getattr(ring.options, name)):
+        made = getattr(ring.options, name)
+        actual = getattr(ring, name, made)
+        given = datetime.timedelta(seconds=value) if isinstance(value, (int, float)) else value
+        if given not in (actual, made):
             expected, got = (str(each) if name == "timeout" else repr(each) for each in (actual, given))
             raise ValueError(
                 f"fully_rotate: expected {name} {expected}, that of the ring, or none, got {got}: a ring gets its "

@@ -149,7 +149,7 @@ def backward(given: Backward) -> list[Tensor]:
     with torch.no_grad():
         results = gradients_of(operation, call, settings, gradients, inputs, params, kept, wanted)
     found: list[Any] = [gradient for gradient, want in zip(results, wanted, strict=True) if want]
-    if (on := ring_named(given.ring)).late_gradients:
+    if (on := ring_named(given.ring)).options.late_gradients:
         for gradient in found:
             on.land(gradient)
     return found

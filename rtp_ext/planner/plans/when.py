@@ -200,7 +200,7 @@ def hidden_tokens(model: ModelSpec, gpus: int, base: str, strategy: Strategy) ->
     strategy: with adapters or frozen weights. base: the name of a preset of a GPU.
     """
     ways: dict[str, dict[str, Any]] = {f"{strategy.param_dtype}": {}, "travel int8": {"travel": "int8"}}
-    ways |= {f"frozen {blocks}": {"frozen": blocks} for blocks in FROZEN if blocks}
+    ways |= {f"frozen {blocks}": {"frozen": blocks} for blocks in FROZEN[1:]}
     plans = {
         name: dataclasses.replace(strategy, **{"frozen": None, "travel": None, **way}) for name, way in ways.items()
     }

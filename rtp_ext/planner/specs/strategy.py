@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from rtp_ext.options import check_gradients, check_in_place
 from rtp_ext.planner.constants import check_at_least, check_known
 from rtp_ext.planner.native import wire_bytes
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
+from rtp_ext.words import Bundle, Format, GradientTravel, PassGradientRoute, Route, Topology, Travel
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 RECOMPUTE = ("none", "selective", "full")
@@ -17,14 +19,14 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZER_MOMENTS = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 STACKS = ("auto", "megatron", "torch")
 LOSSES = ("auto", "eager", "loss-parallel", "megatron", "compiled", "fused")
-BUNDLES = (True, False, "recompute")
-ROUTES = ("auto", "ring", "direct", "two-level")
-GRADIENT_ROUTES = ("chain", "direct")
-TRAVELS = (None, "bfloat16", "int8")  # of weights; None: the compute dtype
-GRADIENT_TRAVELS = (None, "int8")
-FROZEN = (None, "nf4", "mxfp4", "int8")  # as rtp_ext.parameters.frozen.FORMATS, which needs torch
+BUNDLES = (True, False, *get_args(Bundle))
+ROUTES = tuple(route for route in get_args(Route) if route != "gather")
+GRADIENT_ROUTES = get_args(PassGradientRoute)
+TRAVELS = (None, *get_args(Travel))  # of weights; None: the compute dtype
+GRADIENT_TRAVELS = (None, *get_args(GradientTravel))
+FROZEN = (None, *get_args(Format))
 OUTER = ("allreduce", "zero", "local_sgd", "diloco", "gossip")
-TOPOLOGIES = ("one-peer", "exponential", "ring", "grid", "complete")
+TOPOLOGIES = get_args(Topology)
 FP8_SCALINGS = ("tensorwise", "rowwise")
 LARGEST = 1024  # limit of ring and pipeline sizes
 
@@ -205,35 +207,18 @@ class Strategy:
 
     def _check_rotation(self) -> None:
         """Raises ValueError for rotation options without a ring, and for contradictory ones."""
-        own = {
-            "in_place": False,
-            "route": "auto",
-            "gradient_route": "chain",
-            "travel": None,
-            "gradient_travel": None,
-            "late_gradients": 0,
-            "prefetch": 1,
-            "frozen": None,
-            "lora_rank": 0,
-            "outer": "allreduce",
-            "period": 1,
-        }
-        for name, default in own.items():
-            if self.rtp == 1 and getattr(self, name) != default:
+        own = (
+            *("in_place", "route", "gradient_route", "travel", "gradient_travel", "late_gradients", "prefetch"),
+            *("frozen", "lora_rank", "outer", "period"),
+        )
+        for name in own:
+            if self.rtp == 1 and getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
                     f"strategy: {name} needs rtp of at least 2, got {name} {getattr(self, name)!r} with rtp 1"
                 )
-        if self.in_place and (self.route == "two-level" or self.travel in ("bfloat16", "int8")):
-            raise ValueError(
-                f"strategy: in_place moves the local shard itself: expected another route than two-level and no "
-                f"travel, got route {self.route!r} and travel {self.travel!r}"
-            )
-        if self.gradient_travel is not None and self.gradient_route != "direct":
-            raise ValueError(
-                "strategy: gradient_travel int8 needs gradient_route direct: a travelling sum is never requantized"
-            )
-        if self.gradient_route == "direct" and self.route == "two-level":
-            raise ValueError("strategy: two levels have a gradient route of their own: expected chain, got direct")
+        if self.in_place:
+            check_in_place("strategy", self.travel, self.route)
+        check_gradients("strategy", self.gradient_route, self.gradient_travel, self.route)
         if self.frozen is not None and self.lora_rank == 0:
             raise ValueError(
                 f"strategy: frozen {self.frozen!r} needs lora_rank of at least 1, since only adapters are trained"

@@ -15,10 +15,10 @@ import torch
 from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.host import CONNECTIONS
+from rtp_ext.options import TransportOptions
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.groups import lacks_room
 from rtp_ext.ring.links.host_address import own_address
-from rtp_ext.ring.links.options import TransportOptions
 
 logger = logging.getLogger("rtp_ext")
 

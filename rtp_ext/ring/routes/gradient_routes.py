@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rtp_ext.options import PARTIAL_SUMS
 from rtp_ext.ring.links.communicator import Communicator
-from rtp_ext.ring.links.options import PARTIAL_SUMS
 from rtp_ext.ring.routes.weight_routes import choose_route
 
 BY_DTYPE = "by-dtype"
@@ -93,7 +93,7 @@ def choose_gradient_route(
     else:
         return GradientRoutes(BY_DTYPE, None, "every rank reaches every other at the cost of a neighbour")
     if travel is not None:
-        raise ValueError(f"{PARTIAL_SUMS}; here they take the chain, because {selected.reason}")
+        raise ValueError(f"Ring: {PARTIAL_SUMS}; here they take the chain, because {selected.reason}")
     return selected
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from rtp_ext import _native
+from rtp_ext.options import RingOptions, check_in_place
 from rtp_ext.ring.links.communicator import Communicator
-from rtp_ext.ring.links.options import RingOptions, check_in_place
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes, choose_gradient_route
 from rtp_ext.ring.routes.weight_routes import choose_hops, warn_of_flat_ring
 

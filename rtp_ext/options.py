@@ -1,0 +1,277 @@
+"""The options of a ring and of its transports: types, defaults, meanings, and the checks that need no other rank.
+
+Loads no torch, so that the planner and the command line read them too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict, TypeVar, get_args
+
+from rtp_ext._rules import SLOT_CAP, wire_bytes
+from rtp_ext.words import CeMode, GradientRoute, GradientTravel, Graphs, Route, Transport, Travel
+
+TRANSPORTS: tuple[str, ...] = get_args(Transport)
+ROUTES: tuple[str, ...] = get_args(Route)
+
+PARTIAL_SUMS = (
+    "expected gradient_route direct where gradients travel in int8: a partial sum that is "
+    "quantized again at every rank loses more with each"
+)
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """Settings of transports between GPUs; see `Ring`."""
+
+    min_ctas: int = 0
+    max_ctas: int | None = None
+    blocking: bool | None = None
+    registered: bool | None = None
+    delay_us: int = 0
+    ce_mode: CeMode = "auto"
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> TransportOptions:
+        """Returns the options of a Ring's `transport_options`; the environment variable RTP_DEBUG_DELAY_US is the
+        default delay."""
+        given = dict(given or {})
+        known = [each.name for each in fields(cls)]
+        for name, value in given.items():
+            if name not in known:
+                raise ValueError(f"Ring: expected transport_options among {', '.join(known)}, got {name!r}")
+            if name in ("blocking", "registered"):
+                if not isinstance(value, bool) and value is not None:
+                    raise TypeError(f"Ring: expected transport option {name} to be a bool or None, got {value!r}")
+            elif name == "ce_mode":
+                check_choice("transport option ce_mode", value, get_args(CeMode))
+            elif name == "max_ctas" and value is None:
+                continue
+            elif not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"Ring: expected transport option {name} to be an int, got {value!r}")
+            elif value < 0:
+                raise ValueError(f"Ring: expected transport option {name} >= 0, got {value}")
+        delay = os.environ.get("RTP_DEBUG_DELAY_US", "0")
+        if not delay.isdecimal():
+            raise ValueError(f"Ring: expected RTP_DEBUG_DELAY_US to be a number of microseconds, got {delay!r}")
+        return cls(**{"delay_us": int(delay), **given})
+
+
+class RingKeywords(TypedDict, total=False):
+    """The keyword arguments of `Ring`, as a caller gives them. `RingOptions` has their defaults and meanings."""
+
+    transport: Transport
+    route: Route
+    travel: Travel | None
+    timeout: float | datetime.timedelta
+    slot_cap: int
+    prefetch: int
+    gradient_halves: bool | None
+    late_gradients: int | None
+    gradient_route: GradientRoute
+    gradient_travel: GradientTravel | None
+    graphs: Graphs
+    checksum: bool
+    transport_options: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingOptions:
+    """The options of a ring, in its own types. The ranks of a ring compare all fields.
+
+    Raises ValueError for a value that no ring takes, and for two that cannot be combined on any ring.
+
+    Attributes:
+        transport: `shm` (CPU ranks of one host), `shm+tcp` and `shm+c10d` (the same inside hosts, the other between
+            them), `tcp` (CPU ranks of any hosts), `c10d` (any torch.distributed backend), `ce` (copy engines, without
+            SMs: GPUs of one host that all have direct access to each other, NCCL 2.29.2 or newer), `nccl` (direct
+            NCCL), `ce+nccl` and `nccl+nccl` (on two levels), or `auto`: the first of `ce`, `ce+nccl`, `nccl+nccl`,
+            `nccl`, or on CPUs of `shm`, `shm+tcp`, `tcp`, else `c10d`. `transport_reason` has the refused candidates.
+        route: `ring` (every hop goes to the neighbour), `direct` (a shard comes directly from its owner), `gather`
+            (linear layers gather the whole weight first; other operations take the route that `auto` chooses),
+            `two-level` (shards rotate inside each host while every rank passes one on to the next host; where the
+            ranks are not spread evenly over hosts, the ring takes the route of `auto`, and `transport_reason` says
+            why), or `auto`: two-level where possible, else the route planner decides for every linear layer.
+        gradient_route: `chain` (a partial sum of each gradient travels from rank to rank), `direct` (each contribution
+            goes straight to its owner, who adds them up in float32; not on route two-level), or `auto`: direct where
+            gradients travel in fewer than 32 bits and every rank reaches every other as cheaply as its neighbour.
+        gradient_travel: `int8`: contributions travel in 8 bits, with a scale for each 128 numbers; on gradient route
+            direct only. None: in the reduce dtype.
+        timeout: seconds (or a timedelta); a neighbour that does not answer for so long is an error, RingTimeout.
+        prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
+            the forward or backward before. 2: of the next two layers, and of the first layers of a backward during the
+            last ones of its forward, for ranks that run unevenly; takes a third weight slot, and a second staged copy
+            where shards are cast. 0 turns it off.
+        gradient_halves: gradients of linear layers travel in two halves; None: where a gradient hop outlasts a dgrad.
+            Not on route two-level.
+        late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
+            each layer takes two more gradient slots. None: 1 where hops cross a network (a CPU ring over `tcp` or
+            `c10d`), else 0. On route two-level gradients arrive within the pass.
+        travel: the dtype in which weights travel: None (the compute dtype), `bfloat16`, or `int8` (rounded to the
+            nearest of 255 values in blocks of 128 numbers, each with a float32 scale: 1.03 bytes a number). The owner
+            rounds once. Every rank, the owner included, dequantizes the weights before it computes, so that all
+            compute with the same weights, in backward too. Not rounded are the local shard, which the optimizer
+            updates, biases, `rotate`, `collect`, and a single rank. Not on route gather, and not in place.
+        slot_cap: bytes; larger linear, embedding and vocabulary-head shards travel in chunks, one pass after the other,
+            so that a vocabulary does not make every slot as large as itself. 0: no cap.
+        graphs: runs passes of linear layers and MLPs as CUDA graphs, which take the host a few calls each: `auto`
+            (where the transport supports them: `ce`, and emulated rings), `on` (elsewhere a ValueError), or `off`, the
+            default until a graph has run on a GPU. A pass is captured once for its shapes, after it has run, and
+            replayed where its tensors have the same addresses; otherwise it is enqueued hop by hop. With graphs
+            `prefetch` is 0. See `graphs`.
+        checksum: every hop carries a CRC-32C; a changed one raises a RotationError that names the hop. For CPUs.
+        transport_options: for GPUs. `min_ctas`, `max_ctas`: SMs that NCCL may take for each of two communicators
+            (default of the maximum: 8; 0: NCCL chooses). `blocking`: no thread for each group of NCCL's calls (default:
+            with NCCL >= 2.28.7, see docs/gpu.md). `registered`: slots registered with NCCL, which `nccl` moves without
+            copies of its own (default: where that works). `delay_us`: delays hops at random, for race tests (default:
+            RTP_DEBUG_DELAY_US). `ce_mode`: `push` by senders, `pull` by receivers, or `auto`: pull on route `direct`.
+    """
+
+    transport: Transport = "auto"
+    route: Route = "auto"
+    travel: Travel | None = None
+    timeout: datetime.timedelta = 600.0  # type: ignore[assignment]
+    slot_cap: int = SLOT_CAP
+    prefetch: int = 1
+    gradient_halves: bool | None = None
+    late_gradients: int | None = None
+    gradient_route: GradientRoute = "auto"
+    gradient_travel: GradientTravel | None = None
+    graphs: Graphs = "off"
+    checksum: bool = False
+    transport_options: TransportOptions = None  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> RingOptions:
+        """Returns the options among `arguments`, by name; the others keep their defaults."""
+        return cls(**{each.name: arguments[each.name] for each in fields(cls) if each.name in arguments})
+
+    def __post_init__(self) -> None:
+        if not isinstance(timeout := self.timeout, datetime.timedelta):
+            try:
+                object.__setattr__(self, "timeout", datetime.timedelta(seconds=timeout))
+            except OverflowError as error:
+                raise ValueError(f"Ring: expected a timeout below 1e14 seconds, got {timeout}") from error
+        if not isinstance(given := self.transport_options, TransportOptions):
+            object.__setattr__(self, "transport_options", TransportOptions.of(given))
+        check_choice("transport", self.transport, TRANSPORTS)
+        check_choice("route", self.route, ROUTES)
+        if self.route == "two-level" and self.gradient_halves:
+            raise ValueError("Ring: expected gradient_halves None or False with route two-level, got True")
+        check_gradients("Ring", self.gradient_route, self.gradient_travel, self.route, self.gradient_halves)
+        if self.timeout <= datetime.timedelta(0):
+            raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
+        check_choice("graphs", self.graphs, get_args(Graphs))
+        if self.slot_cap < 0:
+            raise ValueError(f"Ring: expected slot_cap >= 0, got {self.slot_cap}")
+        if self.prefetch not in (0, 1, 2):
+            raise ValueError(f"Ring: expected prefetch 0, 1 or 2, got {self.prefetch!r}")
+        late = self.late_gradients
+        if late is not None and (isinstance(late, bool) or late < 0):
+            raise ValueError(f"Ring: expected late_gradients >= 0 or None, got {late!r}")
+        check_travel(self.travel, self.route)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{each.name} {getattr(self, each.name)}" for each in fields(self))
+
+
+DEFAULTS = {each.name: each.default for each in fields(RingOptions)}  # as a caller gives them
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Class = TypeVar("_Class", bound=type)
+
+
+def takes(keywords: type, *records: type) -> Callable[[_Function], _Function]:
+    """Gives a function with `**options: Unpack[keywords]` the signature that has each of them by name, with the default
+    that it has in `records`, and the error of Python for others."""
+    defaults = {each.name: each.default for record in records for each in fields(record)}
+    given = {name: getattr(kind, "__forward_arg__", kind) for name, kind in keywords.__annotations__.items()}
+
+    def give(function: _Function) -> _Function:
+        before = inspect.signature(function)
+        own = [each for each in before.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        named = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind)
+            for name, kind in given.items()
+        ]
+        signature = before.replace(parameters=[*own, *named])
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            for name in options:
+                if name not in signature.parameters:
+                    raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}")
+            return function(*arguments, **options)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call  # type: ignore[return-value]
+
+    return give
+
+
+def describes(record: type) -> Callable[[_Class], _Class]:
+    """Puts the attributes in a record's docstring in place of the line `**options: ...` of a class's."""
+
+    def give(cls: _Class) -> _Class:
+        attributes = str(record.__doc__).partition("    Attributes:\n")[2].rstrip()
+        cls.__doc__ = re.sub(r" *\*\*options: .*", lambda _: attributes, str(cls.__doc__))
+        return cls
+
+    return give
+
+
+def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError where `value` is not one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"Ring: expected {what} to be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_travel(travel: str | None, route: str) -> None:
+    """Raises ValueError where the weights of a ring on this route cannot travel in this dtype."""
+    if travel not in (None, *get_args(Travel)):
+        raise ValueError(f"Ring: expected travel to be None, 'bfloat16' or 'int8', got {travel!r}")
+    if travel is not None and route == "gather":
+        raise ValueError(
+            "Ring: expected travel None with route gather, whose products take all shards at once as they are "
+            f"computed with, got {travel!r}; on every other route weights can travel so"
+        )
+
+
+def check_gradients(name: str, route: str, travel: str | None, hop_route: str, halves: bool | None = None) -> None:
+    """Raises ValueError for a gradient route or travel that does not exist, or that no ring can combine with the other
+    options. name: of the caller, for the errors."""
+    if route not in get_args(GradientRoute):
+        raise ValueError(f"{name}: expected gradient_route one of {', '.join(get_args(GradientRoute))}, got {route!r}")
+    if travel not in (None, *get_args(GradientTravel)):
+        raise ValueError(f"{name}: expected gradient_travel None or 'int8', got {travel!r}")
+    if route == "chain" and travel is not None:
+        raise ValueError(f"{name}: {PARTIAL_SUMS}, got gradient_travel {travel!r} with gradient_route 'chain'")
+    if route == "direct" and hop_route == "two-level":
+        raise ValueError(f"{name}: expected gradient_route auto or chain with route two-level, got 'direct'")
+    if route == "direct" and halves:
+        raise ValueError(f"{name}: expected gradient_halves None or False with gradient_route direct, got True")
+
+
+def check_in_place(name: str, travel: str | None, route: str) -> None:
+    """Raises ValueError where local shards cannot travel themselves on a ring with these options."""
+    if travel is not None:
+        raise ValueError(
+            f"{name}: expected in_place=False on a ring of travel={travel!r}, where copies travel, got True; "
+            "a ring of travel=None moves shards in place"
+        )
+    if route == "two-level":
+        raise ValueError(
+            f"{name}: expected in_place=False on route two-level, where a shard leaves in two directions at once, "
+            "got True; a ring of route='ring' moves shards in place"
+        )
+
+
+def wire_itemsize(travel: str | None, dtype: Any) -> float:
+    """Returns the bytes on the wire of one number of a weight of this compute dtype, with its share of the scales."""
+    return wire_bytes(128, travel, dtype.itemsize) / 128
