@@ -19,7 +19,7 @@ from reference import assert_same
 from test_forwards import ended, logits
 
 import rtp_ext
-from rtp_ext.ring.inference import InferenceRing
+from rtp_ext.inference.ring import InferenceRing
 
 
 class Changes:
@@ -27,16 +27,15 @@ class Changes:
 
     def __init__(self) -> None:
         self.swaps = False
-        self.exchange = InferenceRing.exchange
 
     def in_front(self, ring, value):
-        """Replaces `InferenceRing.exchange`, by which ranks tell their addresses."""
+        """Replaces the `exchange` of an InferenceRing, by which ranks tell their addresses."""
         if isinstance(value, tuple) and isinstance(value[0], str) and value[0].startswith("127.0.0.1 "):
             host, port, *key = value[0].split()
             listener = socket.create_server((host, 0))
             threading.Thread(target=self.accept, args=(listener, (host, int(port))), daemon=True).start()
             value = (" ".join([host, str(listener.getsockname()[1]), *key]), *value[1:])
-        return self.exchange(ring, value)
+        return ring.ring.exchange(value)
 
     def accept(self, listener, target):
         while True:
