@@ -15,8 +15,8 @@ from harness import Cases, run_ranks
 from torch import nn
 
 import rtp_ext
+from rtp_ext.inference.ring import InferenceRing
 from rtp_ext.ring import bootstrap, ring
-from rtp_ext.ring.inference import InferenceRing
 
 TIMEOUT = 10.0
 PROMPT = 6.0  # below it

@@ -20,7 +20,6 @@ from rtp_ext.functional._operation import Operation
 from rtp_ext.functional.linear import Linears
 from rtp_ext.parameters.frozen import FrozenWeight
 from rtp_ext.ring import Ring
-from rtp_ext.ring.inference import InferenceRing
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 
 _ALIGNMENT = 16  # bytes; alignment of a parameter in the flat buffer of a gather, see rtp_ext.parameters.gather
@@ -93,7 +92,7 @@ class RingFacts:
             gradient_halves=halves,
             slot_cap=ring.slot_cap,
             receives_anywhere=_receives_anywhere(ring.transport),
-            pulls=ring.pulls_from if isinstance(ring, InferenceRing) else None,
+            pulls=ring.pulls_from,
             offloaded=ring.host_memory is not None,
             layer_routes=tuple((name, *taken) for name, taken in sorted(routes.items()) if taken != usual),
         )
