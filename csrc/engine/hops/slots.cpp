@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <numeric>
 
 #include "base/checks.h"
 #include "compute/pack.h"
@@ -13,10 +12,6 @@
 
 namespace rtp {
 namespace {
-
-int64_t product(const std::vector<int64_t>& shape, size_t from = 0) {
-  return std::accumulate(shape.begin() + static_cast<int64_t>(from), shape.end(), int64_t{1}, std::multiplies<>());
-}
 
 std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {
   std::vector<int64_t> strides(shape.size(), 1);
@@ -105,8 +100,7 @@ std::vector<int64_t> TensorLayout::wire_shape(int owner) const {
 }
 
 int64_t TensorLayout::bytes(int owner) const {
-  if (frozen) return block_bytes(*frozen, elements(owner));
-  return wire_bytes(elements(owner), wire, static_cast<int64_t>(c10::elementSize(dtype)));
+  return travelling_bytes(elements(owner), frozen, wire, static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
 int64_t TensorLayout::dequantized_bytes(int owner) const {

@@ -222,7 +222,7 @@ def _rotated_loss_terms(model: ModelSpec, strategy: Strategy, tokens: int) -> li
     """
     source, widest = "csrc/ops/bundles/cross_entropy.cpp", max(strategy.param_bytes, strategy.reduce_bytes)
     head = RotatedOperation("head", (Weight((padded_vocab(model, strategy) // strategy.tp, model.hidden)),))
-    _, rows = head.size(strategy.rtp).chunks(widest, engine().SLOT_CAP)
+    _, rows = head.facts.chunks(strategy.rtp, widest, engine().SLOT_CAP)
     chunk = max(min(_LOGIT_CHUNK_BYTES // (4 * rows), -(-tokens // _LOGIT_LEAST_CHUNKS)), _LOGIT_LEAST_ROWS)
     size = {"bytes_per_value": 4, "tokens_at_once": min(chunk, tokens), "vocabulary_at_once": rows}
     return [
