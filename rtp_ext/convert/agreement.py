@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import logging
 import re
@@ -24,7 +23,7 @@ from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import frozen_of, held
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import FROZEN, computes_plainly
-from rtp_ext.ring.links.agree import expect_same
+from rtp_ext.ring.links.agree import differing, expect_same
 
 logger = logging.getLogger("rtp_ext")
 
@@ -109,12 +108,11 @@ def agree_on_model(
     """
     modes = [("torch.autocast", str(mode.autocast)), ("offload_policy", repr(ring.offload_policy))]
     mine = (_parameters(root.named_parameters()), [*modes, *settings, *_modules(root)])
-    answers = ring.exchange(hashlib.sha256(repr(mine).encode()).digest())
-    differ = any(theirs != answers[0] for theirs in answers)
-    every = ring.exchange(mine) if differ else [mine]
+    answers = differing(ring, mine)
+    every = answers or [mine]
     for rank, (parameters, _) in enumerate(every):
         on_meta = [] if allow_meta else [entry[0] for entry in parameters if entry[4]]
-        _refuse_meta(root, on_meta, f" on rank {rank}" if differ else "")
+        _refuse_meta(root, on_meta, f" on rank {rank}" if answers else "")
     for part in range(2):
         for rank, theirs in enumerate(every):
             if theirs[part] != every[0][part]:

@@ -33,8 +33,8 @@ def copy_from(source: nn.Module, model: nn.Module, ring: InferenceRing, bucket_b
         found = _copies(source, tensors_of(model))
     except Exception as error:  # user code may run in state_dict
         failure = error
-    looks = [(name, shape_of(value), str(value.dtype), way.__name__) for name, value, _, way in found]
-    agree_on_update(ring, failure, (looks, bucket_bytes), written=False)
+    looks = [f"{name} {shape_of(value)} {value.dtype} by {way.__name__}" for name, value, _, way in found]
+    agree_on_update(ring, failure, [f"buckets of {bucket_bytes} bytes", *looks], written=False)
     sizes = (value.nbytes for _, value, _, way in found if way is not _copy_local)
     with ring.communicator.ended_by_errors("update_weights"):  # others may be waiting for this rank's part
         buffer = torch.empty(min(bucket_bytes, max(sizes, default=0)), dtype=torch.uint8)
@@ -44,7 +44,7 @@ def copy_from(source: nn.Module, model: nn.Module, ring: InferenceRing, bucket_b
             except ValueError as error:  # of this rank's part, which has come: the other ranks go on
                 failure = failure or ValueError(f"update_weights: {name}: {error}")
     ring.synchronize()  # other ranks read without waiting for this one's streams
-    agree_on_update(ring, failure, len(found), written=bool(found))
+    agree_on_update(ring, failure, [f"{len(found)} tensors"], written=bool(found))
     return len(found)
 
 
