@@ -73,12 +73,12 @@ frameworks: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest -q python_tests/integrations python_tests/examples python_tests/optimizers/test_packages.py
 	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py
 	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py --only transformers,grpo,lightning --ranks 4 --replicas 2
-	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py --page
+	$(FRAMEWORKS)/bin/python benchmarks/report.py --write
 
 # Pythons and torches that the package is built and tried with, each in an environment of its own; takes long.
 versions: build
 	$(BIN)/python benchmarks/compatibility/versions.py
-	$(BIN)/python benchmarks/compatibility/versions.py --page
+	$(BIN)/python benchmarks/report.py --write
 
 # Wheels for CPUs and, with nvcc, for CUDA, each tried in an environment of its own: build/wheels. VARIANT=cpu or cuda: one.
 wheels: $(VENV)/.torch
@@ -90,27 +90,27 @@ compiled: build
 	$(BIN)/python benchmarks/compatibility/compiled.py --ranks 2
 	$(BIN)/python benchmarks/compatibility/compiled.py --ranks 3 --strategies rtp --fused-head
 	$(BIN)/python benchmarks/compatibility/compiled.py --ranks 2 --strategies rtp --checkpoint
-	$(BIN)/python benchmarks/compatibility/compiled.py --page
+	$(BIN)/python benchmarks/report.py --write
 
 # Faults at every place of a step, and the table of docs/reliability.md: an hour and more.
 faults: build
 	$(BIN)/python benchmarks/reliability/faults.py --missing
-	$(BIN)/python benchmarks/reliability/faults.py --write
+	$(BIN)/python benchmarks/report.py --write
 
 # Random programs against one process, and many steps with random delays.
 soak: build
 	$(BIN)/python benchmarks/reliability/soak.py --minutes $(MINUTES) --steps 20000
-	$(BIN)/python benchmarks/reliability/faults.py --write
+	$(BIN)/python benchmarks/report.py --write
 
 # A training run whose ranks die, and go on from the last checkpoint.
 recovery: build
 	$(BIN)/python benchmarks/reliability/recovery.py
-	$(BIN)/python benchmarks/reliability/faults.py --write
+	$(BIN)/python benchmarks/report.py --write
 
 # The extension under the address, undefined-behaviour and thread sanitizers: builds of their own, which take minutes.
 sanitize: build
 	$(BIN)/python benchmarks/reliability/sanitize.py
-	$(BIN)/python benchmarks/reliability/faults.py --write
+	$(BIN)/python benchmarks/report.py --write
 
 # python_tests/gpu and the first day on a GPU, on a fake one: minutes. Tests that need a real one are named.
 rehearse: build

@@ -70,6 +70,9 @@ results/<machine>/compare.jsonl. `--where N` records where the time of N more st
 
 import argparse
 import dataclasses
+import json
+import math
+import operator
 import sys
 from collections.abc import Iterable
 from functools import partial
@@ -77,8 +80,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared.agreement import spreads
-from shared.card import environment_card, result_line
+from shared.agreement import spreads, tolerances
+from shared.card import append_line, environment_card, result_line
 from shared.launch import Place, gather, is_first, launch
 from shared.memory import PROBED_STEPS, Memory, MemoryProbe
 from shared.models import WORKLOADS
@@ -88,9 +91,9 @@ from shared.race.peers import PEERS, Upstream
 from shared.race.trial import failures
 from shared.recording.tracing import record_steps
 from shared.recording.where import look_inside
-from shared.reports.compare_report import report
 from shared.sockets import Sockets, measure_sockets
 from shared.strategies import STRATEGIES, Trainer
+from shared.table import Columns, console, mebibytes, number, told
 from shared.wire import adapters_form, closed_form, processors, roof
 
 from rtp_ext.measure.timing import Sample
@@ -204,12 +207,12 @@ def _race(place: Place, args: argparse.Namespace, tokens: int, card: Result, soc
     orders = balanced_orders(len(takers))
     rounds = args.warmup + args.steps
     live = place.rank == 0 and sys.stderr.isatty()
-    for number in range(rounds):
-        for index in orders[number % len(orders)]:
+    for turn in range(rounds):
+        for index in orders[turn % len(orders)]:
             dist.barrier()
-            takers[index].step(timed=number >= args.warmup)
+            takers[index].step(timed=turn >= args.warmup)
         if live:
-            print(f"\r{tokens} tokens: round {number + 1}/{rounds}\x1b[K", end="", file=sys.stderr, flush=True)
+            print(f"\r{tokens} tokens: round {turn + 1}/{rounds}\x1b[K", end="", file=sys.stderr, flush=True)
     if live:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     local_ms = _slowest(reference.phases["forward_backward"], place).median / 1e3
@@ -341,6 +344,120 @@ def _add_comparisons(rows: list[Result], first_loss: float) -> None:
         row["rtp_forward_backward_ratio"] = None if rtp is None else rtp[passes] / row[passes]
         row["loss"] = losses[index][-1]
         row["loss_spread"], row["gradient_spread"] = found[same.index(index)] if index in same else min(found)
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+COLUMNS: Columns = {
+    "strategy": told("strategy"),
+    "step ms": number("step_ms", ",.1f"),
+    "p20": number("p20_ms", ",.1f"),
+    "p80": number("p80_ms", ",.1f"),
+    "rtp/this": number("rtp_ratio", ",.2f"),
+    "fwd+bwd": number("forward_backward_ms", ",.1f"),
+    "exposed": number("exposed_ms", ",.1f"),
+    "update": number("optimizer_ms", ",.1f"),
+    "cpu ms": number("processor_ms", ",.1f"),
+    "tokens/s": number("tokens_per_s", ",.0f"),
+    "scaling": number("scaling_efficiency", ",.2f"),
+    "roof ms": number("roof_ms", ",.1f"),
+    "hidden": number("hidden_share", ",.2f"),
+    "ring": mebibytes("ring_bytes", digits=1),
+    "sent": mebibytes("sent_bytes", digits=1),
+    "formula": mebibytes("closed_form_bytes", digits=1),
+    "upd sent": mebibytes("optimizer_sent_bytes", digits=1),
+    "upd count": mebibytes("exchange_bytes", digits=1),
+    "param": mebibytes("parameter_bytes", digits=1),
+    "grad": mebibytes("gradient_bytes", digits=1),
+    "optim": mebibytes("optimizer_bytes", digits=1),
+    "transient": mebibytes("transient_bytes", digits=1),
+    "buffers": mebibytes("buffer_bytes", digits=1),
+    "peak pss": mebibytes("pss_bytes", digits=1),
+    "kept eff": number("kept_efficiency", ",.2f"),
+    "peak eff": number("peak_efficiency", ",.2f"),
+    "loss": number("loss", ",.6f"),
+}
+
+
+def print_table(rows: list[Result], args: argparse.Namespace) -> None:
+    """Prints the table of one number of ranks, one number of tokens, and one rate."""
+    first = rows[0]
+    optimizer = {"adamw": "AdamW", "muon": "Muon and AdamW"}[args.optimizer]
+    threads = f"{first['threads']} CPU thread{'s' * (first['threads'] > 1)} per rank"
+    print(
+        f"\n{args.model}: {first['shape']}; {optimizer}, {args.dtype}, {first['ranks']} ranks on {first['device']}, "
+        f"{threads}, collectives over {first['backend']}"
+    )
+    print(f"{first['tokens']} tokens per rank; {args.steps} interleaved steps after {args.warmup} warm-up steps")
+    print(f"each strategy follows every other one equally often in {first['balanced_over']} steps")
+    print(f"reference without communication: forward and backward {first['reference_forward_backward_ms']:.1f} ms")
+    if first["cores_shared"]:
+        print(f"TIME-SHARED: {first['ranks']} ranks take turns on {first['cores']} cores")
+    if "hosts" in first:
+        delay = f", {first['delay']} delay" if first["delay"] else ""
+        print(f"{first['hosts']} made hosts, {first['rate']}{delay}; sent: MiB that leave a host in a step")
+    if args.optimizer == "muon":
+        matrices = f"{first['matrix_bytes'] / 2**20:.1f} MiB of matrices"
+        print(f"{matrices}; upd: MiB that updates send in a step, by the kernel's count and by Muon's")
+    console(COLUMNS, rows)
+    timed = [row for row in rows if "error" not in row]
+    losses, gradients = (max(row[key] for row in timed) for key in ("loss_spread", "gradient_spread"))
+    print(
+        f"\nMemory in MiB per rank. Largest relative loss difference at any step: {losses:.1e}; of a parameter's "
+        f"gradient: {gradients:.1e}",
+        flush=True,
+    )
+
+
+def add_scaling(rows: list[Result]) -> None:
+    """Tokens per second / (R times those of the same strategy at R = 1); None without that, and for one process."""
+    rows = [row for row in rows if "error" not in row]
+    one = {(row["strategy"], row["tokens"]): row["tokens_per_s"] for row in rows if row["ranks"] == 1}
+    for row in rows:
+        base = None if STRATEGIES[row["strategy"]].one_process else one.get((row["strategy"], row["tokens"]))
+        row["scaling_efficiency"] = None if base is None else row["tokens_per_s"] / (row["ranks"] * base)
+
+
+def report(rows: list[Result], args: argparse.Namespace) -> None:
+    """Prints and records the results. Exits with an error where the losses disagree."""
+    add_scaling(rows)
+    tables: dict[tuple[Any, ...], list[Result]] = {}
+    for row in rows:
+        tables.setdefault((row["ranks"], row.get("rate"), row["tokens"]), []).append(row)
+    for table in tables.values():
+        print_table(table, args)
+    timed = [row for row in rows if "error" not in row]
+    wrong = [row for row in timed if not all(map(operator.le, _spreads(row), tolerances(row)))]  # NaN is wrong
+    if not wrong:
+        for row in rows:
+            append_line(args.output, row)
+    keys = ("step_ms", "p20_ms", "p80_ms", "rtp_ratio", "exposed_ms", "tokens_per_s", "scaling_efficiency")
+    keys += ("optimizer_ms", "peak_bytes", "buffer_bytes", "kept_efficiency", "peak_efficiency", "ring_bytes", "loss")
+    keys += ("roof_ms", "hidden_share", "sent_bytes", "closed_form_bytes") if "hosts" in rows[0] else ()
+    keys += ("matrix_bytes", "exchange_bytes", "optimizer_sent_bytes") if args.optimizer == "muon" else ()
+    keys += ("forward_backward_ms", "processor_ms", "pss_bytes", "loss_spread", "gradient_spread")
+    cases = {_name(row): {key: _number(row.get(key)) for key in keys} for row in timed}
+    cases |= {_name(row): {"error": row["error"]} for row in rows if "error" in row}
+    print(json.dumps({"loss_agrees": not wrong, "cases": cases}, allow_nan=False), flush=True)
+    if wrong:
+        (loss, gradient), (most, most_gradient) = _spreads(wrong[0]), tolerances(wrong[0])
+        sys.exit(
+            f"the strategies differ: losses by {loss:.2e} (relative; at most {most:.0e} are expected), a parameter's "
+            f"gradient by {gradient:.2e} (at most {most_gradient:.0e}), in {_name(wrong[0])}"
+        )
+
+
+def _spreads(row: Result) -> tuple[float, float]:
+    return row["loss_spread"], row["gradient_spread"]
+
+
+def _name(row: Result) -> str:
+    return f"{row['strategy']}@R{row['ranks']}T{row['tokens']}" + (f"@{row['rate']}" if "rate" in row else "")
+
+
+def _number(value: float | None) -> float | None:
+    """None for what JSON has no number for."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def main() -> None:

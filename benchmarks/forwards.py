@@ -37,26 +37,29 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from compare import balanced_orders
-from shared.card import (
-    RESULTS,
-    append_line,
-    command_line,
-    environment_card,
-    machine_name,
-    refusal_to_write,
-    result_line,
-)
+from shared.card import add_output_options, append_line, complete_output, environment_card, result_line
 from shared.hosts import Links, bits_per_second, refusal
 from shared.hosts import card as made_hosts
 from shared.launch import Place, add_launch_options, gather, is_first, launch
 from shared.models import MLPStack
-from shared.reports.runs.forwards_report import surprises
+from shared.race.contestant import balanced_orders
+from shared.table import (
+    Columns,
+    Row,
+    Table,
+    console,
+    last_command,
+    mebibytes,
+    median,
+    named,
+    number,
+    quotient,
+    told,
+)
 from shared.wire import Counter
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -68,6 +71,7 @@ LOCAL = "local"
 CLOSE = 1e-4  # of outputs, relative to the largest
 MICRO_BATCHES, LEAST = 8, 64  # at most so many, of at least so many tokens
 QUICK = {"tokens": [8, 32], "unequal": [8], "rounds": 2, "blocks": 2, "width": 64, "inner": 128}
+SHM, ROOF, ALONE = 1.05, 1.1, 1.05  # the most that is expected: of no communication, of the roof, of the rank alone
 Result = dict[str, Any]
 
 
@@ -85,9 +89,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--blocks", type=int, default=4)
     add("--width", type=int, default=1024)
     add("--inner", type=int, default=2048)
-    add("--quick", action="store_true", help="small sizes, to see that it works; records nothing")
-    add("--machine", help="name of the results folder (default: of this machine)")
-    add("--output", type=Path, metavar="FILE.jsonl", help="in the place of the file under results/")
+    add_output_options(parser, quick="small sizes, to see that it works; records nothing")
     add_launch_options(parser)
     args = parser.parse_args(argv)
     if args.quick:
@@ -106,7 +108,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     if any(args.networks) and (why := refusal()) is not None:
         parser.error(f"--rates: hosts cannot be made here: {why}")
-    args.command = command_line()
+    complete_output(args, "forwards", parser.error)
     return args
 
 
@@ -245,8 +247,8 @@ def _race(
     plain = strategies["none"].forward(inputs)
     orders = balanced_orders(len(cases))
     rounds = max(3, min(args.rounds, args.rounds * 1024 // tokens))
-    for number in range(1 + rounds):
-        for index in orders[number % len(orders)]:
+    for turn in range(1 + rounds):
+        for index in orders[turn % len(orders)]:
             case, counter = cases[index], Counter()
             dist.barrier()
             counter.start()
@@ -254,7 +256,7 @@ def _race(
             output = None if case.inputs is None else strategies[case.strategy].forward(case.inputs)
             taken = time.perf_counter() - start
             sent = counter.stop()
-            if number:
+            if turn:
                 case.seconds.append(taken)
                 case.sent += sent
             elif output is not None and (case.strategy != "pipeline" or place.rank == place.ranks - 1):
@@ -320,35 +322,70 @@ def _equal(seconds: torch.Tensor, reference: torch.Tensor, sent: float | None, t
     }
 
 
-def print_table(rows: list[Result]) -> None:
-    print(f"\n{rows[0]['shape']}, {rows[0]['ranks']} ranks, {rows[0]['threads']} threads each; {rows[0]['device']}")
-    print(f"\n{'links':<9}{'tokens':>7} {'strategy':<9}{'ms':>8}{'tokens/s':>10}{'of none':>9}{'of roof':>9}")
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+_NAMED: Columns = {
+    "links": lambda row: row.get("rate") or "one host",
+    "tokens a pass": told("tokens"),
+    "strategy": named,
+}
+EQUAL: Columns = {
+    **_NAMED,
+    "pass, ms (median, p20-p80)": median(),
+    "tokens/s": number("tokens_per_s"),
+    "of no communication": quotient("step_ms", "reference_ms"),
+    "roof, ms": number("roof_ms"),
+    "of the roof": quotient("step_ms", "roof_ms"),
+}
+UNEQUAL: Columns = {
+    **_NAMED,
+    "fast rank, ms (median, p20-p80)": median("fast_"),
+    "of that rank alone": quotient("fast_ms", "alone_ms"),
+    "the same without communication": quotient("reference_ms", "reference_alone_ms"),
+    "slow rank, ms": number("slow_ms"),
+}
+
+
+def last_forwards(lines: list[Row], words: list[str]) -> list[Row]:
+    """The last run's rows of equal or of unequal work. Raises ValueError for other `words`."""
+    if words not in (["equal"], ["unequal"]):
+        raise ValueError(f"expected forwards equal or forwards unequal, got {words}")
+    return [line for line in last_command(lines) if line["work"] == words[0]]
+
+
+def _note(rows: list[Row]) -> str:
+    first, worst = rows[0], max(row["difference"] for row in rows)
+    note = f" {first['shape']}; {first['ranks']} ranks with {first['threads']} threads each, on one host or on hosts "
+    return f"{note}made on this machine. Largest relative difference of outputs: {worst:.0e}."
+
+
+_SENT: Columns = {"MiB that leave a host": mebibytes("sent_bytes")}
+_HELD: Columns = {"weights and slots, MiB per rank": mebibytes("kept_bytes")}
+TABLE = Table("forwards", {**EQUAL, **_SENT, **UNEQUAL, **_HELD}, last_forwards, _note, range(99))
+
+
+def surprises(rows: list[Row]) -> list[str]:
+    """Returns the cases that took longer than expected."""
+    texts = []
     for row in rows:
-        if row["work"] == "equal":
-            ratios = f"{row['step_ms'] / row['reference_ms']:>9.2f}{row['step_ms'] / row['roof_ms']:>9.2f}"
-            print(
-                f"{row.get('rate', LOCAL):<9}{row['tokens']:>7} {row['strategy']:<9}{row['step_ms']:>8.0f}"
-                f"{row['tokens_per_s']:>10.0f}{ratios}"
-            )
-    heading = f"{'links':<9}{'tokens':>7} {'strategy':<9}{'fast, ms':>9}{'alone':>8}{'of alone':>9}{'of none':>9}"
-    print(f"\n{heading}{'slow':>7}")
-    for row in rows:
-        if row["work"] == "unequal":
-            alone = row["alone_ms"]
-            against = f"{'-':>8}{'-':>9}" if alone is None else f"{alone:>8.0f}{row['fast_ms'] / alone:>9.2f}"
-            print(
-                f"{row.get('rate', LOCAL):<9}{row['tokens']:>7} {row['strategy']:<9}{row['fast_ms']:>9.0f}{against}"
-                f"{row['fast_ms'] / row['reference_ms']:>9.2f}{row['slow_ms']:>7.0f}"
-            )
+        place = f"{row['strategy']}, {row['tokens']} tokens, {row.get('rate') or 'one host'}"
+        found: dict[str, tuple[str, str, float]] = {}
+        if row["work"] == "unequal" and row.get("alone_ms") is not None and row["strategy"] != "none":
+            sharing = max(1.0, row["reference_ms"] / row["reference_alone_ms"])  # of memory, also without communication
+            found = {"of the rank alone": ("fast_ms", "alone_ms", ALONE * sharing)}
+        elif row["work"] == "equal" and row["strategy"] == "rtp-shm":
+            found = {"of no communication": ("step_ms", "reference_ms", SHM)}
+        elif row["work"] == "equal" and row["strategy"] == "rtp-tcp":
+            found = {"of the roof": ("step_ms", "roof_ms", ROOF)}
+        for what, (above, below, most) in found.items():
+            ratio = row[above] / row[below]
+            if not ratio <= most:  # NaN is not
+                texts.append(f"{place}: {ratio:.2f} {what}, at most {most:.2f} expected")
+    return texts
 
 
 def main() -> None:
     args = parse_arguments()
-    output = None
-    if not args.quick or args.output:
-        output = args.output or RESULTS / (args.machine or machine_name(torch.device("cpu"))) / "forwards.jsonl"
-        if (problem := refusal_to_write(output)) is not None:
-            sys.exit(problem)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     rows = []
     for network in args.networks:
@@ -360,9 +397,12 @@ def main() -> None:
         return
     for row in rows:
         row["date"] = date  # one run
-    print_table(rows)
-    for row in rows if output else ():
-        append_line(output, row)
+    print(f"\n{rows[0]['shape']}, {rows[0]['ranks']} ranks, {rows[0]['threads']} threads each; {rows[0]['device']}")
+    for columns, work in ((EQUAL, "equal"), (UNEQUAL, "unequal")):
+        if some := [row for row in rows if row["work"] == work]:
+            console(columns, some)
+    for row in rows:
+        append_line(args.output, row)
     texts = surprises(rows)
     keys = ("rate", "tokens", "strategy", "step_ms", "fast_ms")
     print(json.dumps({"cases": [{k: row[k] for k in keys if k in row} for row in rows], "unexpected": texts}))

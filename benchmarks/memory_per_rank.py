@@ -22,15 +22,15 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared.card import RESULTS, append_line, command_line, environment_card, machine_name, result_line
+from shared.card import add_output_options, append_line, complete_output, environment_card, result_line
 from shared.memory import PROBED_STEPS, MemoryProbe
 from shared.models import Llama, random_tokens
 from shared.strategies import DTYPES, STRATEGIES, Trainer
+from shared.table import Columns, console, mebibytes, told
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -186,13 +186,12 @@ def in_a_process_of_its_own(strategy: str, args: argparse.Namespace) -> dict[str
     return None
 
 
-def print_table(lines: list[dict[str, Any]]) -> None:
-    columns = ("parameter", "gradient", "optimizer", "transient", "slot", "peak", "reserved")
-    print(f"{'MiB per rank':<16}{'layers':>8}" + "".join(f"{name:>12}" for name in columns))
-    for line in lines:
-        values = [line[f"{name}_bytes"] for name in columns]
-        sizes = "".join(f"{'-' if value is None else f'{value / 2**20:.0f}':>12}" for value in values)
-        print(f"{line['strategy']:<16}{line['layers']:>8}{sizes}")
+SIZES_OF = ("parameter", "gradient", "optimizer", "transient", "slot", "peak", "reserved")
+COLUMNS: Columns = {
+    "MiB per rank": told("strategy"),
+    "layers": told("layers"),
+    **{name: mebibytes(f"{name}_bytes") for name in SIZES_OF},
+}
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -208,10 +207,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--parameter-dtype", choices=DTYPES, default="float32")
     add("--checkpoint", action="store_true", help="activation checkpointing of every block")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--machine", help="folder under results/ (default: from the CPU or GPU)")
-    add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead")
+    add_output_options(parser)
     add("--one", help=argparse.SUPPRESS)  # measure this strategy in this process and print its line
-    add("--as-typed", help=argparse.SUPPRESS)
+    add("--as-typed", dest="command", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     for strategy in args.strategies:
         if strategy not in (*OURS, *OTHERS):
@@ -229,7 +227,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--device cuda: no GPU is available")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    args.command = args.as_typed or command_line()
+    if not args.one:
+        complete_output(args, "memory_per_rank", parser.error, torch.device(args.device))
     return args
 
 
@@ -244,9 +243,6 @@ def main() -> None:
             print(error, file=sys.stderr)
             sys.exit(DOES_NOT_FIT)
         return
-    output = (
-        args.output or RESULTS / (args.machine or machine_name(torch.device(args.device))) / "memory_per_rank.jsonl"
-    )
     lines, failures = [], []
     for strategy in args.strategies:
         try:
@@ -258,8 +254,9 @@ def main() -> None:
             print(f"{strategy} does not fit at all")
             continue
         lines.append(line)
-        append_line(output, line)
-    print_table(lines)
+        append_line(args.output, line)
+    if lines:
+        console(COLUMNS, lines)
     keys = ("layers", "computed_tokens", "peak_bytes", "reserved_bytes", "transient_bytes")
     print(json.dumps({line["strategy"]: {key: line[key] for key in keys} for line in lines}), flush=True)
     if failures:

@@ -24,26 +24,18 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared.card import (
-    RESULTS,
-    append_line,
-    command_line,
-    environment_card,
-    machine_name,
-    refusal_to_write,
-    result_line,
-)
+from shared.card import add_output_options, append_line, complete_output, environment_card, result_line
 from shared.data import fingerprint, read_text, sample_windows
 from shared.launch import Place, add_launch_options, gather, is_first, launch
 from shared.models import GPT
 from shared.options.gpt_options import add_gpt_options, check_gpt_options
 from shared.options.host_options import add_host_options, complete_hosts
 from shared.outer_problems import print_problems
+from shared.table import Columns, Row, Table, console, last_command, mebibytes, number, told
 from shared.wire import Counter
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -88,10 +80,8 @@ def parse_arguments() -> argparse.Namespace:
     add_gpt_options(parser, seq=64, layers=2, hidden=128, heads=4, lr=None)
     rates = ", ".join(f"{lr} of {name}" for name, (_, lr) in OPTIMIZERS.items())
     add("--optimizer", choices=tuple(OPTIMIZERS), default="AdamW", help=f"--lr is by default {rates}")
-    add("--quick", action="store_true", help="a smaller model and few steps, to see that it works; records nothing")
+    add_output_options(parser, quick="a smaller model and few steps, to see that it works; records nothing")
     add("--problems", action="store_true", help="two small problems with known solutions; records nothing")
-    add("--machine", help="name of the results folder (default: of this machine)")
-    add("--output", type=Path, metavar="FILE.jsonl", help="in the place of the file under results/")
     add_host_options(parser)
     add_launch_options(parser)
     args = parser.parse_args()
@@ -112,7 +102,8 @@ def parse_arguments() -> argparse.Namespace:
         )
     if len(args.networks) > 1:
         parser.error(f"expected one --rate, got {len(args.networks)}")
-    args.command = command_line()
+    args.quick |= args.problems
+    complete_output(args, "outer", parser.error, torch.device("cuda" if args.device == "cuda" else "cpu"))
     return args
 
 
@@ -228,20 +219,44 @@ def _train_one(
     }
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+SPREAD = 0.05  # of the kernel's count from the policy's, at most
+RESULTS: Columns = {
+    "loss, held out": number("eval_loss", 4),
+    "loss of the last steps": lambda row: f"{row['losses'][-1]:.4f}",
+    "MiB a replica sent": mebibytes("sent_bytes", digits=2),
+    "all-reduce's / this": number("all_reduce_ratio", 1),
+    "counted by the kernel / this": number("kernel_ratio", 3),
+    "seconds": number("seconds", 1),
+}
+
+
+def last_outer_run(lines: list[Row], words: list[str]) -> list[Row]:
+    """The rows of the last command whose lines have all of the `words` (a rate, R2 for rings of two, S150 for steps, an
+    optimizer), with what all-reduce sent; none where there are none, or no all-reduce among them."""
+    known = [
+        {line.get("rate"), f"R{line['ring']}", f"S{line['steps']}", line.get("optimizer", "AdamW")} for line in lines
+    ]
+    lines = [line for line, mine in zip(lines, known, strict=True) if set(words) <= mine]
+    run = last_command(lines)
+    whole = [line["sent_bytes"] for line in run if line["strategy"] == "all-reduce"]
+    return [{**line, "all_reduce_ratio": whole[0] / line["sent_bytes"]} for line in run] if whole else []
+
+
+def _note(rows: list[Row]) -> str:
+    """Returns the text below a command."""
     first = rows[0]
-    between = f", {first['hosts']} made hosts at {first['rate']}" if "hosts" in first else ""
-    print(
-        f"\n{first['shape']}; {first['optimizer']}, {first['tokens']} tokens per rank and step, {first['steps']} steps"
-    )
-    print(f"{first['replicas']} replicas of {first['ring']} on {first['device']}{between}")
-    print(f"\n{'policy':<18}{'held out':>10}{'last loss':>10}{'sent MiB':>12}{'kernel':>9}{'seconds':>9}")
-    for row in rows:
-        kernel = "-" if row["kernel_ratio"] is None else f"{row['kernel_ratio']:.3f}"
-        print(
-            f"{row['strategy']:<18}{row['eval_loss']:>10.4f}{row['losses'][-1]:>10.4f}"
-            f"{row['sent_bytes'] / 2**20:>12.3f}{kernel:>9}{row['seconds']:>9.1f}"
-        )
+    note = f" {first['replicas']} replicas of {first['ring']}, {first['shape']}, {first['steps']} steps of "
+    note += f"{first['tokens']} tokens per rank, {first.get('optimizer', 'AdamW')}"
+    if first.get("rate") is not None:
+        note += f"; made hosts, links: {first['rate']}"
+        off = [row["strategy"] for row in rows if abs(row["kernel_ratio"] - 1) > SPREAD]
+        note += f". **More than {SPREAD:.0%} from the kernel's count: {', '.join(off)}.**" if off else ""
+    return note if note.endswith("**") else f"{note}."
+
+
+TABLE = Table("outer", {"policy": told("policy", "`{}`"), **RESULTS}, last_outer_run, _note, range(99))
 
 
 def main() -> None:
@@ -249,18 +264,13 @@ def main() -> None:
     if args.problems:
         launch(print_problems, args, args.replicas)
         return
-    output = None
-    if not args.quick or args.output:
-        folder = args.machine or machine_name(torch.device("cuda" if args.device == "cuda" else "cpu"))
-        output = args.output or RESULTS / folder / "outer.jsonl"
-        if (refusal := refusal_to_write(output)) is not None:
-            sys.exit(refusal)
     rows = launch(train, args, args.replicas * args.ring)
     if not is_first():
         return
-    print_table(rows)
-    for row in rows if output else ():
-        append_line(output, row)
+    print(f"\n{rows[0]['device']}{_note(rows)}")
+    console({"policy": told("strategy"), **RESULTS}, rows)
+    for row in rows:
+        append_line(args.output, row)
     keys = ("eval_loss", "sent_bytes", "kernel_bytes", "kernel_ratio", "seconds")
     print(json.dumps({row["strategy"]: {key: row[key] for key in keys} for row in rows}), flush=True)
 

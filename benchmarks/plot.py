@@ -26,21 +26,60 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planner.planner_figures import capacity, planned
-from report import Row, last_runs, read_lines
+from forwards import last_forwards
+from outer import last_outer_run
+from planner.capacity import searched_again
+from planner.planned import planned_again
 from shared.hosts import bits_per_second
 from shared.race.paper import runs_of
-from shared.reports.figure import COLOURS, HOLLOW, CannotPlot, canvas, style, token_axis
-from shared.reports.names import NAMES, ways_of
-from shared.reports.runs.forwards_report import last_forwards
-from shared.reports.runs.outer_report import last_outer_run
+from shared.reports import last_runs
+from shared.table import NAMES, Row, read_lines, ways_of
 
+MARKERS = "osD^vP*X"
+COLOURS = ("#1f4e79", "#f2b366", "#7a7a7a", "#4a90c4", "#b03a2e", "#117864", "#5b2c6f", "#000000")
+HOLLOW = {"linestyle": "--", "linewidth": 1, "markerfacecolor": "white", "zorder": 1}
+SAFE = 0.8  # of a memory: what fits by the estimate (Fujii et al., arXiv 2411.06465)
+MIB = 2**20
+_GROWN = {"layers": "layers", "hidden": "the hidden size"}
 COMPONENTS = {
     "parameters": ("parameter_bytes", {"facecolor": "#1f4e79"}),
     "gradients": ("gradient_bytes", {"facecolor": "#ffffff", "hatch": "////"}),
     "optimizer state": ("optimizer_bytes", {"facecolor": "#f2b366"}),
     "transient, activations included": ("transient_bytes", {"facecolor": "#d6e6f5", "hatch": ".."}),
 }
+
+
+class CannotPlot(ValueError):
+    """The results do not hold what the figure shows."""
+
+
+def canvas(columns: int, height: float = 3.6) -> tuple[Any, Any]:
+    """Returns a figure of one row of `columns` panels, `height` inches high, and its axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * columns + 1, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for each in axes:
+        each.spines[["right", "top"]].set_visible(False)
+        each.tick_params(labelsize=8)
+    return figure, axes
+
+
+def style(index: int) -> dict[str, Any]:
+    """Returns colour and marker of line number `index`."""
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
+
+
+def token_axis(axes: Any, tokens: list[int]) -> None:
+    """Makes the x axis logarithmic in tokens per rank."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, [f"{number:g}" for number in tokens])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("tokens per rank", fontsize=9)
 
 
 def committed(path: Path) -> bool:
@@ -140,7 +179,7 @@ def memory(rows: list[Row], args: argparse.Namespace) -> Any:
 def scaling(rows: list[Row], args: argparse.Namespace) -> Any:
     """Tokens per second of all ranks against the most that any strategy has at R = 1."""
     model = args.model or rows[-1]["case"].split("/")[0]
-    rows = [row for run in last_runs(rows, model) for row in run]
+    rows = last_runs(rows, model)
     rows = [row for row in rows if (row["command"], row["device"]) == (rows[-1]["command"], rows[-1]["device"])]
     tokens = args.tokens or rows[-1]["tokens"]
     rows = [row for row in rows if row["tokens"] == tokens and row["strategy"] != "single"]
@@ -306,6 +345,69 @@ def paper(rows: list[Row], args: argparse.Namespace) -> Any:
     shown = list(runs.values())
     shared = " that take turns on fewer cores where there are more" if any(row["cores_shared"] for row in shown) else ""
     return figure, shown, f"{shown[0]['shape']}; ranks{shared}" if shared else shown[0]["shape"]
+
+
+def planned(rows: list[Row], args: argparse.Namespace) -> Any:
+    """Counted bytes of every run over predicted ones; above the dashed line a run at the 80 % line would not fit."""
+    from matplotlib.ticker import NullFormatter
+
+    if not (rows := planned_again([row for row in rows if row["benchmark"] == "planner_grid"])):
+        raise CannotPlot("expected runs of planner_grid.py, found none")
+    figure, (kept, peak) = canvas(2, 4.2)
+    strategies = list(dict.fromkeys(row["strategy"] for row in rows))
+    for axes, what in ((kept, "kept"), (peak, "peak")):
+        for index, name in enumerate(strategies):
+            own = [row for row in rows if row["strategy"] == name]
+            predicted = [row[f"predicted_{what}_bytes"] / MIB for row in own]
+            counted = [row[f"counted_{what}_bytes"] / MIB for row in own]
+            look = {
+                **style(index),
+                **(HOLLOW if index >= len(MARKERS) else {}),
+                "linestyle": "none",
+            }  # styles come again
+            axes.plot(predicted, counted, label=name, alpha=0.8, **look)
+        ends = [
+            min(row[f"predicted_{what}_bytes"] for row in rows),
+            max(row[f"predicted_{what}_bytes"] for row in rows),
+        ]
+        line = [0.8 * ends[0] / MIB, 1.2 * ends[1] / MIB]
+        axes.plot(line, line, color="black", linewidth=0.8, label="as predicted")
+        axes.plot(line, [x / SAFE for x in line], color="black", linewidth=0.8, linestyle="--", label="80 % line")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
+            axis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("MiB predicted for a rank", fontsize=9)
+    kept.set_title("parameters, gradients, optimizer state: MiB counted", fontsize=9, loc="left")
+    peak.set_title("peak of a step: MiB counted", fontsize=9, loc="left")
+    peak.legend(fontsize=6, frameon=False, ncols=2)
+    return figure, rows, f"{len(rows)} runs on CPUs, 1 to {max(row['ranks'] for row in rows)} ranks"
+
+
+def capacity(rows: list[Row], args: argparse.Namespace) -> Any:
+    """Parameters of the largest model within the budget over ranks, found by running; hollow: predicted."""
+    if not (rows := searched_again([row for row in rows if row["benchmark"] == "capacity"])):
+        raise CannotPlot("expected results of capacity.py, found none")
+    ways = list(dict.fromkeys(row["grown"] for row in rows))
+    figure, panels = canvas(len(ways))
+    for axes, grown in zip(panels, ways, strict=True):
+        names = list(dict.fromkeys(row["strategy"] for row in rows if row["grown"] == grown))
+        for index, name in enumerate(names):
+            own = [row for row in rows if (row["grown"], row["strategy"]) == (grown, name)]
+            own.sort(key=lambda row: row["ranks"])
+            sizes = [row["ranks"] for row in own]
+            axes.plot(sizes, [row["parameters"] / 1e6 for row in own], label=name, linewidth=1.2, **style(index))
+            axes.plot(sizes, [row["predicted_parameters"] / 1e6 for row in own], **{**style(index), **HOLLOW})
+        counts = sorted({row["ranks"] for row in rows})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.set_xlabel("ranks", fontsize=9)
+        axes.set_title(f"largest model, growing {_GROWN[grown]}: 1e6 parameters", fontsize=9, loc="left")
+        axes.set_ylim(bottom=0)
+    panels[-1].legend(fontsize=7, frameon=False)
+    budget = rows[-1]["budget_bytes"] / MIB
+    return figure, rows, f"{budget:g} MiB a rank, {rows[-1]['tokens']} tokens of each rank; hollow: predicted"
 
 
 FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling, "rates": rates, "outer": outer}

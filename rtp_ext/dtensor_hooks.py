@@ -15,6 +15,7 @@ import inspect
 import itertools
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -88,19 +89,52 @@ def patch_data(handles: Callable[[DTensor], bool], assign: Callable[[DTensor, An
     DTensor.data = property(stock.__get__, assign_data)  # type: ignore[assignment]
 
 
+class _Suspended(threading.local):
+    """The operators that this thread runs in torch's way at the moment."""
+
+    operators: frozenset = frozenset()
+
+
+_suspended = _Suspended()
+
+
+@functools.cache
+def _patch_rules() -> None:
+    """The table of DTensor's rules of operators, an attribute that torch reads at every operator: torch 2.11 to 2.14.
+
+    A rule calls its operator in torch's way, which needs a table without the rule. Other threads keep the whole table:
+    without the patch one of them would compute, without an error, what the rule prevents.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    name = "_custom_op_handlers"
+    if name not in vars(dispatcher):
+        return
+
+    def read(self: Any) -> dict:
+        rules: dict = vars(self)[name]
+        without = _suspended.operators
+        return {key: rule for key, rule in rules.items() if key not in without} if without else rules
+
+    def write(self: Any, rules: dict) -> None:
+        vars(self)[name] = rules
+
+    dispatcher.__class__ = type(type(dispatcher).__name__, (type(dispatcher),), {name: property(read, write)})
+
+
 def _set_rule(operator: Any, rule: Callable[[Callable[..., Any], tuple, dict], Any]) -> None:
     """Has `rule(stock, arguments, keywords)` decide how DTensor treats an operator, where `stock(*arguments,
     **keywords)` is torch's way."""
     before = _RULES.get(operator)
+    _patch_rules()
 
     def stock(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
             return before(operator, args, kwargs)
-        _RULES.pop(operator, None)
+        outer, _suspended.operators = _suspended.operators, _suspended.operators | {operator}
         try:
             return operator(*args, **kwargs)
         finally:
-            _RULES[operator] = choose
+            _suspended.operators = outer
 
     def choose(_operator: Any, args: tuple, kwargs: dict) -> Any:
         return rule(stock, args, kwargs)

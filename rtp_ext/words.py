@@ -49,5 +49,10 @@ Padding = Literal["same", "valid"]
 #: `padding_mode` of convolutions
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
+#: `exchange` of Muon
+Exchange = Literal["auto", "gram", "whole"]
+#: `adjust_lr_fn` of Muon, or None; of torch.optim.Muon
+LearningRateAdjustment = Literal["original", "match_rms_adamw", "spectral_unclamped"]
+
 #: `topology` of Gossip
 Topology = Literal["one-peer", "exponential", "ring", "grid", "complete"]

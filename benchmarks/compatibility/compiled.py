@@ -3,7 +3,6 @@
     python benchmarks/compatibility/compiled.py  # both, three modes; a minute or two
     python benchmarks/compatibility/compiled.py --strategies rtp --modes eager,inductor --fused-head
     python benchmarks/compatibility/compiled.py --quick --layers 1 --hidden 64 --tokens 16 --steps 2  # does it work
-    python benchmarks/compatibility/compiled.py --page  # run nothing: write the table of docs/compile.md
 
 For each strategy the same weights are trained on the same batches, every mode in processes of its own. A line for each
 is appended to results/MACHINE/compiled.jsonl, unless --quick: median milliseconds of a step, and that divided by the
@@ -34,25 +33,42 @@ import rtp_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from shared.card import (
-    RESULTS,
-    append_line,
-    command_line,
-    environment_card,
-    machine_name,
-    refusal_to_write,
-    result_line,
-)
+from shared.card import add_output_options, append_line, complete_output, environment_card, result_line
 from shared.launch import Place, add_launch_options, is_first, launch
 from shared.memory import status_bytes
-
-from compatibility.compiled_report import page
+from shared.table import Row, Table, last_of_each, mebibytes, number, told
 
 MODES = ("eager", "aot_eager", "inductor")
 STRATEGIES = ("rtp", "fully_shard")
 TOLERANCE = {"float32": 1e-4, "float64": 1e-10, "bfloat16": 3e-2}  # of the loss, relative
 WARM = 2  # steps before those that are timed
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "compile.md"
+
+
+def _strategy(row: Row) -> str:
+    options = [name for key, name in (("fused_head", "fused head"), ("checkpoint", "recomputed")) if row[key]]
+    return ", ".join(["a ring" if row["strategy"] == "rtp" else f"`{row['strategy']}`", *options])
+
+
+_KEYS = ("ranks", "shape", "tokens", "dtype", "checkpoint", "fused_head", "strategy", "mode")
+TABLE = Table(
+    "compiled",
+    {
+        "ranks": told("ranks"),
+        "strategy": _strategy,
+        "mode": told("mode"),
+        "graphs": told("graphs"),
+        "graph breaks": told("graph_breaks"),
+        "hops of a step": told("hops"),
+        "step, ms": number("step_ms", 1),
+        "of eager": number("against_eager", 2),
+        "first step, s": number("first_step_s", 1),
+        "peak, MiB": mebibytes("peak_bytes"),
+    },
+    lambda lines, _: last_of_each(lines, lambda line: tuple(line[key] for key in _KEYS)),
+    lambda rows: f": {'; '.join(dict.fromkeys(row['shape'] for row in rows))}, {rows[0]['tokens']} tokens a rank.",
+    machine=False,
+    empty="\nNot measured yet: `make compiled`.\n\n",
+)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -70,8 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--fused-head", action="store_true", help="on a ring: vocabulary head and loss as one")
     add("--checkpoint", action="store_true", help="recompute blocks in backward")
     add("--json", action="store_true", help="print lines of JSON, not a table")
-    add("--quick", action="store_true", help="append nothing to the results")
-    add("--page", action="store_true", help="run nothing: write the table of docs/compile.md")
+    add_output_options(parser, quick="append nothing to the results")
     add_launch_options(parser)
     args = parser.parse_args()
     for name, known in (("strategies", STRATEGIES), ("modes", MODES)):
@@ -81,12 +96,9 @@ def parse_arguments() -> argparse.Namespace:
         setattr(args, name, chosen)
     if args.modes[0] != "eager":
         parser.error("--modes: expected eager first, what the others are compared with")
-    args.command, args.tolerance, args.output = command_line(), TOLERANCE[args.dtype], None
-    if not args.quick and not args.page:
-        kind = "cuda" if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()) else "cpu"
-        args.output = RESULTS / machine_name(torch.device(kind)) / "compiled.jsonl"
-        if (refusal := refusal_to_write(args.output)) is not None:
-            parser.error(refusal)
+    args.tolerance = TOLERANCE[args.dtype]
+    kind = "cuda" if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()) else "cpu"
+    complete_output(args, "compiled", parser.error, torch.device(kind))
     return args
 
 
@@ -231,8 +243,7 @@ def _difference(losses: list[float], expected: list[float]) -> float:
 
 
 def report(line: dict[str, Any], args: argparse.Namespace) -> None:
-    if args.output is not None:
-        append_line(args.output, line)
+    append_line(args.output, line)
     if args.json:
         print(json.dumps(line), flush=True)
         return
@@ -244,13 +255,5 @@ def report(line: dict[str, Any], args: argparse.Namespace) -> None:
     )
 
 
-def main() -> int:
-    args = parse_arguments()
-    if args.page:
-        PAGE.write_text(page(PAGE.read_text(), RESULTS))
-        return 0
-    return 0 if compare(args) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(0 if compare(parse_arguments()) else 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -336,10 +335,3 @@ def lightning(folder: str, steps: int, rotate: Callable[[], dict[str, Any]] = di
     for each in models:
         rtp_ext.ring_of(each).close()
     return run
-
-
-def clean(folder: str) -> str:
-    """Returns an existing, empty folder, the same on every rank."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    return folder

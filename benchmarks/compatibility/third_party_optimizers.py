@@ -3,12 +3,11 @@
     pip install pytorch_optimizer
     python benchmarks/compatibility/third_party_optimizers.py            # all, on 2 and 3 ranks; some minutes
     python benchmarks/compatibility/third_party_optimizers.py --only lion,lamb --ranks 2 --quick
-    python benchmarks/compatibility/third_party_optimizers.py --page     # run nothing: write the table
 
 Five steps in float64 of a model with layers of every kind, whose sizes do not divide, against the plain model in one
 process. A run is right where no parameter is off by more than 1e-4 of the way that it went. One JSON line for each
 optimizer and number of ranks is appended to results/MACHINE/third_party_optimizers.jsonl, unless --quick; the table of
-docs/optimizers.md shows the last of each (--page). Exit status 1 if a run by `on_shards` is wrong.
+docs/optimizers.md shows the last of each. Exit status 1 if a run by `on_shards` is wrong.
 """
 
 import argparse
@@ -35,21 +34,12 @@ import rtp_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from shared.card import (
-    RESULTS,
-    append_line,
-    command_line,
-    environment_card,
-    machine_name,
-    refusal_to_write,
-    result_line,
-)
+from shared.card import add_output_options, append_line, complete_output, environment_card, result_line
 from shared.launch import Place, launch
-
-from compatibility.third_party_table import CLOSE, page
+from shared.table import Row, Table, last_of_each, told
 
 PACKAGE = "pytorch_optimizer"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
+CLOSE = 1e-4
 STEPS, LIMIT = 5, 20.0  # LIMIT: seconds that a rank waits for the others
 ARGUMENTS = {"ranger21": {"num_iterations": STEPS}, "bsam": {"num_data": 15}}  # that have no default
 
@@ -193,35 +183,78 @@ def work(place: Place, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+# -- the table of docs/optimizers.md -----------------------------------------------------------------------------------
+
+# What became of an optimizer as it is, and by on_shards: rows and columns.
+AS_IS = ("right", "an error", "wrong numbers")
+ON_SHARDS = ("right", "refused", "an error", "wrong numbers")
+
+
+def outcome(found: Row) -> str:
+    """Returns `right`, `refused` by on_shards, `an error`, or `wrong numbers`."""
+    if found["built"] or found["trained"]:
+        return "refused" if "on_shards: " in found["built"] else "an error"
+    return "right" if found["off"] <= CLOSE else "wrong numbers"
+
+
+def outcomes(rows: list[Row]) -> list[Row]:
+    """One line for each pair of outcomes; of several numbers of ranks, the worse."""
+    by_class: dict[str, list[Row]] = {}
+    for row in rows:
+        by_class.setdefault(row["class"], []).append(row)
+    cells: dict[tuple[str, str], list[str]] = {}
+    failing = []
+    for name, lines in sorted(by_class.items(), key=lambda item: item[0].lower()):
+        if any(line["plain"] for line in lines):
+            failing.append(name)
+            continue
+        as_is, on_shards = (
+            max((outcome(line[way]) for line in lines), key=order.index)
+            for way, order in (("as_is", AS_IS), ("on_shards", ON_SHARDS))
+        )
+        cells.setdefault((as_is, on_shards), []).append(name)
+    found = [
+        {"as they are": as_is, "by `on_shards`": on_shards, "": len(names), "classes": ", ".join(names)}
+        for (as_is, on_shards), names in sorted(cells.items(), key=lambda item: (-len(item[1]), item[0]))
+    ]
+    fail = "fail on the plain model as they are called here: " + ", ".join(failing)
+    return [*found, {"as they are": "", "by `on_shards`": "", "": len(failing), "classes": fail}]
+
+
+def _note(rows: list[Row]) -> str:
+    packages = ", ".join(dict.fromkeys(row["package"] for row in rows))
+    return f", {packages}, on {' and '.join(map(str, sorted({row['ranks'] for row in rows})))} ranks."
+
+
+TABLE = Table(
+    "third_party_optimizers",
+    {heading: told(heading) for heading in ("as they are", "by `on_shards`", "", "classes")},
+    lambda lines, _: last_of_each(lines, lambda line: (line["optimizer"], line["ranks"])),
+    _note,
+    machine=False,
+    shown=outcomes,
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Optimizers of pytorch_optimizer. See the top of the file.")
     parser.add_argument("--only", help="names of load_optimizer, with commas between them")
     parser.add_argument("--ranks", default="2,3")
-    parser.add_argument("--quick", action="store_true", help="append nothing to the results")
-    parser.add_argument("--page", action="store_true", help="run nothing: write the table of docs/optimizers.md")
+    add_output_options(parser, quick="append nothing to the results")
+    parser.set_defaults(device="cpu", threads=1)
     args = parser.parse_args()
-    if args.page:
-        PAGE.write_text(page(PAGE.read_text(), RESULTS))
-        return 0
     import pytorch_optimizer
 
     args.names = args.only.split(",") if args.only else pytorch_optimizer.get_supported_optimizers()
-    args.device, args.threads, command = "cpu", 1, command_line()
-    path = RESULTS / machine_name(torch.device("cpu")) / "third_party_optimizers.jsonl"
-    if not args.quick and (refusal := refusal_to_write(path)) is not None:
-        parser.error(refusal)
+    complete_output(args, "third_party_optimizers", parser.error)
     wrong = []
-    card = environment_card(torch.device("cpu"), command)
+    card = environment_card(torch.device("cpu"), args.command)
     for ranks in map(int, args.ranks.split(",")):
         for row in launch(work, args, ranks):
             known = row.get("on_shards", {}).get("off")
             wrong += [row["optimizer"]] if known is not None and not known <= CLOSE else []
-            if not args.quick:
-                line = {"package": f"{PACKAGE} {version(PACKAGE)}", **row}
-                append_line(
-                    path,
-                    result_line(card, benchmark="third_party_optimizers", case=row["optimizer"], ranks=ranks, **line),
-                )
+            line = {"case": row["optimizer"], "ranks": ranks, "package": f"{PACKAGE} {version(PACKAGE)}", **row}
+            append_line(args.output, result_line(card, benchmark="third_party_optimizers", **line))
     print(f"wrong by on_shards: {', '.join(wrong) or 'none'}")
     return int(bool(wrong))
 

@@ -2,7 +2,6 @@
 
     python benchmarks/compatibility/versions.py         # every pair; takes an hour and more
     python benchmarks/compatibility/versions.py --python 3.12 --torch 2.11.0,2.14.1
-    python benchmarks/compatibility/versions.py --page  # run nothing: write the table of docs/limits.md
 
 For each pair: an environment of its own, torch from the registry, a wheel built from the source archive (without CUDA),
 installed, `doctor`, examples/quickstart.py on two ranks, and uninstalled again. With the first Python of each torch,
@@ -28,19 +27,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from shared.card import (
-    RESULTS,
-    append_line,
-    command_line,
-    environment_card,
-    machine_name,
-    refusal_to_write,
-    result_line,
-)
-from shared.reports.own_pages import block, last_lines, made_anew
+from shared.card import ROOT, add_output_options, append_line, complete_output, environment_card, result_line
+from shared.table import Row, Table, last_of_each
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "limits.md"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.11.0", "2.13.0", "newest")
 FOLDERS = ("ring", "convert", "outer")  # of python_tests: half an hour of two cores
@@ -149,47 +138,44 @@ def attempt(python: str, wanted: str, folder: Path, tested: bool) -> dict[str, A
     }
 
 
-def last_of_each(path: Path) -> list[dict[str, Any]]:
-    """Returns the last line of every pair, in the order of PYTHONS and TORCHES; pairs without a line are untried."""
-    known = {(row["wanted_python"], row["wanted_torch"]): row for row in last_lines(path, _pair)}
+def _pair(line: Row) -> tuple[str, str]:
+    return line["wanted_python"], line["wanted_torch"]
+
+
+def every_pair(rows: list[Row]) -> list[Row]:
+    """Those of PYTHONS and TORCHES, also untried ones, and then others."""
+    known = {_pair(row): row for row in rows}
     every = dict.fromkeys([*product(PYTHONS, TORCHES), *known])
     return [known.get(pair, {"wanted_python": pair[0], "wanted_torch": pair[1]}) for pair in every]
 
 
-def _pair(line: dict[str, Any]) -> tuple[str, str]:
-    return line["wanted_python"], line["wanted_torch"]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    tried = [row for row in rows if "outcome" in row]
-    if not tried:
-        return "\nNot tried yet: `make versions`.\n\n"
-    lines = [["Python", "torch", "result", f"tests of {', '.join(FOLDERS)}", "wheel, MiB"]]
-    for row in rows:
-        size = f"{row['wheel_bytes'] / 2**20:.1f}" if row.get("wheel_bytes") else ""
-        python, torch = (row.get(key) or row[f"wanted_{key}"] for key in ("python", "torch"))
-        tests = ", ".join(f"{count} {what}" for what, count in (row.get("tests") or {}).items() if count)
-        lines.append([python, torch, row.get("outcome", "not tried"), tests, size])
-    return block(tried, "Tried", "; builds without CUDA.", lines)
-
-
-def page(text: str, results: Path) -> str:
-    """Returns the page with a new table; `results`: the folder of the machines."""
-    return made_anew(text, "versions", lambda machine: table(last_of_each(results / machine / "versions.jsonl")))
+TABLE = Table(
+    "versions",
+    {
+        "Python": lambda row: row.get("python") or row["wanted_python"],
+        "torch": lambda row: row.get("torch") or row["wanted_torch"],
+        "result": lambda row: row.get("outcome", "not tried"),
+        f"tests of {', '.join(FOLDERS)}": lambda row: ", ".join(
+            f"{count} {what}" for what, count in (row.get("tests") or {}).items() if count
+        ),
+        "wheel, MiB": lambda row: f"{row['wheel_bytes'] / 2**20:.1f}" if row.get("wheel_bytes") else "",
+    },
+    lambda lines, _: [row for row in every_pair(last_of_each(lines, _pair)) if "outcome" in row],
+    lambda rows: "; builds without CUDA.",
+    done="Tried",
+    machine=False,
+    empty="\nNot tried yet: `make versions`.\n\n",
+    shown=every_pair,
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Tries Pythons and torches. See the top of the file.")
     parser.add_argument("--python", default=",".join(PYTHONS))
     parser.add_argument("--torch", default=",".join(TORCHES))
-    parser.add_argument("--page", action="store_true", help="try nothing: write the table of docs/limits.md")
+    add_output_options(parser)
     args = parser.parse_args()
-    if args.page:
-        PAGE.write_text(page(PAGE.read_text(), RESULTS))
-        return 0
-    path, command = RESULTS / machine_name(torch.device("cpu")) / "versions.jsonl", command_line()
-    if (refusal := refusal_to_write(path)) is not None:
-        parser.error(refusal)
+    complete_output(args, "versions", parser.error)
     failed, tested = False, set()
     for version, wanted in product(args.python.split(","), args.torch.split(",")):
         line: dict[str, Any] = {"python": None, "torch": None}  # those of the card are others
@@ -202,11 +188,11 @@ def main() -> int:
             line["outcome"], failed = str(problem), True
         except Missing as problem:
             line["outcome"] = str(problem)
-        card = environment_card(torch.device("cpu"), command)
+        card = environment_card(torch.device("cpu"), args.command)
         more = {"benchmark": "versions", "case": f"Python {version}, torch {wanted}"}
         line = result_line(card, **more, wanted_python=version, wanted_torch=wanted, **line)
         print(f"{line['case']}: {line['outcome']}", flush=True)
-        append_line(path, line)
+        append_line(args.output, line)
     return int(failed)
 
 

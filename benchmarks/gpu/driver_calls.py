@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 sys.path.append(str(Path(__file__).resolve().parents[2] / "python_tests" / "simulators"))
 
 from shared.card import append_line, command_line, environment_card, result_line
+from shared.table import Table, last_command, number, told
 
 TIMEOUT = timedelta(seconds=60)
 # pull weights, pull gradients
@@ -51,6 +52,24 @@ CASES = [
 COMMUNICATORS = {"ce": 1, "nccl": 2}
 COUNTED, ROUNDS = 4, 40  # steps that are counted; how often at most, until they make no event
 OUTPUTS, INPUTS, TOKENS = 24, 8, 5
+TABLE = Table(
+    "driver_calls",
+    {
+        "transport": told("transport", "`{}`"),
+        "mode": told("mode"),
+        "calls a hop": number("calls_per_hop", "g"),
+        "calls a compute": number("calls_per_compute", "g"),
+        "calls a pass": number("calls_per_pass", "g"),
+        "NCCL calls a hop": number("nccl_calls_per_hop", "g"),
+        "NCCL calls a pass": number("nccl_calls_per_pass", "g"),
+        "events made a pass": number("events_created_per_pass", "g"),
+    },
+    lambda lines, _: last_command(lines),
+    lambda rows: (
+        f" Counted in the simulation, not timed: rank 0 of {rows[0]['ranks']}, forward and backward of a linear layer."
+    ),
+    empty=None,
+)
 
 
 def connect(sim: Any, transport: str, mode: str, ids: list[bytes], rank: int, ranks: int) -> Any:

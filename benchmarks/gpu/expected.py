@@ -11,7 +11,6 @@ gpu_on_paper.py makes the tables of docs/gpu.md from them; summary.py compares r
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,8 @@ from rtp_ext.planner.time.links import Group
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from shared.card import RESULTS, last_command
+from shared.card import RESULTS
+from shared.table import last_command, read_lines
 
 CALLS = RESULTS / "cpu-2core" / "driver_calls.jsonl"
 TIME = TimeConstants.default()
@@ -121,7 +121,7 @@ class Host:
 
 def hosts() -> dict[str, Host]:
     counted = {}
-    for row in last_command([json.loads(line) for line in CALLS.read_text().splitlines()]):
+    for row in last_command(read_lines(CALLS)):
         counted[row["transport"], row["mode"]] = row
     product, replay, thread = (
         1e6 * each for each in (TIME.engine_product_s, host_constant("replay_s"), host_constant("nccl_thread_s"))
@@ -154,7 +154,7 @@ def hop_us(link: str) -> Expected:
 def cluster_of(device: str) -> Cluster | None:
     """Eight GPUs with this name, as torch reports it, in one host; None for a GPU that the planner has no rates of."""
     for name, fields in constants()["gpus"].items():
-        if device.removeprefix("NVIDIA ") == fields["data_sheet"]:
+        if device.removeprefix("NVIDIA ") == fields.get("data_sheet"):
             return Cluster.preset(name)
     return None
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -35,13 +34,13 @@ from rtp_ext.ring.routes.route_planner import Device, LayerSize, Link, predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from shared.reports.own_pages import deliver, with_blocks
+from shared.table import marker, renew, wishes, with_blocks
 
 from gpu import expected
 from gpu.expected import TIME, Range, hosts
 
 PAGES = [Path(__file__).resolve().parents[2] / "docs" / name for name in ("gpu.md", "gpu_calls.md")]
-BLOCK = re.compile(r"(<!-- gpu_on_paper: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = marker("gpu_on_paper")
 
 RANKS = 8
 SHAPES = {  # outputs, inputs
@@ -252,22 +251,13 @@ def rewrite(texts: list[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    wish = parser.add_mutually_exclusive_group()
-    wish.add_argument("--json", action="store_true")
-    wish.add_argument("--write", action="store_true", help="rewrite the tables in the pages")
-    wish.add_argument("--check", action="store_true", help="fail where a page differs")
+    wishes(parser).add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     if options.json:
         for row in (*first_day(), *rows()):
             print(json.dumps(asdict(row)))
         return
-    before = [page.read_text() for page in PAGES]
-    try:
-        after = rewrite(before)
-    except ValueError as problem:
-        sys.exit(str(problem))
-    for page, old, new in zip(PAGES, before, after, strict=True):
-        deliver(options, page, old, new, BLOCK, "this script: python benchmarks/gpu/gpu_on_paper.py --write")
+    renew(options, PAGES, rewrite, BLOCK, "this script: python benchmarks/gpu/gpu_on_paper.py --write")
 
 
 if __name__ == "__main__":

@@ -36,12 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from shared.card import RESULTS, append_line, command_line, environment_card, machine_name, result_line
+from shared.card import add_output_options, append_line, complete_output, environment_card, result_line
 from shared.launch import Place, gather, launch
 from shared.memory import status_bytes
 from shared.models import MLPStack, random_vectors
-from shared.reports.runs.growth_report import COSTS, growths, last_sweeps
 from shared.strategies import STRATEGIES, Trainer
+from shared.table import Cell, Columns, Row, Table, mebibytes, named, number, read_lines, told
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 STRATEGIES_COMPARED = ("rtp", "fsdp2")
@@ -51,6 +51,9 @@ META_WIDTHS = {10**8: (1024, 2048), 10**9: (2048, 10240)}  # of each number of p
 LATER_STEPS = 5
 TOKENS = 8
 MOST, LEAST = 1.2, 0.05  # the largest exponent; processor seconds below which a cost is noise
+
+COSTS = {"convert": "conversion", "first_step": "first step", "step": "later step", "save": "save", "load": "load"}
+SIZES = {"layers": "layers", "ranks": "ranks", "parameters": "parameters"}  # by sweep, the key that grows
 
 Case = dict[str, Any]
 
@@ -180,6 +183,73 @@ def measure(sweep: str, args: argparse.Namespace) -> list[Case]:
     return lines
 
 
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def last_sweeps(lines: list[Row], words: list[str]) -> list[Row]:
+    """Returns the lines of the last run of each sweep, or of the sweep that `words` name; none where there is none."""
+    found = []
+    for sweep in words or SIZES:
+        mine = [line for line in lines if line["sweep"] == sweep]
+        cases = {(line["ranks"], line["layers"], line["parameters"], line["strategy"]): line for line in mine}
+        found += cases.values()
+    return found
+
+
+def growths(lines: list[Row]) -> Iterator[tuple[Row, str, float, float]]:
+    """Yields (line, cost, exponent, processor seconds) of each cost and each case but the smallest of its sweep."""
+    before: dict[tuple[str, str], Row] = {}
+    for line in lines:
+        key = line["sweep"], line["strategy"]
+        smaller, before[key] = before.get(key), line
+        if smaller is None:
+            continue
+        size = SIZES[line["sweep"]]
+        for cost in COSTS:
+            name = f"{cost}_processor_s"
+            if line.get(name) is not None:
+                ratio = line[name] / smaller[name]
+                yield line, cost, math.log(ratio) / math.log(line[size] / smaller[size]), line[name]
+
+
+def _cost(name: str) -> Cell:
+    def cell(row: Row) -> str | None:
+        if row.get(f"{name}_s") is None:
+            return None
+        exponent = row.get("exponents", {}).get(name)
+        grown = "" if exponent is None else f", {exponent:.2f}"
+        return f"{row[f'{name}_s']:.3f} ({row[f'{name}_processor_s']:.3f}{grown})"
+
+    return cell
+
+
+GROWTH: Columns = {
+    "layers": told("layers"),
+    "ranks": told("ranks"),
+    "parameters": number("parameters", ".2g"),
+    "strategy": named,
+    **{f"{heading}, s (processor, exponent)": _cost(name) for name, heading in COSTS.items()},
+    "peak of the conversion, MiB": mebibytes("peak_bytes", digits=1),
+}
+
+
+def growth_rows(lines: list[Row], words: list[str]) -> list[Row]:
+    """Returns `last_sweeps` with the exponents of each line."""
+    rows = last_sweeps(lines, words)
+    for row, cost, exponent, _ in growths(rows):
+        row.setdefault("exponents", {})[cost] = exponent
+    return rows
+
+
+def _note(rows: list[Row]) -> str:
+    """Returns the text below a command."""
+    layers = " and ".join(dict.fromkeys(row["shape"].split(" x ")[1] for row in rows))
+    return f" Layers: {layers}; {rows[0]['tokens']} tokens per rank, one thread a rank."
+
+
+TABLE = Table("growth", GROWTH, growth_rows, _note, range(2))
+
+
 def verdict(lines: list[Case]) -> tuple[dict[str, float], list[str]]:
     """Returns the exponents of all costs, and what is wrong with those of rtp."""
     found, wrong = {}, []
@@ -195,10 +265,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Growth over layers, ranks and parameters. See the top of the file.")
     parser.add_argument("--sweep", choices=SWEEPS, action="append", help="default: all")
     parser.add_argument("--check", action="store_true", help="measure nothing: judge the recorded sweeps")
-    parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="instead of results/<machine>/growth.jsonl")
+    add_output_options(parser)
+    parser.set_defaults(device="cpu", threads=1)
     args = parser.parse_args(argv)
-    args.output = args.output or RESULTS / machine_name(torch.device("cpu")) / "growth.jsonl"
-    args.device, args.threads, args.command = "cpu", 1, command_line()
+    complete_output(args, "growth", parser.error)
     return args
 
 
@@ -207,7 +277,7 @@ def main(argv: list[str] | None = None) -> None:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, most), most))
     if args.check:
-        lines = last_sweeps([json.loads(text) for text in args.output.read_text().splitlines()], [])
+        lines = last_sweeps(read_lines(args.output), [])
     else:
         lines = [line for sweep in args.sweep or SWEEPS for line in measure(sweep, args)]
         for line in lines:

@@ -1,7 +1,7 @@
 """Measures the fixed cost of a call: forward and backward of linear layers so small that nothing else counts.
 
     python benchmarks/overheads/calls.py            # one process and 2 ranks, over shared memory
-    python benchmarks/overheads/calls.py --dry      # prints the lines, and does not append them
+    python benchmarks/overheads/calls.py --quick    # appends nothing to the results
 
 `plain` and `emulated` (a ring of two ranks in one process) run in one process, `rtp`, `fsdp2` (fully_shard of each
 layer) and `ddp` on local ranks, each with one thread. For every one, a layer, of the rank with the most:
@@ -18,7 +18,6 @@ machine with other work; times need a quiet one. Appends JSON lines to benchmark
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import statistics
 import sys
@@ -37,12 +36,31 @@ import rtp_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from shared.card import RESULTS, append_line, command_line, environment_card, result_line
+from shared.card import add_output_options, append_line, complete_output, environment_card, result_line
 from shared.launch import Place, everyones, launch
+from shared.table import NAMES, Table, console, last_command, number, told
 
 PACKAGES = tuple(str(Path(package.__file__ or "").parent) for package in (rtp_ext, torch))
 OF_ONE, OF_RANKS = ("plain", "emulated"), ("rtp", "fsdp2", "ddp")
 WARMUP = 20
+_NAMES = {"plain": "plain layers", "emulated": "rtp, emulated ring of two ranks", "fsdp2": "`fully_shard` per layer"}
+TABLE = Table(
+    "calls",
+    {
+        "strategy": lambda row: (NAMES | _NAMES).get(row["strategy"], row["strategy"]),
+        "processes": told("ranks"),
+        "us": number("us"),
+        "processor time, us": number("cpu_us"),
+        "context switches": number("switches", 1),
+        "calls of Python": number("calls"),
+    },
+    lambda lines, _: last_command(lines),
+    lambda rows: (
+        f" {rows[0]['layers']} linear layers of {rows[0]['case'].split('/')[0].split('-')[1]} features, "
+        f"{rows[0]['tokens']} tokens on each rank, forward and backward, one thread a rank. All numbers are for one "
+        "layer."
+    ),
+)
 
 Step = Callable[[], None]
 
@@ -54,9 +72,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--dry", action="store_true", help="print the lines, and do not append them")
+    add_output_options(parser, quick="append nothing to the results")
     parser.set_defaults(device="cpu", threads=1)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    complete_output(args, "calls", parser.error)
+    return args
 
 
 def step_of(strategy: str, place: Place, args: argparse.Namespace) -> Step:
@@ -144,13 +164,11 @@ def measure(place: Place, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    card = environment_card(torch.device("cpu"), command_line())
+    card = environment_card(torch.device("cpu"), args.command)
     lines = [result_line(card, **line) for ranks in (1, args.ranks) for line in launch(measure, args, ranks)]
     for line in lines:
-        if not args.dry:
-            append_line(RESULTS / card["machine"] / "calls.jsonl", line)
-        told = ("strategy", "ranks", "us", "cpu_us", "switches", "calls")
-        print(json.dumps(line) if args.dry else ", ".join(f"{key} {line[key]}" for key in told), flush=True)
+        append_line(args.output, line)
+    console(TABLE.columns, lines)
 
 
 if __name__ == "__main__":

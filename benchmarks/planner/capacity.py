@@ -17,16 +17,15 @@ as soon as it is known; the predictions in docs/predictions.md are those of the 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from shared.card import RESULTS, append_line, command_line, environment_card, machine_name, result_line
+from shared.card import add_output_options, append_line, complete_output, environment_card, result_line
 from shared.launch import Place, launch
+from shared.table import Row, last_of_each
 
 from planner.planned import Case, counted
 
@@ -75,11 +74,11 @@ def guess(strategy: str, ranks: int, grown: str, budget: float) -> int:
     return known[found] if found >= 0 else 0
 
 
-def last_of_each(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def searched_again(rows: list[Row]) -> list[Row]:
     """The last line of every search, with what the planner predicts as it is now."""
-    last = {(row["grown"], row["strategy"], row["ranks"], row["budget_bytes"]): row for row in rows}
-    told = []
-    for (grown, strategy, ranks, budget), row in last.items():
+    told, keys = [], ("grown", "strategy", "ranks", "budget_bytes")
+    for row in last_of_each(rows, lambda row: tuple(row[key] for key in keys)):
+        grown, strategy, ranks, budget = (row[key] for key in keys)
         size = guess(strategy, ranks, grown, budget)
         parameters = case_of(strategy, ranks, grown, size).model.parameters if size else 0
         told.append({**row, "predicted_largest": size, "predicted_parameters": parameters})
@@ -137,12 +136,10 @@ def main() -> None:
     parser.add_argument("--strategies", choices=STRATEGIES, nargs="+", default=STRATEGIES)
     parser.add_argument("--grow", choices=tuple(MOST), nargs="+", default=tuple(MOST))
     parser.add_argument("--budget", type=float, default=64, metavar="MIB", help="of every rank")
-    parser.add_argument("--machine", help="folder under results/ (default: from the CPU)")
-    parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead")
+    add_output_options(parser)
+    parser.set_defaults(device="cpu", threads=1)
     args = parser.parse_args()
-    args.command, args.device, args.threads = command_line(), "cpu", 1
-    machine = args.machine or machine_name(torch.device("cpu"))
-    args.output = args.output or RESULTS / machine / "capacity.jsonl"
+    complete_output(args, "capacity", parser.error)
     for ranks in args.ranks:
         launch(search, args, ranks)
     sys.stdout.flush()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -13,6 +13,7 @@ from shared.launch import Place, gather
 from shared.memory import PROBED_STEPS, Memory, MemoryProbe
 from shared.models import GPT, Llama, random_tokens
 from shared.strategies import Trainer
+from shared.table import Row, last_of_each
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -200,12 +201,11 @@ def counted(case: Case, place: Place) -> dict[str, float]:
 _CASE = ("case", "family", "layers", "hidden", "strategy", "ranks", "tokens", "recompute", "dtype")
 
 
-def last_of_each(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def planned_again(rows: list[Row]) -> list[Row]:
     """Returns the last line of every case of planner_grid.py, with the prediction of the current planner."""
-    last = {tuple(row[key] for key in _CASE): row for row in rows}
     return [
         {**row, **{f"predicted_{what}_bytes": size for what, size in Case.of(row).predicted().items()}}
-        for row in last.values()
+        for row in last_of_each(rows, lambda row: tuple(row[key] for key in _CASE))
     ]
 
 

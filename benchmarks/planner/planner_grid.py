@@ -21,11 +21,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from shared.card import RESULTS, append_line, command_line, environment_card, machine_name, result_line
+from shared.card import add_output_options, append_line, complete_output, environment_card, result_line
 from shared.launch import Place, launch
 
 from planner.planned import STRATEGIES, Case, allowed, counted
@@ -93,12 +91,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=RANKS, nargs="+", default=RANKS)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--missing", action="store_true", help="only cases that have no line from a clean tree yet")
-    parser.add_argument("--machine", help="folder under results/ (default: from the CPU)")
-    parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead")
+    add_output_options(parser)
+    parser.set_defaults(device="cpu", threads=1)
     args = parser.parse_args()
-    args.command, args.device, args.threads = command_line(), "cpu", 1
-    machine = args.machine or machine_name(torch.device("cpu"))
-    args.output = args.output or RESULTS / machine / "planner_grid.jsonl"
+    complete_output(args, "planner_grid", parser.error)
     wanted = {ranks: missing(cases(ranks), args.output) if args.missing else cases(ranks) for ranks in args.ranks}
     if args.list:
         for case in itertools.chain.from_iterable(wanted.values()):

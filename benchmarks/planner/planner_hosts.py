@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rtp_ext.planner import Cluster, ModelSpec, RotatedOperation, TimeConstants, Weight, rotations_of
 from rtp_ext.planner.rotation.seconds import rotation_seconds
@@ -27,12 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 from shared.card import RESULTS
 from shared.hosts import bits_per_second
 from shared.models import WORKLOADS
-from shared.reports.names import NAMES, ways_of
-from shared.reports.own_pages import last_lines
+from shared.table import Row, last_of_each, markdown, named, read_lines, ways_of
 
-from planner.planner_more import markdown
-
-Row = dict[str, Any]
 FILE = RESULTS / "cpu-2core" / "hosts.jsonl"
 BYTES = {"float32": 4, "bfloat16": 2}
 _ADAMW = 4 + 4 * 2 * 3  # bytes a parameter: the gradient is read; weight and moments are read and written
@@ -192,7 +187,7 @@ def _unsharding_s(
 def measured() -> list[Row]:
     """Returns the last line of each case."""
     names = ("case", "tokens", "hosts", "ranks_per_host", "rate", "asked_travel", "delay", "dtype")
-    return last_lines(FILE, lambda row: tuple(row.get(name) for name in names))
+    return last_of_each(read_lines(FILE), lambda row: tuple(row.get(name) for name in names))
 
 
 @functools.cache
@@ -201,7 +196,7 @@ def found() -> tuple[Prediction, ...]:
 
 
 def _name(row: Row) -> str:
-    return ", ".join(filter(None, (NAMES.get(row["strategy"], row["strategy"]), ways_of(row))))
+    return ", ".join(filter(None, (named(row), ways_of(row))))
 
 
 def by_strategy() -> dict[str, list[float]]:

@@ -10,7 +10,6 @@ that the prose must contain word for word; --write does not change prose, but re
 
 import argparse
 import dataclasses
-import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -23,18 +22,19 @@ from rtp_ext.planner.memory.activations import layer_tensors
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 
-from shared.reports.own_pages import deliver, with_blocks
+from shared.card import RESULTS
+from shared.table import Row, markdown, marker, read_lines, renew, wishes, with_blocks
 
 from planner import planner_runs as runs
 from planner import published
+from planner.capacity import searched_again
+from planner.planned import planned_again
 from planner.planner_hosts import hosts
-from planner.planner_more import capacity, markdown, ways
-from planner.planner_more import grid as our_runs
 from planner.planner_when import claims_of_when, forwards, like, when
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("planner.md", "planner_model.md", "predictions.md")
-BLOCK = re.compile(r"(<!-- planner: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = marker("planner")
 GB = 1e9
 
 
@@ -149,6 +149,77 @@ def _runs() -> str:
     return markdown(("table", "run", "measured", "predicted", "error"), rows)
 
 
+# -- our own runs ------------------------------------------------------------------------------------------------------
+
+
+def recorded(name: str) -> list[Row]:
+    return read_lines(RESULTS / "cpu-2core" / f"{name}.jsonl")
+
+
+def ways() -> str:
+    """Ways to search, of their last run."""
+    last = {(row["problem"], row["way"]): row for row in recorded("search_ways")}
+    rows = [
+        (way, what, f"{row['value_s']:.5g} s", f"{row['evaluations']:,}", f"{row['processor_s']:.3g} s")
+        for (what, way), row in last.items()
+    ]
+    return markdown(("way", "problem", "step found", "evaluations", "of a core"), rows)
+
+
+def grid() -> str:
+    """Counted and predicted bytes of our own runs, by strategy."""
+    last = planned_again(recorded("planner_grid"))
+    by_strategy: dict[str, list[Row]] = {}
+    for row in last:
+        by_strategy.setdefault(row["strategy"], []).append(row)
+    rows = []
+    for name, own in [*by_strategy.items(), ("all", last)]:
+        cells_ = [name, str(len(own))]
+        for what in ("kept", "slots", "peak"):
+            ratios = [
+                row[f"predicted_{what}_bytes"] / row[f"counted_{what}_bytes"]
+                for row in own
+                if row[f"counted_{what}_bytes"]
+            ]
+            cells_.append(f"{min(ratios):.3f}-{max(ratios):.3f}" if ratios else "-")
+        errors = [abs(row["predicted_peak_bytes"] / row["counted_peak_bytes"] - 1) for row in own]
+        rows.append((*cells_, f"{100 * runs.mean(errors):.1f} %"))
+    heads = ("strategy", "runs", "kept: predicted / counted", "slots", "peak", "peak wrong by, on average")
+    return markdown(heads, rows)
+
+
+def capacity() -> str:
+    """The largest models within a budget of every rank, found by running and predicted. On one rank all strategies are
+    the same, but for recomputation."""
+    rows = [
+        (
+            f"{row['budget_bytes'] / 2**20:g} MiB",
+            row["grown"],
+            row["strategy"],
+            str(row["ranks"]),
+            *(f"{row[size]} ({row[count] / 1e6:.2f}e6)" if row[size] else "none" for size, count in _FOUND),
+            f"{row['peak_bytes'] / 2**20:.1f} MiB" if row["peak_bytes"] else "-",
+            f"{row['next_peak_bytes'] / 2**20:.1f} MiB" if row["next_peak_bytes"] else "-",
+        )
+        for row in searched_again(recorded("capacity"))
+        if row["ranks"] > 1 or row["strategy"].startswith("rtp")
+    ]
+    heads = (
+        "budget",
+        "grown",
+        "strategy",
+        "ranks",
+        "largest that ran (parameters)",
+        "predicted",
+        "peak",
+        "of the next",
+    )
+    return markdown(heads, rows)
+
+
+_FOUND = (("largest", "parameters"), ("predicted_largest", "predicted_parameters"))
+
+
 BLOCKS = {
     "like": like,
     "memory": _memory,
@@ -159,7 +230,7 @@ BLOCKS = {
     "when": when,
     "forwards": forwards,
     "ways": ways,
-    "grid": our_runs,
+    "grid": grid,
     "capacity": capacity,
     "hosts": hosts,
 }
@@ -326,19 +397,10 @@ def missing(texts: list[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Tables and numbers of the pages of the planner.")
-    wish = parser.add_mutually_exclusive_group()
-    wish.add_argument("--write", action="store_true", help="rewrite the blocks in the pages")
-    wish.add_argument("--check", action="store_true", help="fail where a page differs")
-    parser.add_argument("--folder", type=Path, default=DOCS, help="of the pages; docs/ unless given")
+    wishes(parser).add_argument("--folder", type=Path, default=DOCS, help="of the pages; docs/ unless given")
     args = parser.parse_args(argv)
-    before = [(args.folder / page).read_text() for page in PAGES]
-    try:
-        after = rewrite(before)
-    except ValueError as problem:
-        sys.exit(str(problem))
-    for page, old, new in zip(PAGES, before, after, strict=True):
-        source = "the planner: python benchmarks/planner/planner_page.py --write"
-        deliver(args, args.folder / page, old, new, BLOCK, source)
+    source = "the planner: python benchmarks/planner/planner_page.py --write"
+    after = renew(args, [args.folder / page for page in PAGES], rewrite, BLOCK, source)
     if (args.write or args.check) and (lost := missing(after)):
         sys.exit(f"{', '.join(PAGES)}: the prose does not say: " + "; ".join(lost))
 

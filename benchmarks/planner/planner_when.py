@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
-import textwrap
 
-from planner.planner_more import markdown
+from shared.table import markdown, wrapped
+
 from planner.planner_runs import title
 from rtp_ext.gpu_rates import WIRES
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory, estimate_time
@@ -74,11 +74,7 @@ def like() -> str:
         f"Without bundles (`bundle=no`) the ring takes {unbundled:.1f} GB. Rotation is the fastest in {won} of the "
         f"{len(cells())} cells of `--when` ([below](#when-rotation-wins)), and ties in {tied}."
     )
-    return f"\n{_wrapped(first)}\n{markdown(_HEADS, rows)}{_wrapped(last)}\n\n"
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    return f"\n{wrapped(first)}\n{markdown(_HEADS, rows)}{wrapped(last)}\n\n"
 
 
 def claims_of_when() -> list[str]:

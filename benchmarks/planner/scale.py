@@ -15,9 +15,7 @@ share of time that failures leave.
 
 import argparse
 import functools
-import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +27,10 @@ from rtp_ext.planner.plans.search import limit_bytes
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 
-from shared.reports.own_pages import deliver, with_blocks
-
-from planner.planner_more import markdown
+from shared.table import markdown, marker, renew, wishes, with_blocks, wrapped
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
-BLOCK = re.compile(r"(<!-- scale: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = marker("scale")
 GPU = "h200-141gb"
 MODELS = {"llama-3-70b": 16, "llama-3-405b": 128}  # ranks of the smallest ring that fits
 SHOWN = (16, 64, 128, 1024, 16384, 98304)
@@ -127,7 +123,7 @@ def efficiency(p: Point, *, failures: bool = True) -> float:
 def table() -> str:
     heads = ("model", "form", "GPUs", "ring", "step s", "GB", "tokens of a step", "efficiency", "lost most to")
     heads += ("failures stop all", "others go on", "with failures")
-    lines = [heads, ("---",) * len(heads)]
+    lines = []
     for p in points():
         if p.gpus not in SHOWN:
             continue
@@ -137,7 +133,7 @@ def table() -> str:
         whole = (f"{100 * p.alone:.1f} %", parted, f"{100 * efficiency(p):.1f} %")
         size = (f"{p.gpus:,}", str(p.ring), f"{p.step_seconds:.2f}", f"{p.memory_gb:.0f}", tokens)
         lines.append((p.model, p.form, *size, plain, p.lost_to, *whole))
-    return "\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n"
+    return markdown(heads, lines)
 
 
 def like() -> str:
@@ -164,13 +160,12 @@ def like() -> str:
         f"{min(slower):.2f} to {max(slower):.2f} times as long, in less memory, as no rank gathers a layer. The memory "
         f"line is at {line:.0f} GB.{larger}"
     )
-    wrapped = textwrap.fill(first, 120, break_long_words=False, break_on_hyphens=False)
-    return f"\n{wrapped}\n{markdown((*heads, 'time, ring / `fully_shard`'), rows)}"
+    return f"\n{wrapped(first)}\n{markdown((*heads, 'time, ring / `fully_shard`'), rows)}"
 
 
 def draw(output: Path) -> None:
     """A panel for each model: efficiency over GPUs, without failures and with them."""
-    from shared.reports.figure import canvas, style
+    from plot import canvas, style
 
     figure, panels = canvas(len(MODELS))
     for axes, name in zip(panels, MODELS, strict=True):
@@ -193,23 +188,17 @@ def draw(output: Path) -> None:
         figure.savefig(output.with_suffix(suffix))
 
 
-def rewrite(text: str) -> str:
-    try:
-        return with_blocks([text], BLOCK, {"like": like, "rings": table})[0]
-    except ValueError as problem:
-        raise SystemExit(str(problem)) from None
+def rewrite(texts: list[str]) -> list[str]:
+    return with_blocks(texts, BLOCK, {"like": like, "rings": table})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Rings on many GPUs. See the top of the file.")
-    wish = parser.add_mutually_exclusive_group()
-    wish.add_argument("--write", action="store_true", help="rewrite docs/scale.md and its figure")
-    wish.add_argument("--check", action="store_true", help="fail where the page differs")
+    wishes(parser)
     args = parser.parse_args()
-    before = PAGE.read_text()
     if args.write:
         draw(PAGE.parent / "figures" / "scale.png")
-    deliver(args, PAGE, before, rewrite(before), BLOCK, "the planner: python benchmarks/planner/scale.py --write")
+    renew(args, [PAGE], rewrite, BLOCK, "the planner: python benchmarks/planner/scale.py --write")
 
 
 if __name__ == "__main__":

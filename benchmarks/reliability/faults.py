@@ -2,8 +2,7 @@
 
     python benchmarks/reliability/faults.py                                    # the whole matrix: an hour and more
     python benchmarks/reliability/faults.py --ranks 2 --faults kill,exception  # a part of it
-    python benchmarks/reliability/faults.py --write                            # no run: tables of docs/reliability.md
-    make faults                                                                # both
+    make faults                                                                # and the tables of docs/reliability.md
 
 A cell is a fault at a place on a kind of ring: see `FAULTS`, `PLACES`, `TRANSPORTS`; impossible combinations are
 listed with the reason. In every cell small ranks train, one of them (rank 1) has the fault in the fourth step, and
@@ -13,8 +12,9 @@ listed with the reason. In every cell small ranks train, one of them (rank 1) ha
     where it is not    all go on, and the losses are those of one process, to 1e-9
     always             no process, no shared memory and no descriptor is left
 
-Results are appended to benchmarks/results/MACHINE/faults.jsonl; `--write` takes the last line of each cell. Lost hosts
-need root: shared/hosts.py. Exit status 1 where a cell fails.
+Results are appended to benchmarks/results/MACHINE/faults.jsonl; the table has the last line of each cell. Lost hosts
+need root: shared/hosts.py. Exit status 1 where a cell fails. The tables of sanitize.py, soak.py and recovery.py, on the
+same page, are here too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from shared.card import RESULTS, append_line, command_line, environment_card, machine_name
+from shared.card import add_output_options, append_line, complete_output, environment_card
 from shared.hosts import Hosts, Links, refusal
+from shared.table import Row, Table, last_of_each, number, read_lines, today, told
 
-from reliability import reliability_report
-from reliability.fault_names import wrong_names
 from reliability.fault_ranks import FAULT_STEP, VICTIM, Cell, entry, reference
 
 LOST = ("kill", "stop", "stop for good", "exception", "wrong shape", "out of memory", "lost socket", "lost host")
@@ -57,8 +56,7 @@ SLACK = 1.0  # seconds that a rank may take beyond the timeout
 START = 120.0  # seconds until the fault
 STARTS = 3  # of a cell whose ranks fail before the fault: they had to wait for a processor longer than their timeout
 NOT_REACHED = "the fault was not reached"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
-BLOCK = re.compile(r"(<!-- faults -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+WHO = re.compile(r"(?:who failed: global ranks?|the first error was that of global rank) (\d+(?:, \d+)*)")
 
 # Where a fault can be: everywhere unless it is here.
 WHERE = {
@@ -286,10 +284,27 @@ def _judge_numbers(cell: Cell, reports: dict[int, dict[str, Any]]) -> tuple[list
     return problems, None, ""
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
+# -- the ranks that errors name; rtp_ext/ring/links/failure_report.py writes these errors ------------------------------
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def names(text: str) -> set[int]:
+    """Returns the global ranks that an error reports as failed."""
+    found = WHO.search(text)
+    return {int(rank) for rank in found[1].split(", ")} if found else set()
+
+
+def wrong_names(fault: str, lost: set[int], text: str) -> str | None:
+    """Returns what is wrong with the ranks that an error names: it has to name a lost rank and no other. An error about
+    a broken connection may name both ends."""
+    named = names(text)
+    link = fault == "lost socket" and named >= lost and len(named) == 2
+    return None if link or (named and named <= lost) else f"expected {sorted(lost)} to be named, got {sorted(named)}"
+
+
+# -- the tables of docs/reliability.md ---------------------------------------------------------------------------------
+
+
+def table(rows: list[Row]) -> str:
     """Counts the cells that passed among those that ran, by their last lines, with the time of the slowest rank."""
     last = {(row["fault"], row["place"], row["transport"], row["ranks"]): row for row in rows}
     lines = ["| fault | " + " | ".join(PLACES) + " |", "|---" * (len(PLACES) + 1) + "|"]
@@ -316,12 +331,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     head += f"In {sum(row['named'] for row in judged)} of {len(judged)} cells judged, of {len(one_rank)} in training "
     head += "with a fault of one rank,\nthe error of every survivor names that rank, its own operation and the hop.\n"
     head += f"{again or 'None'} of the cells needed a second start because its ranks waited too long for a processor."
-    failed = [row for row in ran if row["verdict"] == "fail"]
-    for row in failed:
-        lines.append("")
-        cell = f"{row['fault']} in {row['place']}, {row['transport']}, R = {row['ranks']}"
-        lines.append(f"Failed: {cell}: {row['problems'][0][:160].replace('|', '/')}")
-    return "\n".join([head, "", *lines, ""])
+    for row in ran:
+        if row["verdict"] == "fail":
+            cell = f"{row['fault']} in {row['place']}, {row['transport']}, R = {row['ranks']}"
+            lines += ["", f"Failed: {cell}: {row['problems'][0][:160].replace('|', '/')}"]
+    return "\n".join([head, "", *lines, "", "Combinations that are left out:", "", reasons(), ""])
 
 
 def _every() -> list[Cell]:
@@ -338,19 +352,85 @@ def reasons() -> str:
     return "\n".join(f"- {', '.join(sorted(what))}: {why}." for why, what in sorted(found.items()))
 
 
-def results_file() -> Path:
-    return RESULTS / machine_name(torch.device("cpu")) / "faults.jsonl"
+class _Matrix(Table):
+    def page(self, rows: list[Row]) -> str:
+        return table(rows)
 
 
-def page(text: str, rows: list[dict[str, Any]]) -> str:
-    """The page with the block of this matrix made anew, and those of sanitize.py and soak.py."""
-    block = f"{table(rows)}\nCombinations that are left out:\n\n{reasons()}\n"
-    assert BLOCK.search(text), "the page has no block <!-- faults -->"
-    return reliability_report.page(BLOCK.sub(lambda found: found[1] + block + found[3], text), RESULTS)
+def _tests(row: Row) -> set[str]:
+    """The files that a command names; none where it takes all."""
+    return {word for word in row["command"].split() if word.endswith(".py") and "/test_" in word}
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def _under_sanitizers(lines: list[Row], _: list[str]) -> list[Row]:
+    """Returns the last runs of each build: those with tests that no later run repeated."""
+    rows: list[Row] = []
+    for row in last_of_each(lines, lambda row: (row["sanitizers"], row["date"])):
+        again = _tests(row)
+        replaced = [
+            other
+            for other in rows
+            if other["sanitizers"] == row["sanitizers"] and (not again or (_tests(other) and _tests(other) <= again))
+        ]
+        rows = [other for other in rows if other not in replaced] + [row]
+    return sorted(rows, key=lambda row: (row["sanitizers"], row["date"]))
+
+
+def _grown(key: str, unit: int = 1) -> Callable[[Row], str]:
+    """Of the rank that grew most."""
+
+    def cell(row: Row) -> str:
+        most = max((each[key] for each in row["added"]), default=0)
+        return "-" if not row["steps"] else str(most) if unit == 1 else f"{most / unit:.1f}"
+
+    return cell
+
+
+_minutes = number("seconds", 0, 60)
+TABLES = {
+    "faults": _Matrix("faults", {}),
+    "sanitize": Table(
+        "sanitize",
+        {
+            "sanitizers": told("sanitizers"),
+            "files": lambda row: (
+                ", ".join(sorted(Path(test).stem.removeprefix("test_") for test in _tests(row))) or "all"
+            ),
+            **{key: told(key) for key in ("tests", "skipped", "failed", "reports")},
+            "minutes": _minutes,
+        },
+        _under_sanitizers,
+        lambda rows: ".",
+        machine=False,
+    ),
+    "soak": Table(
+        "soak",
+        {
+            **{key: told(key) for key in ("programs", "actions", "failed")},
+            "steps with delays": told("steps"),
+            "memory added, MiB": _grown("resident_kib", 1024),
+            "descriptors": _grown("descriptors"),
+            "threads": _grown("threads"),
+            "minutes": _minutes,
+        },
+        lambda lines, _: last_of_each(lines, lambda row: today(row["command"])),
+        lambda rows: ". The growth columns are of the rank that grew most, from a fifth of the steps on.",
+        machine=False,
+    ),
+    "recovery": Table(
+        "recovery",
+        {
+            **{key: told(key) for key in ("ranks", "steps", "lives")},
+            "effective time": number("effective_time", 2),
+            "loss differs by": number("loss_difference", ".0e"),
+            "then with ranks": told("fewer_ranks"),
+            "loss differs by ": number("fewer_loss_difference", ".0e"),
+        },
+        lambda lines, _: lines[-1:],
+        lambda rows: ". Effective time: share of the time spent on steps that were not lost.",
+        machine=False,
+    ),
+}
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -362,9 +442,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time; default: %(default)s")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell later than this")
     parser.add_argument("--missing", action="store_true", help="only cells that the results do not have as passed")
-    parser.add_argument("--output", type=Path, help="default: benchmarks/results/MACHINE/faults.jsonl")
-    parser.add_argument("--write", action="store_true", help="write the tables of docs/reliability.md, run nothing")
+    add_output_options(parser)
     args = parser.parse_args(argv)
+    complete_output(args, "faults", parser.error)
     for name, every in (("faults", FAULTS), ("places", PLACES), ("transports", TRANSPORTS), ("ranks", RANKS)):
         known = {str(each): each for each in every}
         wanted = getattr(args, name).split(",")
@@ -376,14 +456,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    path = args.output or results_file()
-    if args.write:
-        PAGE.write_text(page(PAGE.read_text(), read(path)))
-        return 0
-    card = environment_card(torch.device("cpu"), command_line())
+    card = environment_card(torch.device("cpu"), args.command)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["reliability.fault_ranks", "torch._dynamo"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    known = [row for row in read(path) if args.missing and row["verdict"] != "fail"
+    known = [row for row in (read_lines(args.output) if args.missing else ()) if row["verdict"] != "fail"
              and ({"named", "reason"} & row.keys() or not judges_names(row["fault"], row["place"]))]  # fmt: skip
     passed = {(row["fault"], row["place"], row["transport"], row["ranks"]) for row in known}
     no_hosts, end, failed, ran = refusal(), time.monotonic() + 60 * args.minutes, 0, 0
@@ -404,7 +480,7 @@ def main(argv: list[str] | None = None) -> int:
         for cell, row in zip(wanted, pool.map(one, wanted), strict=True):
             if row is None:
                 continue
-            append_line(path, {**row, **card})
+            append_line(args.output, {**row, **card})
             if row["verdict"] != "no sense":
                 ran += 1
                 failed += row["verdict"] == "fail"

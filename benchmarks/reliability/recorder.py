@@ -28,7 +28,7 @@ from rtp_ext.observe import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from shared.card import RESULTS, append_line, command_line, environment_card
+from shared.card import add_output_options, append_line, complete_output, environment_card
 from shared.launch import Place, launch
 
 
@@ -39,9 +39,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--pairs", type=int, default=200)
-    parser.add_argument("--dry", action="store_true", help="print the line, and do not append it")
+    add_output_options(parser, quick="append nothing to the results")
     parser.set_defaults(device="cpu", threads=1)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    complete_output(args, "recorder", parser.error)
+    return args
 
 
 def measure(place: Place, args: argparse.Namespace) -> dict[str, Any]:
@@ -92,12 +94,11 @@ def measure(place: Place, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     args = parse_arguments()
-    card = environment_card(torch.device("cpu"), command_line())
+    card = environment_card(torch.device("cpu"), args.command)
     told = launch(measure, args, args.ranks)
     shape = {name: getattr(args, name) for name in ("layers", "width", "tokens", "pairs")}
     line = {"benchmark": "recorder", **shape, **told, **card}
-    if not args.dry:
-        append_line(RESULTS / card["machine"] / "recorder.jsonl", line)
+    append_line(args.output, line)
     print(json.dumps(line))
     return 0
 

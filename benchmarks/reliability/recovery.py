@@ -4,8 +4,7 @@
 
 One of four ranks dies every `--die-every` seconds, `--deaths` times, every other time within a checkpoint; then three
 ranks continue from the last checkpoint. One line is appended to benchmarks/results/MACHINE/recovery.jsonl;
-`python benchmarks/reliability/faults.py --write` writes the table in docs/reliability.md. The exit status is 1 if a
-loss differs by more than 1e-6.
+docs/reliability.md has the table. The exit status is 1 if a loss differs by more than 1e-6.
 """
 
 from __future__ import annotations
@@ -38,16 +37,17 @@ def train(ranks: int, folder: Path, steps: int, *more: str) -> dict[str, Any]:
 
 def main() -> int:
     import torch
-    from shared.card import RESULTS, append_line, command_line, environment_card, machine_name
+    from shared.card import add_output_options, append_line, complete_output, environment_card
 
     parser = argparse.ArgumentParser(description="Recovery of a run whose ranks die. See the top of the file.")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--step-time", type=float, default=0.2, help="seconds that a step takes at least")
     parser.add_argument("--die-every", type=float, default=10.0, help="seconds")
     parser.add_argument("--deaths", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="default: benchmarks/results/MACHINE/recovery.jsonl")
+    add_output_options(parser)
     args = parser.parse_args()
-    card = environment_card(torch.device("cpu"), command_line())
+    complete_output(args, "recovery", parser.error)
+    card = environment_card(torch.device("cpu"), args.command)
     began, most = time.monotonic(), args.steps + args.steps // 10
     with tempfile.TemporaryDirectory(prefix="rtp_recovery_") as name:
         folder = Path(name)
@@ -67,8 +67,7 @@ def main() -> int:
     row |= {"fewer_ranks": 3, "fewer_loss_difference": differences[1], "seconds": round(time.monotonic() - began, 1)}
     row["verdict"] = "pass" if max(differences) < TOLERANCE and fewer["first"] == args.steps else "fail"
     print(json.dumps(row))
-    path = args.output or RESULTS / machine_name(torch.device("cpu")) / "recovery.jsonl"
-    append_line(path, {**row, **card})
+    append_line(args.output, {**row, **card})
     return 0 if row["verdict"] == "pass" else 1
 
 

@@ -147,23 +147,23 @@ def run(kind: str, package: Path, tests: list[str]) -> dict[str, Any]:
 
 def main() -> int:
     import torch
-    from shared.card import RESULTS, append_line, command_line, environment_card, machine_name
+    from shared.card import add_output_options, append_line, complete_output, environment_card
 
     parser = argparse.ArgumentParser(description="Tests under sanitizers. See the top of the file.")
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
     parser.add_argument("--build-only", action="store_true")
-    parser.add_argument("--output", type=Path, help="default: benchmarks/results/MACHINE/sanitize.jsonl")
+    add_output_options(parser)
     parser.add_argument("tests", nargs="*", help="default: those of executor, prefetch, transports, recorder, watchdog")
     args = parser.parse_args()
-    card = environment_card(torch.device("cpu"), command_line())
-    path = args.output or RESULTS / machine_name(torch.device("cpu")) / "sanitize.jsonl"
+    complete_output(args, "sanitize", parser.error)
+    card = environment_card(torch.device("cpu"), args.command)
     failed = []
     for kind in args.kinds:
         package = build(kind)
         if args.build_only:
             continue
         row = run(kind, package, args.tests or TESTS)
-        append_line(path, {**row, **card})
+        append_line(args.output, {**row, **card})
         if row["verdict"] == "fail":
             failed.append(kind)
     print(f"sanitizers: {', '.join(failed) or 'none'} found something" if not args.build_only else "built")

@@ -28,7 +28,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python_tests" / "support"))
 
+import torch
 from harness import RankError, run_ranks
+from shared.card import add_output_options, append_line, complete_output, environment_card
 
 BUNCH = 20  # programs of one start of ranks
 STRETCH = 100  # steps of the long run between looks at memory and clock
@@ -101,16 +103,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--step-minutes", type=float, default=1440.0, help="the long run ends after so many, too")
     parser.add_argument("--ranks", type=int, help="default: 2, 3 and 4 by turns")
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--output", type=Path, help="default: benchmarks/results/MACHINE/soak.jsonl")
-    return parser.parse_args(argv)
+    add_output_options(parser)
+    args = parser.parse_args(argv)
+    complete_output(args, "soak", parser.error)
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    import torch
-    from shared.card import RESULTS, append_line, command_line, environment_card, machine_name
-
     args = parse_arguments(argv)
-    card = environment_card(torch.device("cpu"), command_line())
+    card = environment_card(torch.device("cpu"), args.command)
     began = time.monotonic()
     end = began + 60 * args.minutes if args.minutes is not None else float("inf")
     sizes, ran, actions, failed, seed = [args.ranks] if args.ranks else [2, 3, 4], 0, 0, [], args.seed
@@ -138,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     line |= {"kind": "faults" if args.faults else "wide" if args.wide else "narrow"}
     line |= {"steps": steps, "added": added, "grown": grown, "seconds": round(time.monotonic() - began, 1)}
     print(json.dumps(line), flush=True)
-    append_line(args.output or RESULTS / machine_name(torch.device("cpu")) / "soak.jsonl", {**line, **card})
+    append_line(args.output, {**line, **card})
     return 1 if failed or grown else 0
 
 

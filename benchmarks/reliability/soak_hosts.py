@@ -28,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from shared.card import RESULTS, append_line, command_line, environment_card, machine_name
+from shared.card import add_output_options, append_line, complete_output, environment_card
 from shared.hosts import Hosts, NoHosts
 from shared.launch import Place, gather, launch_on_hosts
 from shared.options.host_options import add_host_options, complete_hosts
@@ -44,8 +44,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(device="cpu", threads=1, rates=["1gbit"])
+    add_output_options(parser)
     args = parser.parse_args(argv)
     complete_hosts(args, parser.error)
+    args.quick = args.steps < RECORDED
+    complete_output(args, "soak_hosts", parser.error)
     if args.steps < 10 or len(args.networks) != 1 or args.network.rate is None:
         parser.error("expected at least 10 --steps and one --rate other than none")
     return args
@@ -163,9 +166,7 @@ def main() -> int:
     told |= {"disturbances": disturbances, "grown": grown}
     told |= {f"{name}_seconds": each["seconds"] for name, each in (("calm", calm), ("rough", rough))}
     told |= {f"{name}_added": each["added"] for name, each in (("calm", calm), ("rough", rough))}
-    if args.steps >= RECORDED:
-        cpu = torch.device("cpu")
-        append_line(RESULTS / machine_name(cpu) / "soak_hosts.jsonl", {**environment_card(cpu, command_line()), **told})
+    append_line(args.output, {**environment_card(torch.device("cpu"), args.command), **told})
     print(json.dumps(told), flush=True)
     return 0 if equal and disturbed and not grown else 1
 

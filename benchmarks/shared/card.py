@@ -1,5 +1,6 @@
 """The environment of a measurement, and the format of the lines that all benchmarks append to their files."""
 
+import argparse
 import json
 import os
 import platform
@@ -7,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,28 @@ def result_line(card: dict[str, Any], **values: Any) -> dict[str, Any]:
     return {**{key: known.get(key) for key in KEYS}, **known}
 
 
+def add_output_options(parser: argparse.ArgumentParser, quick: str | None = None) -> None:
+    """Adds --machine and --output, and --quick with a help `quick`, for `complete_output`."""
+    add = parser.add_argument
+    add("--machine", help="folder under results/ (default: from the CPU or GPU, such as cpu-2core)")
+    add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead of results/MACHINE/")
+    if quick is not None:
+        add("--quick", action="store_true", help=quick)
+
+
+def complete_output(
+    args: argparse.Namespace, name: str, error: Callable[[str], Any], device: torch.device | None = None
+) -> None:
+    """Sets `command`, which ranks that are spawned no longer know, and `output`: that of --output, or the file of this
+    name, of this machine; None with --quick alone. Calls `error` where it cannot be written, before anything runs.
+    device: of the results; default: a CPU."""
+    args.command = command_line()
+    if args.output is None and not getattr(args, "quick", False):
+        args.output = RESULTS / (args.machine or machine_name(device or torch.device("cpu"))) / f"{name}.jsonl"
+    if args.output is not None and (refusal := refusal_to_write(args.output)) is not None:
+        error(refusal)
+
+
 def refusal_to_write(path: Path) -> str | None:
     """Why lines cannot be appended to `path`, or None. Makes the file and its folder: to be asked before a run."""
     try:
@@ -118,14 +142,10 @@ def refusal_to_write(path: Path) -> str | None:
     return None
 
 
-def last_command(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of the command that wrote the last one; none of none."""
-    last = lines[-1] if lines else {}
-    return [line for line in lines if (line["command"], line["date"]) == (last["command"], last["date"])]
-
-
-def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Appends `line` to a file of JSON lines, making its folder."""
+def append_line(path: Path | None, line: dict[str, Any]) -> None:
+    """Appends `line` to a file of JSON lines, making its folder; None: does nothing."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")

@@ -16,10 +16,10 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
       device_(device),
       hosts_(hosts),
       pool_(transport_, device),
-      trace_(transport_),
-      hops_(transport_, trace_),
-      prefetcher_(transport_, pool_, hops_, trace_, rank),
-      deferred_(transport_, pool_, trace_),
+      sink_(transport_),
+      hops_(transport_, sink_),
+      prefetcher_(transport_, pool_, hops_, sink_, rank),
+      deferred_(transport_, pool_, sink_),
       pulls_(pool_) {}
 
 Executor::~Executor() {
@@ -47,12 +47,12 @@ void Executor::check_alive(const std::string& operation) const {
 }
 
 const std::string& Executor::fail(const std::string& reason) noexcept {
-  if (!alive()) return trace_.recorder().note();
+  if (!alive()) return sink_.note();
   streams().abandon_graph_stream();  // a capture forbids the stream queries that abort() makes
   end_ = reason.empty() ? "unknown failure" : reason;
   transport_->abort(end_);
   prefetcher_.forget(), deferred_.forget();
-  return trace_.recorder().fail(end_);
+  return sink_.fail(end_);
 }
 
 void Executor::close() {
@@ -69,7 +69,7 @@ void Executor::finish_reduction(const at::Tensor& gradient) {
 
 void Executor::set_trace(bool on) {
   if (alive()) drain();
-  on ? trace_.start() : trace_.stop();
+  on ? sink_.start_trace() : sink_.stop_trace();
 }
 
 Execution::Execution(Executor& executor, const Schedule& schedule, std::optional<ShardBundle> weight,
@@ -102,14 +102,14 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
     const int taken = executor_.transport().multiprocessors() * channels;
     carveout_.emplace(std::min(taken, streams.multiprocessors() / 2));
     streams.order_compute_after(executor_.last_);
-    Trace& trace = executor_.trace_;
-    traced_ = trace.begin_pass(operation_, schedule_, recorded_);
+    Sink& sink = executor_.sink_;
+    begun_ = sink.begin_pass(operation_, schedule_);
     std::optional<PrefetchedHop> prefetched = executor_.prefetcher_.begin(schedule_, weight_, operation_);
-    const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "start");
+    const EventHandle waiting = sink.begin(begun_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "start");
     if (prefetched) use_prefetched(std::move(*prefetched));
     try {
       lease_slots();
-      trace.end(waiting);
+      sink.end(waiting);
       stage_local();
     } catch (...) {
       return_slots();
@@ -129,7 +129,7 @@ void Execution::use_prefetched(PrefetchedHop prefetched) {
   staged_ = std::move(prefetched.staged);
   weight_->local = std::move(prefetched.local);
   for (const EventHandle& event : prefetched.traced) {
-    if (event) event->pass = traced_;
+    if (event) event->pass = begun_.traced;
   }
   usage_[{Channel::weight, Buffer::kHome, Access::kAll}] = std::move(prefetched.local_usage);
 }
@@ -174,13 +174,13 @@ void Execution::stage_local() {
   if (!executor_.travel(*weight_).staged(schedule_.hops(Channel::weight) > 0)) return;
   RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
   staged_ = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
-  Trace& trace = executor_.trace_;
-  const EventHandle waiting = trace.begin_slot(traced_, TraceEvent::kNoStep, "home");
+  Sink& sink = executor_.sink_;
+  const EventHandle waiting = sink.begin_slot(begun_, TraceEvent::kNoStep, "home");
   staged_->usage.wait_for_all(executor_.streams());
-  trace.end(waiting);
-  const EventHandle staging = trace.begin(traced_, TraceKind::stage, TraceEvent::kNoStep, Lane::compute, "home");
+  sink.end(waiting);
+  const EventHandle staging = sink.begin(begun_, TraceKind::stage, TraceEvent::kNoStep, Lane::compute, "home");
   weight_->stage(executor_.streams(), staged_->memory, executor_.rank());
-  trace.end(staging);
+  sink.end(staging);
 }
 
 // Prefetches for the next pass once this pass uses its last slot. The weight slots that the remaining steps do not use
@@ -196,7 +196,7 @@ void Execution::prefetch_next_pass() {
     usage_.erase(local);
     give_back(staged_, Channel::weight);
   }
-  while (executor_.prefetcher_.expects()) executor_.prefetcher_.prefetch(traced_, position());
+  while (executor_.prefetcher_.expects()) executor_.prefetcher_.prefetch(begun_, position());
 }
 
 Execution::~Execution() {
@@ -250,19 +250,19 @@ std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half) co
 }
 
 std::vector<at::Tensor> Execution::weight() {
-  Trace& trace = executor_.trace_;
+  Sink& sink = executor_.sink_;
   std::vector<at::Tensor> arrived;
   if (schedule_.options.sourced) {
     const bool pulled = sourced_.waits(executor_.pulls(), *current_);
-    trace.before_product(
-        pulled ? computing_ : nullptr, TraceKind::wait, [&] { return "wait: " + label(*current_); },
+    sink.before_product(
+        pulled ? computing_ : EventHandle(), TraceKind::wait, [&] { return "wait: " + label(*current_); },
         [&] { arrived = sourced_.of(executor_.pulls(), schedule_, *weight_, *current_); });
   } else {
     arrived = views(current_->weight, current_->owner);
   }
   const bool converts = dequantized_.converts(weight_, *current_);
-  trace.before_product(
-      converts ? computing_ : nullptr, TraceKind::stage, [] { return "dequantize"; },
+  sink.before_product(
+      converts ? computing_ : EventHandle(), TraceKind::stage, [] { return "dequantize"; },
       [&] { arrived = dequantized_.of(executor_.pool(), weight_, std::move(arrived), *current_); });
   return arrived;
 }
@@ -317,11 +317,11 @@ void Execution::before_compute(const Step& step) {
   Streams& streams = executor_.streams();
   streams.select_compute_stream(step.lane);
   if (step.lane > 0) streams.order_compute_after(start_);
-  Trace& trace = executor_.trace_;
+  Sink& sink = executor_.sink_;
   const Lane lane = step.lane > 0 ? Lane::side : Lane::compute;
   EventHandle waiting;
   const auto after_hop = [&](const auto& transfer, End end) {
-    if (traced_ && !waiting) waiting = trace.begin(traced_, TraceKind::wait, position(), lane, "wait: " + label(step));
+    if (begun_ && !waiting) waiting = sink.begin(begun_, TraceKind::wait, position(), lane, "wait: " + label(step));
     const Range range([&] { return concat(operation_, ": wait: ", label(step)); });
     wait(*transfer, end);
   };
@@ -330,20 +330,20 @@ void Execution::before_compute(const Step& step) {
   };
   for (const Access& access : accesses().reads) usage(access).before_read(after_hop, after_compute);
   for (const Access& access : accesses().writes) usage(access).before_write(after_hop, after_compute);
-  trace.end(waiting);
-  computing_ = trace.begin_compute(traced_, position(), step, recorded_);
+  sink.end(waiting);
+  computing_ = sink.begin_compute(begun_, position(), step);
   compute_range_.begin([&] { return concat(operation_, ": ", label(step)); });
 }
 
 void Execution::after_compute(const Step& step) {
   const bool leaves = step.action == Action::compute && step.compute == Compute::wgrad && !step.gradient_out.is_home();
-  Trace& trace = executor_.trace_;
+  Sink& sink = executor_.sink_;
   const Lane lane = computing_ ? computing_->lane : Lane::compute;
-  trace.end_compute(std::exchange(computing_, nullptr), recorded_);
+  sink.end(std::exchange(computing_, {}));
   if (quantizer_ && leaves) {
-    const EventHandle rounding = trace.begin(traced_, TraceKind::stage, position(), lane, "round");
+    const EventHandle rounding = sink.begin(begun_, TraceKind::stage, position(), lane, "round");
     quantizer_->round(views(step.gradient_out, step.owner), step.owner);
-    trace.end(rounding);
+    sink.end(rounding);
   }
   compute_range_.end();
   Streams& streams = executor_.streams();
@@ -368,7 +368,7 @@ void Execution::hop(const Step& step) {
   }
   const Range range([&] { return concat(operation_, ": ", label(step)); });
   executor_.hops().post(hop, usage(accesses().reads.front()), usage(accesses().writes.front()),
-                        executor_.trace_.begin(traced_, position(), step), traced_, position());
+                        executor_.sink_.begin(begun_, position(), step), begun_, position());
 }
 
 void Execution::copy_or_add(const Step& step) {
@@ -383,7 +383,7 @@ void Execution::copy_or_add(const Step& step) {
 void Execution::defer_reduction(const Step& step) {
   auto arriving = views(step.send, step.send_owner), local = views(step.receive, step.receive_owner);
   auto& slots = slots_[static_cast<size_t>(Channel::gradient)];
-  executor_.deferred_.add({std::exchange(slots, {}), std::move(arriving), std::move(local), traced_, position(), step});
+  executor_.deferred_.add({std::exchange(slots, {}), std::move(arriving), std::move(local), begun_, position(), step});
 }
 
 // Orders the compute stream after every hop except deferred ones, so that later work on it can use the local tensors,
@@ -391,8 +391,8 @@ void Execution::defer_reduction(const Step& step) {
 void Execution::end() {
   ended_ = true;
   Streams& streams = executor_.streams();
-  Trace& trace = executor_.trace_;
-  const EventHandle waiting = trace.begin(traced_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "end");
+  Sink& sink = executor_.sink_;
+  const EventHandle waiting = sink.begin(begun_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "end");
   Range range([&] { return concat(operation_, ": wait: end"); });
   for (auto& [key, usage] : usage_) usage.wait_for_all(streams);
   for (const auto& slots : slots_) {
@@ -401,9 +401,9 @@ void Execution::end() {
     }
   }
   range.end();
-  trace.end(waiting);
+  sink.end(waiting);
   streams.order_compute_after(side_);
-  trace.end_pass(traced_, recorded_);
+  sink.end(begun_);
   executor_.last_ = streams.record_compute();
   return_slots();
   executor_.deferred_.end_pass();

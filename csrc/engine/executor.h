@@ -22,7 +22,6 @@
 #include "engine/hops/dequantized_weights.h"
 #include "engine/hops/gradient_quantizer.h"
 #include "engine/hops/slots.h"
-#include "engine/hops/trace.h"
 #include "engine/pass_graph.h"
 #include "engine/prefetch.h"
 #include "engine/results.h"
@@ -30,8 +29,8 @@
 
 namespace rtp {
 
-// Runs the schedules of one ring: owns the slots and the trace, uses the transport, and records whether the ring has
-// failed.
+// Runs the schedules of one ring: owns the slots and the sink of events, uses the transport, and records whether the
+// ring has failed.
 class Executor {
  public:
   // `hosts`: number of hosts of the ring, for route two_level.
@@ -49,7 +48,7 @@ class Executor {
   Hops& hops() { return hops_; }
   Prefetcher& prefetcher() { return prefetcher_; }
   DeferredReductions& deferred_reductions() { return deferred_; }
-  Trace& trace() { return trace_; }
+  Sink& sink() { return sink_; }
   // Orders the compute stream after the last pass, which may have run on another one, and after hops in flight between
   // two passes: prefetched hops and deferred gradient reductions.
   void drain() {
@@ -143,7 +142,7 @@ class Executor {
   at::Device device_;
   int hosts_;
   SlotPool pool_;
-  Trace trace_;
+  Sink sink_;
   Hops hops_;
   Prefetcher prefetcher_;
   DeferredReductions deferred_;
@@ -236,8 +235,7 @@ class Execution {
   const Step* current_ = nullptr;  // the current compute
   bool ended_ = false;
   std::array<int, 2> hop_index_{};
-  PassHandle traced_;  // null: the pass is not traced
-  Trace::Recorded recorded_;
+  PassHandle begun_;
   EventHandle computing_;
   Range range_, compute_range_;  // for profilers
 };

@@ -40,10 +40,10 @@ void Executor::replay(const PassGraph& pass) {
   or_fail([&] {
     const StreamsScope scope(streams());
     transport_->before_graph();
-    const uint64_t recorded = trace_.recorder().begin_pass(pass.operation + ", as a graph");
+    const PassHandle begun = sink_.begin_graph(pass.operation + ", as a graph");
     streams().launch(*pass.graph);
     transport_->after_graph(pass.operation, streams().record_compute());
-    trace_.recorder().end(recorded);
+    sink_.end(begun);
     hops_.add(pass.hops, 1);
   });
 }

@@ -9,8 +9,8 @@ bool Prefetcher::Record::same(const Record& other) const {
          options.same_hops(other.options);
 }
 
-Prefetcher::Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Trace& trace, int rank)
-    : transport_(std::move(transport)), pool_(pool), hops_(hops), trace_(trace), rank_(rank) {}
+Prefetcher::Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Sink& sink, int rank)
+    : transport_(std::move(transport)), pool_(pool), hops_(hops), sink_(sink), rank_(rank) {}
 
 void Prefetcher::enter(Context context) {
   context_ = std::move(context);
@@ -89,12 +89,12 @@ void Prefetcher::prefetch(const PassHandle& pass, int position) {
   prefetched.landing = pool_.lease(Channel::weight, bundle.slot_bytes());
   if (stage) {
     prefetched.staged = pool_.lease(Channel::weight, bundle.slot_bytes());
-    const EventHandle waiting = trace_.begin_slot(pass, position, label(record.first_hop));
+    const EventHandle waiting = sink_.begin_slot(pass, position, label(record.first_hop));
     prefetched.staged->usage.wait_for_all(transport.streams());
-    trace_.end(waiting);
-    prefetched.traced.push_back(trace_.announce(record.name, TraceKind::stage, TraceEvent::kNoStep, record.first_hop));
+    sink_.end(waiting);
+    prefetched.traced.push_back(sink_.announce(record.name, TraceKind::stage, TraceEvent::kNoStep, record.first_hop));
     bundle.stage(transport.streams(), prefetched.staged->memory, rank_);
-    trace_.end(prefetched.traced.back());
+    sink_.end(prefetched.traced.back());
   }
   prefetched.local = bundle.local;
   transport.order_hops_after(Channel::weight, transport.streams().record_compute());
@@ -110,7 +110,7 @@ void Prefetcher::prefetch(const PassHandle& pass, int position) {
   hop.receive = spans_of(landing);
   hop.send_slot = prefetched.staged ? prefetched.staged->data() : nullptr;
   hop.receive_slot = prefetched.landing->data();
-  prefetched.traced.push_back(trace_.announce(record.name, TraceKind::step, record.position, step));
+  prefetched.traced.push_back(sink_.announce(record.name, TraceKind::step, record.position, step));
   hops_.post(hop, prefetched.local_usage, prefetched.landing->usage, prefetched.traced.back(), pass, position);
   pending_.push_back(std::move(pending));
   ++sent_;
@@ -140,14 +140,14 @@ void Prefetcher::drain() {
 void Prefetcher::finish_front() {
   PrefetchedHop& prefetched = pending_.front().prefetched;
   const Record& record = pending_.front().record;
-  const EventHandle waiting = trace_.begin_outside(record.name, concat("unused: ", label(record.first_hop)));
+  const EventHandle waiting = sink_.begin_outside(record.name, concat("unused: ", label(record.first_hop)));
   prefetched.local_usage.wait_for_all(transport_->streams());
   for (const auto& slot : {prefetched.landing, prefetched.staged}) {
     if (!slot) continue;
     slot->usage.wait_for_all(transport_->streams());
     pool_.give_back(Channel::weight, slot);
   }
-  trace_.end(waiting);
+  sink_.end(waiting);
   pending_.pop_front();
 }
 

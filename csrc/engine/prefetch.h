@@ -42,7 +42,7 @@ struct PrefetchedHop {
 
 class Prefetcher {
  public:
-  Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Trace& trace, int rank);
+  Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Sink& sink, int rank);
 
   // Sets the number of passes whose first hop may be in flight before they begin. 0: none are prefetched.
   void allow(size_t passes) { allowed_ = passes; }
@@ -105,7 +105,7 @@ class Prefetcher {
   std::shared_ptr<Transport> transport_;
   SlotPool& pool_;
   Hops& hops_;
-  Trace& trace_;
+  Sink& sink_;
   int rank_;
   size_t allowed_ = 0;
   // the user captures graphs: one may run between two passes and use the slots of a pending hop

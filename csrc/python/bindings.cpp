@@ -217,7 +217,7 @@ void bind_executor(py::module_& m) {
       .def("clear_slots", &Executor::clear_slots, py::call_guard<NoGil>())
       .def("hops", [](Executor& e, Channel channel) { return e.hops().count(channel); })
       .def("bytes_sent", [](Executor& e, Channel channel) { return e.hops().bytes_sent(channel); });
-  bind_trace(executor), bind_recorder(m, executor), bind_graphs(m, executor);
+  bind_sink(m, executor), bind_graphs(m, executor);
   py::class_<Execution>(m, "Execution", "One pass driven from Python: rotate and collect.")
       .def_static(
           "rotate",

@@ -1,7 +1,6 @@
 #include "schedule/footprint.h"
 
 #include <iterator>
-#include <map>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -28,28 +27,44 @@ void bind_footprint(py::module_& m) {
       .def_readonly("free_weight", &Footprint::free_weight)
       .def_readonly("free_gradient", &Footprint::free_gradient)
       .def_readonly("mailboxes", &Footprint::mailboxes);
-  py::class_<OperationSize>(m, "OperationSize", "One rotated operation in numbers: its largest shard.")
-      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool>>& tensors, bool bundle, bool in_chunks,
-                       const std::vector<size_t>& biases, bool deferred, const std::map<size_t, BlockFormat>& frozen) {
-             OperationSize operation{{}, bundle, in_chunks, biases, deferred};
-             for (const auto& [rows, elements, backward] : tensors)
-               operation.tensors.push_back({rows, elements, backward});
-             for (const auto& [place, format] : frozen) operation.tensors.at(place).frozen = format;
-             return operation;
+  py::class_<OperationKind>(m, "OperationKind", "A row of the table of operations.")
+      .def_readonly("bundle", &OperationKind::bundle)
+      .def_readonly("late", &OperationKind::late)
+      .def_readonly("dgrad", &OperationKind::dgrad)
+      .def_readonly("dims", &OperationKind::dims);
+  m.def(
+      "operation_kind", [](const std::string& key) { return operation_kind(key); }, py::arg("key"),
+      "The row of an operation; the usual facts for one without a row.");
+  py::class_<ParameterFacts>(m, "ParameterFacts", "A parameter of a whole shape that a ring cuts.")
+      .def(py::init<std::vector<int64_t>, size_t, std::optional<BlockFormat>, int64_t, bool>(), py::arg("shape"),
+           py::arg("dim") = 0, py::arg("frozen") = std::nullopt, py::arg("group") = 0, py::arg("trained") = true)
+      .def_property_readonly("rows_of_group", &ParameterFacts::rows_of_group)
+      .def("sizes", &ParameterFacts::sizes, py::arg("ranks"))
+      .def("shard", &ParameterFacts::shard, py::arg("ranks"), py::arg("owner"))
+      .def(
+          "travelling_bytes",
+          [](const ParameterFacts& parameter, int ranks, int owner, int64_t element_bytes) {
+            return travelling_bytes(product(parameter.shard(ranks, owner)), parameter.frozen, Wire::plain,
+                                    element_bytes);
+          },
+          py::arg("ranks"), py::arg("owner"), py::arg("element_bytes"))
+      .def("held_bytes", &ParameterFacts::held_bytes, py::arg("ranks"), py::arg("owner"), py::arg("element_bytes"));
+  py::class_<OperationFacts>(m, "OperationFacts", "One use of an operation: its parameters in the order of the engine.")
+      .def(py::init([](const std::string& key, std::vector<ParameterFacts> parameters, bool input_gradient) {
+             return OperationFacts{operation_kind(key), std::move(parameters), input_gradient};
            }),
-           py::arg("tensors"), py::arg("bundle"), py::arg("in_chunks"), py::arg("biases") = std::vector<size_t>{},
-           py::arg("late") = true, py::arg("frozen") = std::map<size_t, BlockFormat>{},
-           "parts: rows, numbers in each, and whether it travels in backward too. biases: the places of those that "
-           "never travel in fewer bits. late: whether its gradients may land after its pass. frozen: the formats of "
-           "those that are stored in blocks, by "
-           "place.")
+           py::arg("key"), py::arg("parameters"), py::arg("input_gradient") = true)
+      .def_readonly("kind", &OperationFacts::kind)
+      .def_property_readonly("late", &OperationFacts::late)
+      .def("is_bias", &OperationFacts::is_bias, py::arg("parameter"))
+      .def("travels", &OperationFacts::travels, py::arg("parameter"), py::arg("pass_"))
       .def(
           "chunks",
-          [](const OperationSize& operation, int64_t element_bytes, int64_t cap) {
-            const Chunks chunks = operation.chunks(element_bytes, cap);
+          [](const OperationFacts& operation, int ranks, int64_t element_bytes, int64_t cap) {
+            const Chunks chunks = operation.chunks(ranks, element_bytes, cap);
             return std::pair(chunks.count, chunks.rows);
           },
-          py::arg("element_bytes"), py::arg("cap"), "How many, and the rows of the largest.");
+          py::arg("ranks"), py::arg("element_bytes"), py::arg("cap"), "How many, and the rows of the largest.");
   Fields<StepSize> step("footprint");
   step.required("ranks", &StepSize::ranks)
       .required("in_place", &StepSize::in_place)
@@ -66,13 +81,25 @@ void bind_footprint(py::module_& m) {
       .optional("gradient_route", &StepSize::gradient_route)
       .optional("sum_bytes", &StepSize::sum_bytes)
       .optional("gradients_quantized", &StepSize::gradients_quantized)
-      .optional("travel", &StepSize::wire);
+      .optional("travel", &StepSize::wire)
+      .optional("halves", &StepSize::halves);
   m.def(
       "footprint",
-      [step](const std::vector<OperationSize>& operations, const py::kwargs& size) {
+      [step](const std::vector<OperationFacts>& operations, const py::kwargs& size) {
         return footprint(operations, step.make(size));
       },
       py::arg("operations"));
+  m.def(
+      "traffic",
+      [step](const OperationFacts& operation, int rank, const py::kwargs& size) {
+        std::vector<std::tuple<int64_t, int64_t, int64_t>> found;
+        for (const Sent& sent : traffic(operation, step.make(size), rank)) {
+          found.emplace_back(sent.forward, sent.backward, sent.gradient);
+        }
+        return found;
+      },
+      py::arg("operation"), py::arg("rank"),
+      "Bytes of each parameter that a rank sends in a step: weights forward, weights backward, gradients.");
   m.def("aligned", &aligned, py::arg("bytes"), "The bytes that a tensor of so many takes in a slot.");
   m.def("wire_bytes", &wire_bytes, py::arg("numbers"), py::arg("travel"), py::arg("compute_bytes"));
   m.def(

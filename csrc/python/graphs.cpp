@@ -15,7 +15,7 @@ void bind_graphs(py::module_& m, ExecutorClass& executor) {
           "generation", [](Executor& e) { return e.pool().generation(); }, "Generation of the slots that graphs use.")
       .def(
           "captured", [](Executor& e) { return e.streams().capture() != 0; }, "Whether the caller captures a graph.")
-      .def("traced", [](Executor& e) { return e.trace().on(); })
+      .def("traced", [](Executor& e) { return e.sink().tracing(); })
       .def(
           "note_results", [](Executor& e) { e.results().note(); },
           "Records the tensors that the next pass returns: results().")

@@ -34,11 +34,8 @@ void bind_delivered(py::module_& m);
 // Passes as CUDA graphs.
 void bind_graphs(py::module_& m, ExecutorClass& executor);
 
-// The record of a ring's most recent events, and checksums of its hops.
-void bind_recorder(py::module_& m, ExecutorClass& executor);
-
-// The trace of an executor's streams.
-void bind_trace(ExecutorClass& executor);
+// The record and the trace of a ring's events, and checksums of its hops.
+void bind_sink(py::module_& m, ExecutorClass& executor);
 
 void parse(const std::string& text, Activation& parsed);
 

@@ -5,9 +5,6 @@
 #include <deque>
 #include <map>
 
-#include "base/checks.h"
-#include "base/quantized.h"
-
 namespace rtp {
 namespace {
 
@@ -17,6 +14,50 @@ constexpr int64_t kMailboxHeaders = 3;  // pages of a mailbox beside its entries
 constexpr int kMostSteps = 16;          // steps until the slots are stable, at most
 
 bool weight_hop(const Step& step) { return step.action == Action::hop && step.channel == Channel::weight; }
+
+// Returns the numbers of a shard, of a chunk of its rows, or of a half of these.
+int64_t numbers_of(std::vector<int64_t> shard, const Chunks& chunks, int64_t chunk, Half half = Half::whole) {
+  if (shard.empty()) return 1;
+  if (chunks.count > 1) shard[0] = chunks.of(chunk, shard[0]).count;
+  shard[0] = half_rows(half, shard[0]).count;
+  return product(shard);
+}
+
+// How the shards of a pass travel. Frozen blocks travel as they are stored.
+Travel travel_of(const OperationFacts& operation, const StepSize& step, Pass pass) {
+  Travel travel = step.travel;
+  travel.cast = false;
+  for (size_t place = 0; place < operation.parameters.size(); ++place) {
+    if (!operation.travels(place, pass) || operation.parameters[place].frozen) continue;
+    travel.cast = travel.cast || step.travel.cast || step.quantizes_weight(operation, place);
+  }
+  return travel;
+}
+
+// The options of a pass, as csrc/ops makes them.
+ScheduleOptions pass_options(const OperationFacts& operation, const StepSize& step, const Chunks& chunks, Pass pass) {
+  const bool forward = pass == Pass::forward, alone = chunks.count == 1;
+  bool weights = false, gradients = false;
+  for (size_t place = 0; place < operation.parameters.size(); ++place) {
+    weights = weights || operation.travels(place, pass);
+    gradients = gradients || operation.has_gradient(place);
+  }
+  ScheduleOptions options;
+  options.pass = pass;
+  options.route = !alone && step.route == Route::gather ? Route::direct : step.route;
+  options.hosts = step.hosts;
+  options.in_place = step.in_place && alone && weights && step.route != Route::gather;
+  options.in_place = options.in_place && travel_of(operation, step, pass).in_place();
+  options.dgrad = weights;
+  options.wgrad = forward || gradients;
+  options.bundle = operation.kind.bundle && !forward;
+  options.halves = step.halves && !step.direct_gradients() && !forward;
+  options.receive_in_slots = !forward && !step.travel.receives_anywhere;
+  options.deferred = step.deferred > 0 && operation.late() && !forward && alone;
+  options.gradient_route = step.gradient_route;
+  options.rounded = step.rounded();
+  return options;
+}
 
 // Represents slots by their sizes.
 struct Sizes {
@@ -42,9 +83,9 @@ struct PassSize {
 // Runs the passes of a step on pools of sizes, like Execution and Prefetcher.
 class Walk {
  public:
-  Walk(const std::vector<OperationSize>& operations, const StepSize& step) : step_(step) {
-    for (const OperationSize& operation : operations) {
-      const Chunks chunks = operation.chunks(step.widest(), step.slot_cap);
+  Walk(const std::vector<OperationFacts>& operations, const StepSize& step) : step_(step) {
+    for (const OperationFacts& operation : operations) {
+      const Chunks chunks = operation.chunks(step.ranks, step.widest(), step.slot_cap);
       std::vector<PassSize> forward, backward;
       for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
         forward.push_back(pass(operation, chunks, chunk, Pass::forward));
@@ -84,64 +125,40 @@ class Walk {
     return sizes;
   }
 
-  // Returns the slot bytes of the tensors that travel, those with takes(tensor), where bytes_of(place, numbers) is the
-  // size of one; none if no tensor travels.
+  // Returns the slot bytes of the parameters that travel, those with takes(place), where bytes_of(place, numbers) is
+  // the size of one; none if none travels.
   template <typename Takes, typename Bytes>
-  static std::optional<int64_t> slot_bytes(const OperationSize& operation, const Chunks& chunks, int64_t chunk,
-                                           Takes&& takes, Bytes&& bytes_of) {
+  std::optional<int64_t> slot_bytes(const OperationFacts& operation, const Chunks& chunks, int64_t chunk, Takes&& takes,
+                                    Bytes&& bytes_of) const {
     std::vector<int64_t> sizes;
-    for (size_t place = 0; place < operation.tensors.size(); ++place) {
-      const OperationSize::TensorSize& tensor = operation.tensors[place];
-      if (!takes(tensor)) continue;
-      const int64_t rows = chunks.count == 1 ? tensor.rows : chunks.of(chunk, tensor.rows).count;
-      sizes.push_back(bytes_of(place, rows * tensor.row_elements));
+    for (size_t place = 0; place < operation.parameters.size(); ++place) {
+      if (!takes(place)) continue;
+      const int64_t numbers = numbers_of(operation.parameters[place].shard(step_.ranks, 0), chunks, chunk);
+      sizes.push_back(bytes_of(place, numbers));
     }
     if (sizes.empty()) return std::nullopt;
     return packed_bytes(sizes.size(), [&](size_t tensor) { return sizes[tensor]; });
   }
 
-  PassSize pass(const OperationSize& operation, const Chunks& chunks, int64_t chunk, Pass kind) {
-    const bool forward = kind == Pass::forward;
+  PassSize pass(const OperationFacts& operation, const Chunks& chunks, int64_t chunk, Pass kind) {
     PassSize pass{};
-    const auto quantized = [&](size_t tensor) {
-      if (operation.tensors[tensor].frozen) return true;
-      return step_.ranks > 1 && !operation.is_bias(tensor) && quantizes(step_.wire, step_.compute_bytes);
-    };
-    const auto travels = [&](const OperationSize::TensorSize& tensor) {
-      return forward || operation.bundle || tensor.in_backward;
-    };
-    const auto trained = [](const OperationSize::TensorSize& tensor) { return !tensor.frozen; };
-    pass.weight = slot_bytes(operation, chunks, chunk, travels, [&](size_t tensor, int64_t numbers) {
-      if (operation.tensors[tensor].frozen) return block_bytes(*operation.tensors[tensor].frozen, numbers);
-      return wire_bytes(numbers, quantized(tensor) ? step_.wire : Wire::plain, step_.compute_bytes);
+    const auto travels = [&](size_t place) { return operation.travels(place, kind); };
+    const auto trained = [&](size_t place) { return operation.has_gradient(place); };
+    const auto quantized = [&](size_t place) { return step_.quantizes_weight(operation, place); };
+    pass.weight = slot_bytes(operation, chunks, chunk, travels, [&](size_t place, int64_t numbers) {
+      const Wire wire = quantized(place) ? step_.wire : Wire::plain;
+      return travelling_bytes(numbers, operation.parameters[place].frozen, wire, step_.compute_bytes);
     });
-    pass.scratch = slot_bytes(operation, chunks, chunk, travels, [&](size_t tensor, int64_t numbers) {
-                     return quantized(tensor) ? numbers * step_.compute_bytes : 0;
+    pass.scratch = slot_bytes(operation, chunks, chunk, travels, [&](size_t place, int64_t numbers) {
+                     const bool made = operation.parameters[place].frozen || quantized(place);
+                     return made ? numbers * step_.compute_bytes : 0;
                    }).value_or(0);
-    const Wire gradient = step_.direct_gradients() && step_.gradients_quantized ? Wire::int8 : Wire::plain;
-    if (!forward) {
+    if (kind == Pass::backward) {
       pass.gradient = slot_bytes(operation, chunks, chunk, trained, [&](size_t, int64_t numbers) {
-        return wire_bytes(numbers, gradient, step_.reduce_bytes);
+        return wire_bytes(numbers, step_.gradient_wire(), step_.reduce_bytes);
       });
     }
-    Travel travel = step_.travel;
-    travel.cast = false;  // frozen blocks travel as they are stored
-    for (size_t tensor = 0; tensor < operation.tensors.size(); ++tensor) {
-      const OperationSize::TensorSize& each = operation.tensors[tensor];
-      if (travels(each) && !each.frozen && (step_.travel.cast || quantized(tensor))) travel.cast = true;
-    }
-    ScheduleOptions options;
-    options.pass = kind;
-    options.route = step_.route;
-    options.hosts = step_.hosts;
-    options.in_place = step_.in_place && chunks.count == 1 && pass.weight && travel.in_place();
-    options.dgrad = pass.weight.has_value();
-    options.wgrad = forward || pass.gradient.has_value();
-    options.bundle = operation.bundle && !forward;
-    options.receive_in_slots = !forward && !step_.travel.receives_anywhere;
-    options.deferred = step_.deferred > 0 && operation.deferred && !forward && chunks.count == 1;
-    options.gradient_route = step_.gradient_route;
-    options.rounded = step_.rounded();
+    const ScheduleOptions options = pass_options(operation, step_, chunks, kind);
     auto& known = schedules_[options];
     if (known.steps.empty()) known = make_schedule(step_.ranks, 0, options);
     pass.schedule = &known;
@@ -155,7 +172,7 @@ class Walk {
       int64_t& most = small_[{hop.channel, hop.from}];
       most = std::max(most, std::min(bytes, kMostSmall));  // the last shard or half a gradient may be small
     }
-    pass.staged = pass.weight && travel.staged(known.hops(Channel::weight) > 0);
+    pass.staged = pass.weight && travel_of(operation, step_, kind).staged(known.hops(Channel::weight) > 0);
     for (size_t position = 0; position < known.steps.size() && !pass.freed; ++position) {
       if (known.steps[position].action == Action::compute) pass.freed = freed_before(known, position, pass.staged);
     }
@@ -246,45 +263,6 @@ class Walk {
 
 }  // namespace
 
-int64_t shard_size(int64_t extent, int ranks, int owner) {
-  RTP_CHECK_VALUE(extent >= 0 && ranks >= 1, "shard_sizes: expected extent >= 0 and ranks >= 1, got ", extent, " and ",
-                  ranks);
-  const int64_t chunk = (extent + ranks - 1) / ranks;
-  return std::clamp<int64_t>(extent - owner * chunk, 0, chunk);
-}
-
-std::vector<int64_t> shard_sizes(int64_t extent, int ranks) {
-  std::vector<int64_t> sizes{shard_size(extent, ranks, 0)};
-  for (int owner = 1; owner < ranks; ++owner) sizes.push_back(shard_size(extent, ranks, owner));
-  return sizes;
-}
-
-Rows half_rows(Half half, int64_t rows) {
-  const int64_t first = (rows + 1) / 2;
-  if (half == Half::whole) return {0, rows};
-  return half == Half::first ? Rows{0, first} : Rows{first, rows - first};
-}
-
-Rows Chunks::of(int64_t chunk, int64_t shard_rows) const {
-  const int64_t first = std::min(chunk * rows, shard_rows);
-  return {first, std::min(shard_rows - first, rows)};
-}
-
-Chunks cut_in_chunks(int64_t most, int64_t row_bytes, int64_t cap) {
-  int64_t rows = std::max<int64_t>(most, 1);
-  if (cap > 0) rows = std::clamp<int64_t>(cap / std::max<int64_t>(row_bytes, 1), 1, rows);
-  return {rows, std::max<int64_t>((most + rows - 1) / rows, 1)};
-}
-
-bool quantizes(Wire wire, int64_t compute_bytes) {
-  return wire == Wire::int8 || (wire == Wire::bfloat16 && compute_bytes > 2);
-}
-
-int64_t wire_bytes(int64_t numbers, Wire wire, int64_t compute_bytes) {
-  if (!quantizes(wire, compute_bytes)) return numbers * compute_bytes;
-  return wire == Wire::int8 ? quantized_bytes(numbers) : numbers * 2;
-}
-
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 std::optional<FreedSlots> freed_before(const Schedule& schedule, size_t position, bool staged) {
@@ -311,15 +289,37 @@ std::optional<FreedSlots> freed_before(const Schedule& schedule, size_t position
   return freed;
 }
 
-Chunks OperationSize::chunks(int64_t element_bytes, int64_t cap) const {
-  RTP_CHECK_VALUE(!tensors.empty(), "footprint: expected at least one tensor in every operation, got none");
-  int64_t row_bytes = 0;
-  for (const TensorSize& tensor : tensors) row_bytes += tensor.row_elements * element_bytes;
-  return cut_in_chunks(tensors[0].rows, row_bytes, in_chunks ? cap : 0);
+Footprint footprint(const std::vector<OperationFacts>& operations, const StepSize& step) {
+  return Walk(operations, step).run();
 }
 
-Footprint footprint(const std::vector<OperationSize>& operations, const StepSize& step) {
-  return Walk(operations, step).run();
+std::vector<Sent> traffic(const OperationFacts& operation, const StepSize& step, int rank) {
+  const Chunks chunks = operation.chunks(step.ranks, step.widest(), step.slot_cap);
+  std::vector<Sent> sent(operation.parameters.size());
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    const Schedule schedule = make_schedule(step.ranks, rank, pass_options(operation, step, chunks, pass));
+    for (size_t place = 0; place < sent.size(); ++place) {
+      const ParameterFacts& parameter = operation.parameters[place];
+      const Wire wire = step.quantizes_weight(operation, place) ? step.wire : Wire::plain;
+      std::vector<int64_t> shard = parameter.shape;
+      const std::vector<int64_t> sizes = parameter.sizes(step.ranks);
+      for (const Step& hop : schedule.steps) {
+        const bool gradient = hop.channel == Channel::gradient;
+        if (hop.action != Action::hop) continue;
+        if (!(gradient ? operation.has_gradient(place) : operation.travels(place, pass))) continue;
+        shard[parameter.dim] = sizes[static_cast<size_t>(hop.send_owner)];
+        int64_t& total = gradient                ? sent[place].gradient
+                         : pass == Pass::forward ? sent[place].forward
+                                                 : sent[place].backward;
+        for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
+          const int64_t numbers = numbers_of(shard, chunks, chunk, hop.half);
+          total += gradient ? wire_bytes(numbers, step.gradient_wire(), step.reduce_bytes)
+                            : travelling_bytes(numbers, parameter.frozen, wire, step.compute_bytes);
+        }
+      }
+    }
+  }
+  return sent;
 }
 
 }  // namespace rtp

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/blocks.h"
+#include "schedule/operations.h"
 #include "schedule/schedule.h"
 
 namespace rtp {
@@ -19,27 +19,6 @@ inline constexpr int64_t kSlotCap = int64_t{64} << 20;  // bytes; default of a r
 // sender and channel. An entry keeps the memory that a message has used.
 inline constexpr int64_t kMostSmall = int64_t{64} << 10;
 inline constexpr uint32_t kMailboxDepth = 8;
-
-// Return the rows of one owner's shard, and of all owners' shards, when `extent` rows are cut for `ranks` ranks. Same
-// rule as DTensor's Shard: ceil(extent / ranks) rows each, the last shards smaller or empty.
-int64_t shard_size(int64_t extent, int ranks, int owner);
-std::vector<int64_t> shard_sizes(int64_t extent, int ranks);
-
-// A range of rows: the first row and the number of rows.
-struct Rows {
-  int64_t first, count;
-};
-Rows half_rows(Half half, int64_t rows);
-
-// The cut of an operation's shards if the largest exceeds the slot cap: `rows` rows per chunk, fewer in the last. There
-// is at least one chunk.
-struct Chunks {
-  int64_t rows, count;
-
-  Rows of(int64_t chunk, int64_t shard_rows) const;
-};
-// `most`: rows of the largest shard. `row_bytes`: bytes of a row in its travel format. `cap`: in bytes; 0: no limit.
-Chunks cut_in_chunks(int64_t most, int64_t row_bytes, int64_t cap);
 
 // Rounds up to a multiple of 64 bytes, where the tensors of a slot begin: a cache line, and enough for any vector load.
 int64_t aligned(int64_t bytes);
@@ -52,14 +31,6 @@ int64_t packed_bytes(size_t tensors, Bytes&& bytes_of) {
   for (size_t tensor = 0; tensor < tensors; ++tensor) total += aligned(bytes_of(tensor));
   return total;
 }
-
-// travel format of weights
-enum class Wire : uint8_t { plain, bfloat16, int8 };
-
-// Return whether a format has fewer bits than a number of `compute_bytes`, and the bytes of `numbers` numbers in it.
-// The 8-bit format includes scales: see base/quantized.h.
-bool quantizes(Wire wire, int64_t compute_bytes);
-int64_t wire_bytes(int64_t numbers, Wire wire, int64_t compute_bytes);
 
 // How local shards may be sent and received.
 struct Travel {
@@ -160,24 +131,6 @@ class SlotLedger {
   SlotCount count_;
 };
 
-// The sizes of one rotated operation: the largest shard of every tensor that travels.
-struct OperationSize {
-  struct TensorSize {
-    int64_t rows;
-    int64_t row_elements;
-    bool in_backward;                                  // it also travels in backward
-    std::optional<BlockFormat> frozen = std::nullopt;  // it is stored, and travels, in blocks
-  };
-  std::vector<TensorSize> tensors;
-  bool bundle = false;         // its weight gradients depend on its input gradients
-  bool in_chunks = false;      // it travels in chunks if it exceeds the slot cap
-  std::vector<size_t> biases;  // indices of tensors that always travel in the compute dtype
-  bool deferred = true;        // its gradient reductions may be deferred if the step allows it
-
-  bool is_bias(size_t tensor) const { return std::find(biases.begin(), biases.end(), tensor) != biases.end(); }
-  Chunks chunks(int64_t element_bytes, int64_t cap) const;
-};
-
 struct StepSize {
   int ranks = 1;
   Travel travel;
@@ -193,7 +146,12 @@ struct StepSize {
   int64_t sum_bytes = 4;  // gradient route direct only: bytes of an element of the owner's gradient
   bool gradients_quantized = false;
   Wire wire = Wire::plain;  // of weights
+  bool halves = false;      // gradients travel in two halves, unless they take the direct route
 
+  bool quantizes_weight(const OperationFacts& operation, size_t parameter) const {
+    return ranks > 1 && !operation.is_bias(parameter) && quantizes(wire, compute_bytes);
+  }
+  Wire gradient_wire() const { return direct_gradients() && gradients_quantized ? Wire::int8 : Wire::plain; }
   bool direct_gradients() const { return gradient_route == GradientRoute::direct; }
   bool rounded() const { return direct_gradients() && (gradients_quantized || reduce_bytes < sum_bytes); }
   int64_t widest() const { return std::max({compute_bytes, reduce_bytes, direct_gradients() ? sum_bytes : 0}); }
@@ -206,6 +164,12 @@ struct Footprint {
   int64_t mailboxes = 0;  // bytes that messages use in mailboxes, at most, as if one were small; over shm only
 };
 // `operations` are in forward order; backward runs them in reverse.
-Footprint footprint(const std::vector<OperationSize>& operations, const StepSize& step);
+Footprint footprint(const std::vector<OperationFacts>& operations, const StepSize& step);
+
+// Bytes of one parameter that rank `rank` sends in a step of one forward and one backward.
+struct Sent {
+  int64_t forward = 0, backward = 0, gradient = 0;
+};
+std::vector<Sent> traffic(const OperationFacts& operation, const StepSize& step, int rank);
 
 }  // namespace rtp

@@ -15,7 +15,7 @@
 
 #include "device/streams.h"
 #include "schedule/schedule.h"
-#include "transport/recorder.h"
+#include "transport/sink.h"
 
 namespace rtp {
 
@@ -97,16 +97,16 @@ class Transfer {
   // The event of one end, for which streams can wait. Null on the host.
   virtual StreamEvent event(End) const { return nullptr; }
 
-  // Records the waits for this hop in `recorder` under `number`.
-  void record(Recorder& recorder, uint64_t number) { recorder_ = &recorder, number_ = number; }
+  // Tells `sink` of the waits for this hop, of `event`.
+  void record(Sink& sink, EventHandle event) { sink_ = &sink, event_ = std::move(event); }
   void wait(End end) {
     const auto run = [&] { end == End::received ? wait_received() : wait_sent(); };
-    recorder_ != nullptr ? recorder_->waiting(number_, end, run) : run();
+    sink_ != nullptr ? sink_->waiting(event_, end, *this, run) : run();
   }
 
  private:
-  Recorder* recorder_ = nullptr;
-  uint64_t number_ = 0;
+  Sink* sink_ = nullptr;
+  EventHandle event_;
 };
 
 class Transport {

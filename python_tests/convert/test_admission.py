@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import LanguageModel, batch_loss, make_batch, make_model
 from reference import adamw, assert_same, random
 from torch import nn
@@ -31,8 +31,8 @@ def _records():
         logger.removeHandler(handler)
 
 
-def _foreign(rank, ranks):
-    cases = Cases()
+@on_ranks([3, 4])
+def test_parameters_of_others_are_refused(rank, ranks, cases):
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) if ranks == 4 else None
     flat = init_device_mesh("cpu", (ranks,), mesh_dim_names=("all",))
     ours = grid["dp"] if grid else flat
@@ -85,12 +85,6 @@ def _foreign(rank, ranks):
         rtp_ext.fully_rotate(model, mesh=flat, ignored_params=model.blocks[1].parameters())
         batch_loss(model, rank, 0).backward()
         assert all(isinstance(p, DTensor) for p in model.parameters())
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_parameters_of_others_are_refused(ranks):
-    run_ranks(_foreign, ranks)
 
 
 CPU = torch.device("cpu")
@@ -181,9 +175,8 @@ def _differing_buffer(odd, key="table", dtype=torch.float32):
 DIFFERENT["buffer"] = (_differing_buffer, r"buffer table of 1: expected \[3\] torch.float32 .* got \[4\]")
 
 
-def _compared(rank, ranks):
-    cases = Cases()
-    ring = rtp_ext.Ring(timeout=30.0)
+@on_ranks([2, 3])
+def test_ranks_compare_settings(rank, ranks, ring, cases):
     for name, (build, match) in DIFFERENT.items():
         with cases.case(name):
             model = rtp_ext.fully_rotate(nn.Sequential(nn.Identity(), build(rank == ranks - 1)), mesh=ring)
@@ -227,16 +220,10 @@ def _compared(rank, ranks):
             assert_same(model[0].adapter.grad, torch.full((3,), (ranks + 1) / 2), 0.0, f"averaged, swap={flag}")
         assert len(called) == 2, "hooks of others are called as well"
     assert ring.alive
-    cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_compare_settings(ranks):
-    run_ranks(_compared, ranks)
-
-
-def _messages(rank, ranks):
-    ring = rtp_ext.Ring(timeout=30.0)
+@on_ranks([2, 3])
+def test_messages(rank, ring):
     ids = make_batch(rank, 0)[0]
     for everywhere in (True, False):
         with torch.device("meta" if everywhere or rank == 1 else "cpu"):
@@ -284,8 +271,3 @@ def _messages(rank, ranks):
             model[0].bias.zero_()
         rtp_ext.fully_rotate(model, mesh=ring, ignored_params=[model[0].weight])
     assert not [text for level, text in records if level == "WARNING"], records
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_messages(ranks):
-    run_ranks(_messages, ranks)

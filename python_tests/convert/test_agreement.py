@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from models import batch_loss, make_batch, make_model, mean_loss
 from reference import assert_same, chunk, full, local, random
 from torch import nn
@@ -169,9 +169,10 @@ def _linears(*layers):
     return nn.Sequential(nn.Linear(4, 5), *layers, nn.Linear(5, 4)).double()
 
 
-def _differ(rank, ranks):
+@on_ranks([2, 3])
+def test_ranks_that_differ_are_told(rank, ranks, cases):
     """A difference on one rank is a ValueError on every rank, before any backward; then training continues."""
-    cases, odd = Cases(), rank == ranks - 1
+    odd = rank == ranks - 1
     with cases.case("gradients of inputs"):
         plain = _linears()
         model = rtp_ext.fully_rotate(copy.deepcopy(plain), bundle=False, timeout=30.0)
@@ -230,17 +231,11 @@ def _differ(rank, ranks):
         model(x)
         with torch.autocast("cpu", torch.bfloat16, enabled=odd), pytest.raises(rtp_ext.RotationError):
             model(x)
-    cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_differ_are_told(ranks):
-    run_ranks(_differ, ranks)
-
-
-def _functions(rank, ranks):
+@on_ranks([2, 3])
+def test_functions(rank, ranks, cases):
     """Functional forms: their exchanges without `prepared=`, and with it."""
-    cases = Cases()
     # the same shape on the first ranks, another one on the last
     rows = {"short": 7, "long": 8}
     wholes = {name: random(count, 4, dtype=DOUBLE, seed=count) for name, count in rows.items()}
@@ -303,12 +298,6 @@ def _functions(rank, ranks):
                         rotated_linear(x, sharded["long"], ring=ring, prepared=keep and keep[place])
                     ring.end_forward()
                 assert ring.prefetched()[1] - before == expected
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_functions(ranks):
-    run_ranks(_functions, ranks)
 
 
 LINK = Link(bytes_per_second=400e9, seconds_per_hop=6e-6, source="assumed")

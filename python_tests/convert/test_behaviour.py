@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from grids import few
-from harness import run_ranks
+from harness import on_ranks
 from models import VOCABULARY, batch_loss, make_batch, make_model, mean_loss, train
 from reference import adamw, assert_same, differs, double_copy, full, local, random
 from test_convert import assert_same_model
@@ -297,7 +297,10 @@ BEHAVIOURS = [
 ]
 
 
-def _run(rank, ranks, behaviours):
+@on_ranks(3, timeout=300.0)
+@pytest.mark.parametrize("half", [0, 1])
+def test_like_one_process(rank, ranks, half):
+    behaviours = BEHAVIOURS[half::2]
     # two variants of three for each; each variant meets two behaviours of three
     enough = [
         (behaviour, variant)
@@ -313,12 +316,11 @@ def _run(rank, ranks, behaviours):
             raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
 
 
-@pytest.mark.parametrize("half", [0, 1])  # many in one start: what DTensor finds out about shapes is kept in a process
-def test_like_one_process(half):
-    run_ranks(_run, 3, BEHAVIOURS[half::2], timeout=300.0)
-
-
-def _subgroups(rank, ranks, members):
+@on_ranks()
+@pytest.mark.parametrize(
+    ("ranks", "members"), [(4, [[0, 1], [2, 3]]), (4, [[0, 2], [1, 3]]), (3, [[0, 2]]), (3, [[1], [0, 2]])]
+)
+def test_rings_of_some_ranks(rank, ranks, members):
     """Every group of ranks trains its own model; ranks outside all groups do nothing. Then all ranks form a group."""
     groups = [dist.new_group(group) for group in members]
     _train_apart(rank, groups, members)
@@ -344,14 +346,8 @@ def _train_apart(rank, groups, members):
         ring.close()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "members"), [(4, [[0, 1], [2, 3]]), (4, [[0, 2], [1, 3]]), (3, [[0, 2]]), (3, [[1], [0, 2]])]
-)
-def test_rings_of_some_ranks(ranks, members):
-    run_ranks(_subgroups, ranks, members)
-
-
-def _mesh_dimension(rank, ranks):
+@on_ranks(4)
+def test_ring_along_a_mesh_dimension(rank):
     """A ring along one dimension of a larger mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "rtp"))
     plain = make_model()
@@ -360,11 +356,8 @@ def _mesh_dimension(rank, ranks):
     check_trained(model, plain, rank % 2, 2)
 
 
-def test_ring_along_a_mesh_dimension():
-    run_ranks(_mesh_dimension, 4)
-
-
-def _nothing_saved(rank, ranks):
+@on_ranks(3)
+def test_no_whole_weight_is_saved(rank):
     """Autograd keeps no received weight, cast or not: it saves inputs and local shards."""
     for autocast in (False, True):
         model = rotated(make_model(torch.float32), (False, "shm"))
@@ -387,7 +380,3 @@ def _nothing_saved(rank, ranks):
         assert (VOCABULARY, 10) in whole and not whole & set(shapes), f"whole weights were saved: {whole & set(shapes)}"
         shards = {tuple(local(p).shape) for p in model.parameters() if p.dim() == 2}
         assert not shards & set(shapes), f"shards were saved that are not at home: {shards & set(shapes)}"
-
-
-def test_no_whole_weight_is_saved():
-    run_ranks(_nothing_saved, 3)  # no shard has the shape of an activation

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks, run_ranks
 from models import LanguageModel, batch_loss, make_batch, make_model, mean_loss, train
 from reference import assert_same, chunk, differs, full, local, whole_parameters, wholes
 from torch import nn
@@ -31,8 +31,9 @@ def assert_same_model(model: nn.Module, expected: nn.Module, tolerance: float, g
         assert_same(value, reference.grad if gradients else reference, tolerance, name)
 
 
-def _trains(rank, ranks, transport):
-    cases = Cases()
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "shm"), (2, "c10d"), (3, "shm"), (4, "c10d")])
+def test_trains_like_the_plain_model(rank, ranks, cases, transport):
     for in_place, route, dtype in (
         *product((False, True), ("ring", "direct"), [torch.float64]),
         (False, "auto", torch.float32),
@@ -53,15 +54,10 @@ def _trains(rank, ranks, transport):
             for name, parameter in untrained.named_parameters():
                 assert differs(whole[name], parameter, tolerance), f"control: {name} did not move"
         rtp_ext.ring_of(model).close()
-    cases.finish()
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(1, "shm"), (2, "c10d"), (3, "shm"), (4, "c10d")])
-def test_trains_like_the_plain_model(ranks, transport):
-    run_ranks(_trains, ranks, transport)
-
-
-def _is_the_same_model(rank, ranks):
+@on_ranks(3)
+def test_names_types_and_ties_are_unchanged(rank, ranks):
     plain = make_model(tied=True)
     model = copy.deepcopy(plain)
     same = rtp_ext.fully_rotate(model, mesh=init_device_mesh("cpu", (ranks,), mesh_dim_names=("rtp",)))
@@ -90,11 +86,8 @@ def _is_the_same_model(rank, ranks):
     assert_same_model(model, twin, 0.0)
 
 
-def test_names_types_and_ties_are_unchanged():
-    run_ranks(_is_the_same_model, 3)
-
-
-def _persistent_bytes(rank, ranks):
+@on_ranks([2, 4])
+def test_persistent_bytes_are_divided_by_the_ranks(rank, ranks):
     """Parameters, gradients and optimizer state: total / R up to one row per parameter."""
     plain = make_model(torch.float32)
     model = rtp_ext.fully_rotate(copy.deepcopy(plain))
@@ -115,11 +108,6 @@ def _persistent_bytes(rank, ranks):
     dist.all_reduce(counts)
     total = sum(p.numel() for p in plain.parameters())
     assert total <= counts.item() <= total + ranks, "shards of all ranks are the model once; a scalar is on every rank"
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_persistent_bytes_are_divided_by_the_ranks(ranks):
-    run_ranks(_persistent_bytes, ranks)
 
 
 def _transient_slots(rank, ranks, transport, in_place):
@@ -175,7 +163,8 @@ def test_transient_slots_in_place(ranks):
         assert bytes_[0] <= largest_shard_bytes(ranks)
 
 
-def _options(rank, ranks):
+@on_ranks(2)
+def test_options(rank):
     # ignored_params stay plain, whole and unaveraged.
     model = make_model()
     ignored = {model.temperature, model.blocks[0].norm.weight}
@@ -197,16 +186,13 @@ def _options(rank, ranks):
         assert parameter.dtype == parameter.grad.dtype == torch.float32, name
 
 
-def test_options():
-    run_ranks(_options, 2)
-
-
 class _Custom(nn.Linear):
     def forward(self, x):
         return 2.0 * super().forward(x)
 
 
-def _left_alone(rank, ranks):
+@on_ranks(2)
+def test_what_is_not_supported_is_left_alone_and_named(rank, ranks):
     """Subclasses that compute in their own way and max_norm embeddings are not rotated, and named in the log.
 
     Rows stay below max_norm here: above it every rank renormalises the rows of its own ids, as the warning says."""
@@ -235,10 +221,6 @@ def _left_alone(rank, ranks):
     assert_same_model(model, plain, 1e-9)
 
 
-def test_what_is_not_supported_is_left_alone_and_named():
-    run_ranks(_left_alone, 2)
-
-
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.5)
@@ -253,7 +235,8 @@ def _initialise(module: nn.Module) -> None:
         nn.init.normal_(module.scale)
 
 
-def _meta(rank, ranks):
+@on_ranks(3)
+def test_meta_device_and_init_weights(rank):
     """A model made on the meta device, converted, given storage and initialised equals the plain one."""
     plain = LanguageModel(tied=True)
     torch.manual_seed(7)
@@ -275,11 +258,8 @@ def _meta(rank, ranks):
         assert_same(model(ids), plain(ids), 1e-5, "output")
 
 
-def test_meta_device_and_init_weights():
-    run_ranks(_meta, 3)
-
-
-def _twice(rank, ranks):
+@on_ranks(2)
+def test_wrong_calls_are_refused():
     model = rtp_ext.fully_rotate(make_model())
     with pytest.raises(ValueError, match=r"LanguageModel(.|\n)*(twice|already)"):
         rtp_ext.fully_rotate(model)
@@ -294,7 +274,3 @@ def _twice(rank, ranks):
         rtp_ext.fully_rotate(make_model(), rout="ring")
     with pytest.raises(ValueError, match=r"ring_of|rotate"):
         rtp_ext.ring_of(nn.Linear(2, 2))
-
-
-def test_wrong_calls_are_refused():
-    run_ranks(_twice, 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import LanguageModel, batch_loss, make_batch, make_model, mean_loss, train
 from reference import assert_same, differs, full, random, whole_parameters
 from torch import nn
@@ -42,8 +42,8 @@ def _convert(model: LanguageModel, order: str) -> None:
     rtp_ext.fully_rotate(model, mesh=ring)
 
 
-def _trains(rank, ranks):
-    cases = Cases()
+@on_ranks(few([3], [2, 3]), timeout=240.0)
+def test_parts_first(rank, ranks, cases):
     for order, checkpointed, inside in (
         ("first", None, True),
         ("each", None, True),
@@ -82,12 +82,6 @@ def _trains(rank, ranks):
             states = [m.__dict__["_rotation_state"] for m in twin.modules() if "_rotation_state" in m.__dict__]
             assert len({id(state) for state in states}) == len(states) > 1
             assert all(s.around[0]() in states for s in states if s.root() is not twin), "copies belong to the copy"
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", few([3], [2, 3]))
-def test_parts_first(ranks):
-    run_ranks(_trains, ranks, timeout=240.0)
 
 
 class _Adapted(nn.Module):
@@ -105,9 +99,9 @@ class _Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def _added(rank, ranks):
+@on_ranks(2)
+def test_layers_added_to_a_part(rank, ranks, cases):
     """Layers that a part gets after its own conversion are converted with the model around it."""
-    cases = Cases()
     for again in (True, False):
         with cases.case(f"the model around it is {'' if again else 'not '}converted"):
             plain, model = make_model(), make_model()
@@ -123,11 +117,6 @@ def _added(rank, ranks):
                 again,
             ]
             assert_trained(model, plain, rank, ranks, "model")
-    cases.finish()
-
-
-def test_layers_added_to_a_part():
-    run_ranks(_added, 2)
 
 
 class _Probe(nn.Module):
@@ -138,7 +127,8 @@ class _Probe(nn.Module):
         return x
 
 
-def _policies(rank, ranks):
+@on_ranks(2)
+def test_policies_of_parts(rank):
     """The policy of a part holds inside it and at its border."""
     build = lambda: nn.Sequential(  # noqa: E731
         nn.Linear(4, 6), nn.Sequential(_Probe(), nn.LayerNorm(6), nn.Linear(6, 6)), _Probe(), nn.Linear(6, 3)
@@ -171,11 +161,8 @@ def _policies(rank, ranks):
     assert_same(model[1][1].weight.grad, alone[1][1].weight.grad, 1e-5, "an ignored gradient is this rank's own")
 
 
-def test_policies_of_parts():
-    run_ranks(_policies, 2)
-
-
-def _refused(rank, ranks):
+@on_ranks(3)
+def test_what_does_not_fit_together_is_refused(rank, ranks):
     half = dist.new_group([0, 1])
     others = dist.new_group([2]) if ranks == 3 else None
     group = half if rank < 2 else others
@@ -219,10 +206,6 @@ def _refused(rank, ranks):
     assert rtp_ext.ring_of(model).size == (2 if rank < 2 else 1)
 
 
-def test_what_does_not_fit_together_is_refused():
-    run_ranks(_refused, 3)
-
-
 def _with_integers(odd: bool) -> LanguageModel:
     model = make_model()
     if odd:
@@ -230,9 +213,10 @@ def _with_integers(odd: bool) -> LanguageModel:
     return model
 
 
-def _refused_by_one(rank, ranks):
+@on_ranks(2, timeout=60.0)
+def test_a_refusal_of_one_rank_reaches_the_others(rank, ranks, cases):
     """The last rank refuses a call with an existing ring; every rank raises, and the ring stays alive."""
-    cases, odd = Cases(), rank == ranks - 1
+    odd = rank == ranks - 1
     ring = rtp_ext.Ring(timeout=20.0)
     part = make_model()
     rtp_ext.fully_rotate(part.blocks[0], mesh=ring)
@@ -252,11 +236,6 @@ def _refused_by_one(rank, ranks):
     with cases.case("afterwards"):
         batch_loss(rtp_ext.fully_rotate(make_model(), mesh=ring), rank, 0).backward()
     ring.close()
-    cases.finish()
-
-
-def test_a_refusal_of_one_rank_reaches_the_others():
-    run_ranks(_refused_by_one, 2, timeout=60.0)
 
 
 class _Encoder(LanguageModel):
@@ -274,7 +253,8 @@ class _Encoder(LanguageModel):
         yield self.encode(ids)
 
 
-def _methods(rank, ranks):
+@on_ranks(3)
+def test_forward_methods(rank, ranks):
     torch.manual_seed(0)
     plain = _Encoder().double()
     ids = make_batch(rank, 0)[0]
@@ -317,7 +297,3 @@ def _methods(rank, ranks):
     rtp_ext.fully_rotate(model, mp_policy=policy)
     rtp_ext.register_forward_method(model, "encode")
     assert model.encode(ids).dtype == torch.float64, "cast as the output of forward is"
-
-
-def test_forward_methods():
-    run_ranks(_methods, 3)

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import assert_same, full
 from torch import nn
 from torch.nn.utils import prune
@@ -25,7 +25,8 @@ from rtp_ext.parameters.sharding import take_shard
 TIMEOUT = 20.0
 
 
-def _fewer_columns_than_ranks(rank, ranks):
+@on_ranks([2, 3])
+def test_fewer_columns_than_ranks():
     """The weight part of a bundle is empty on some ranks, its bias part is not."""
     torch.manual_seed(0)
     plain = nn.Linear(1, 5).double()
@@ -43,11 +44,6 @@ def _fewer_columns_than_ranks(rank, ranks):
                 assert torch.allclose(rotated.weight.grad.full_tensor(), plain.weight.grad, atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_fewer_columns_than_ranks(ranks):
-    run_ranks(_fewer_columns_than_ranks, ranks)
-
-
 class _Branches(nn.Module):
     def __init__(self):
         super().__init__()
@@ -59,7 +55,8 @@ class _Branches(nn.Module):
         return self.a(x) if branch == 0 else self.b(x)
 
 
-def _different_branches(rank, ranks):
+@on_ranks(2)
+def test_different_branches(rank, ranks):
     """Ranks that use different left-over parameters average each with the zeros of the others."""
     torch.manual_seed(0)
     plain = _Branches().double()
@@ -78,11 +75,8 @@ def _different_branches(rank, ranks):
     rtp_ext.ring_of(model).close()
 
 
-def test_different_branches():
-    run_ranks(_different_branches, 2)
-
-
-def _ties(rank, ranks):
+@on_ranks(2)
+def test_ties_to_what_stays_whole_are_refused():
     """A table that stays whole cannot be tied to a layer that is sharded."""
     model = nn.ModuleDict({"table": nn.Embedding(8, 4, scale_grad_by_freq=True), "head": nn.Linear(4, 8, bias=False)})
     model.head.weight = model.table.weight
@@ -105,7 +99,8 @@ class _Transposed(nn.Module):
         return self.conv(torch.tanh(self.linear(x)))
 
 
-def _ties_cut_otherwise(rank, ranks):
+@on_ranks(2)
+def test_ties_of_layers_that_cut_their_weight_otherwise(rank, ranks):
     for first in ("linear", "conv"):
         torch.manual_seed(0)
         plain = _Transposed(first)
@@ -120,25 +115,14 @@ def _ties_cut_otherwise(rank, ranks):
         assert plan.count("with which it shares its weight") == 1, plan
 
 
-def test_ties_of_layers_that_cut_their_weight_otherwise():
-    run_ranks(_ties_cut_otherwise, 2)
-
-
-def _late_ties(rank, ranks):
+@on_ranks(2)
+def test_late_ties_are_refused_with_a_remedy():
     """A tie of layers that cut their weights otherwise, made after the conversion."""
     model = nn.ModuleDict({"table": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
     rtp_ext.fully_rotate(model, timeout=TIMEOUT)
     model.head.weight = model.table.weight
     with pytest.raises(ValueError, match=r"head: expected a weight cut along 0.* share it before fully_rotate"):
         model.head(model.table(torch.arange(3)))
-
-
-def test_late_ties_are_refused_with_a_remedy():
-    run_ranks(_late_ties, 2)
-
-
-def test_ties_to_what_stays_whole_are_refused():
-    run_ranks(_ties, 2)
 
 
 def test_in_place_never_writes_beyond_its_shard():
@@ -150,10 +134,9 @@ def test_in_place_never_writes_beyond_its_shard():
     assert torch.equal(flat, torch.full((20,), 7.0))
 
 
-def _plain_in_place(rank, ranks):
+@on_ranks(2)
+def test_plain_parameters_in_place_of_shards(cases):
     """A whole parameter put in the place of a shard is refused: each rank would take it for its own part."""
-    cases = Cases()
-
     made = {
         "linear": nn.Sequential(nn.Linear(4, 4, bias=False)),
         "embedding": nn.Sequential(nn.Embedding(4, 4)),
@@ -173,53 +156,41 @@ def _plain_in_place(rank, ranks):
         layer.weight = nn.Parameter(torch.ones(4, 4))
         with pytest.raises(ValueError, match="plain tensor"):
             layer(torch.ones(2, 4))
-    cases.finish()
 
 
-def test_plain_parameters_in_place_of_shards():
-    run_ranks(_plain_in_place, 2)
-
-
-def _out_of_step(rank, ranks, transport):
-    """A rank that is one layer ahead of its neighbours gets an error, not the weights of another layer."""
-    with rtp_ext.Ring(transport=transport, timeout=4.0) as ring:
-        first, second = (take_shard(torch.full((4, 4), float(value)), ring, 0) for value in (1, 2))
-        x, layers = torch.ones(1, 4), {"first": (first, Prepared()), "second": (second, Prepared())}
-        for name, (weight, prepared) in layers.items():
-            rotated_linear(x, weight, ring=ring, name=name, prepared=prepared)  # in step, and agreed on
-        name = "first" if rank == 0 else "second"
-        weight, prepared = layers[name]
-        with pytest.raises(rtp_ext.RotationError):
-            rotated_linear(x, weight, ring=ring, name=name, prepared=prepared)
-
-
+@on_ranks(2, ring_timeout=4.0)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_out_of_step(transport):
-    run_ranks(_out_of_step, 2, transport)
+def test_out_of_step(rank, ring, transport):
+    """A rank that is one layer ahead of its neighbours gets an error, not the weights of another layer."""
+    first, second = (take_shard(torch.full((4, 4), float(value)), ring, 0) for value in (1, 2))
+    x, layers = torch.ones(1, 4), {"first": (first, Prepared()), "second": (second, Prepared())}
+    for name, (weight, prepared) in layers.items():
+        rotated_linear(x, weight, ring=ring, name=name, prepared=prepared)  # in step, and agreed on
+    name = "first" if rank == 0 else "second"
+    weight, prepared = layers[name]
+    with pytest.raises(rtp_ext.RotationError):
+        rotated_linear(x, weight, ring=ring, name=name, prepared=prepared)
 
 
-def _missing_part(rank, ranks):
+@on_ranks(2, ring_timeout=TIMEOUT)
+def test_sums_that_lack_a_part_are_nan(rank, ring):
     """If a rank could not add its part, the owners get NaN and not a plausible sum."""
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
 
-        def add(owner, partial):
-            if rank == 0:
-                raise FloatingPointError("made up")
-            partial += 1
-
+    def add(owner, partial):
         if rank == 0:
-            with pytest.raises(FloatingPointError):
-                ring.collect(add, torch.zeros(2))
-        else:
-            assert ring.collect(add, torch.zeros(2)).isnan().all()
-        assert torch.equal(ring.collect(lambda owner, partial: partial.add_(1), torch.zeros(2)), torch.full((2,), 2.0))
+            raise FloatingPointError("made up")
+        partial += 1
+
+    if rank == 0:
+        with pytest.raises(FloatingPointError):
+            ring.collect(add, torch.zeros(2))
+    else:
+        assert ring.collect(add, torch.zeros(2)).isnan().all()
+    assert torch.equal(ring.collect(lambda owner, partial: partial.add_(1), torch.zeros(2)), torch.full((2,), 2.0))
 
 
-def test_sums_that_lack_a_part_are_nan():
-    run_ranks(_missing_part, 2)
-
-
-def _options_differ(rank, ranks):
+@on_ranks(2)
+def test_options_that_differ_between_ranks_are_refused(rank):
     with pytest.raises(ValueError, match=r"route ring.*route direct.* on rank 1"):
         rtp_ext.Ring(route="ring" if rank == 0 else "direct", timeout=TIMEOUT)
     with rtp_ext.Ring(transport="c10d", timeout=TIMEOUT) as ring:
@@ -228,11 +199,8 @@ def _options_differ(rank, ranks):
             rotated_linear(torch.ones(1, 4), weight, ring=ring, in_place=rank == 0)
 
 
-def test_options_that_differ_between_ranks_are_refused():
-    run_ranks(_options_differ, 2)
-
-
-def _reset(rank, ranks):
+@on_ranks(2)
+def test_reset_parameters_is_that_of_the_plain_module():
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 7))
     rtp_ext.fully_rotate(model, timeout=TIMEOUT)
     plain = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 7))
@@ -246,11 +214,8 @@ def _reset(rank, ranks):
     rtp_ext.ring_of(model).close()
 
 
-def test_reset_parameters_is_that_of_the_plain_module():
-    run_ranks(_reset, 2)
-
-
-def _masked_layers(rank, ranks):
+@on_ranks(2)
+def test_layers_with_parameters_of_their_own_are_gathered(rank, ranks):
     """A pruned layer computes its weight from its own parameter and a mask: it is gathered, and trains the same."""
 
     def build():
@@ -274,10 +239,6 @@ def _masked_layers(rank, ranks):
     rtp_ext.ring_of(model).close()
 
 
-def test_layers_with_parameters_of_their_own_are_gathered():
-    run_ranks(_masked_layers, 2)
-
-
 def _linear(inputs, outputs, bias=True):
     return nn.Linear(inputs, outputs, bias, dtype=torch.float64)
 
@@ -294,9 +255,10 @@ def _pass(module, x):
     return [y, x.grad, *(p.grad if p.grad is None else full(p.grad) for p in module.parameters())]
 
 
-def _empty_dimensions(rank, ranks):
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@on_ranks([2, 3])
+def test_empty_dimensions(rank, ranks, cases):
     """Tests every layer, new and converted: it gives torch's results, or an error that names the empty dimension."""
-    cases = Cases()
 
     def check(name, plain, module, x):
         with cases.case(f"{name} rank {rank} of {ranks}"):
@@ -347,10 +309,3 @@ def _empty_dimensions(rank, ranks):
         model = rtp_ext.fully_rotate(made(build), bundle=bundle, timeout=TIMEOUT)
         check(f"model, bundle {bundle}", made(build), model, torch.ones(2, 0, dtype=torch.float64))
         rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_empty_dimensions(ranks):
-    run_ranks(_empty_dimensions, ranks)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import on_ranks
 from hf_models import LENGTH, VOCABULARY, make
 from models import LanguageModel
 from torch import nn
@@ -179,8 +179,8 @@ def assert_held(plan, model: nn.Module) -> None:
         assert row.tied_to is not None or row.held_bytes == local.nbytes, row
 
 
-def _plans(rank, ranks):
-    cases = Cases()
+@on_ranks([2, 3])
+def test_plans_before_and_after(rank, cases):
     for name, (build, batch, options) in MODELS.items():
         with cases.case(name):
             torch.manual_seed(0)
@@ -204,12 +204,6 @@ def _plans(rank, ranks):
             assert_same_plan(before, rtp_ext.explain(model))
             assert_held(before, model)
             assert_counted(model, batch, seed=rank)
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_plans_before_and_after(ranks):
-    run_ranks(_plans, ranks)
 
 
 @contextlib.contextmanager
@@ -227,8 +221,8 @@ def no_communication():
         yield
 
 
-def _meshes(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_meshes(rank, cases):
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     dims = RotationDims(ring="b", replicate="a")
     policies = (None, outer.ZeroOuter(), outer.LocalSGD(2), outer.AllReduce())
@@ -262,16 +256,10 @@ def _meshes(rank, ranks):
         assert_held(before, model)
         assert rows(after)["up.weight"].placements == ("Shard(dim=0)", "Shard(dim=0)")
         assert rows(after)["norm.weight"].reason == "tensor parallelism has replicated it"
-    cases.finish()
 
 
-def test_meshes():
-    run_ranks(_meshes, 4)
-
-
-def _details(rank, ranks):
-    cases = Cases()
-    ring = rtp_ext.Ring(timeout=30.0)
+@on_ranks(2)
+def test_details(rank, ring, cases):
     with cases.case("ignored parameters"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
         options = {"mesh": ring, "ignored_params": iter([model[0].weight, *model[2].parameters()])}
@@ -333,11 +321,6 @@ def _details(rank, ranks):
         assert type(tied[1]) is nn.Linear
         with pytest.raises(ValueError, match=r"ranks=4, rank=0, got a \w*Sequential that fully_rotate has converted"):
             rtp_ext.explain(model, ranks=4)
-    cases.finish()
-
-
-def test_details():
-    run_ranks(_details, 2)
 
 
 def test_without_other_ranks(capsys, tmp_path):
@@ -380,17 +363,14 @@ def test_without_other_ranks(capsys, tmp_path):
         rtp_ext.explain(nn.Sequential(whole), ranks=2)
 
 
-def _refused_on_one_rank(rank, ranks):
+@on_ranks(2)
+def test_a_refusal_on_one_rank_reaches_the_others(rank):
     model = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=rank == 0), nn.Linear(4, 4))
     began = time.monotonic()
     with pytest.raises(ValueError) as caught:
         rtp_ext.fully_rotate(model, timeout=30.0)
     assert time.monotonic() - began < 20, "no rank waits for the timeout"
     assert "sparse" in str(caught.value) and (rank > 0 or type(model[1]) is nn.Linear), caught.value
-
-
-def test_a_refusal_on_one_rank_reaches_the_others():
-    run_ranks(_refused_on_one_rank, 2)
 
 
 def test_emulated_ring():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import on_ranks
 from models import Block, make_batch, make_model
 from reference import assert_same
 from torch import nn
@@ -85,7 +85,8 @@ def test_options_of_fully_shard_name_the_equivalent():
             function(nn.Linear(2, 2), speed=3)
 
 
-def _answers(rank, ranks):
+@on_ranks(2)
+def test_converted_models_answer(rank):
     plain = _Plain()
     model = copy.deepcopy(plain)
     with pytest.raises(AttributeError, match=r"^'_Plain' object has no attribute 'unshard'$"):
@@ -130,7 +131,3 @@ def _answers(rank, ranks):
     model.register_buffer("late", torch.ones(2))
     model.reshard = nn.Linear(2, 2)
     assert torch.equal(model.late, torch.ones(2)) and isinstance(model.reshard, nn.Linear)
-
-
-def test_converted_models_answer():
-    run_ranks(_answers, 2)

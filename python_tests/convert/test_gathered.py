@@ -4,10 +4,9 @@ import copy
 import functools
 from itertools import product
 
-import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import batch_loss, make_model, mean_loss, train
 from reference import adamw, assert_same
 from test_convert import assert_same_model
@@ -37,8 +36,8 @@ def _halve(weight: nn.Parameter, *_: object) -> None:
         weight.mul_(0.5)
 
 
-def _frozen(rank, ranks):
-    cases = Cases()
+@on_ranks(few([3], [2, 3]))
+def test_frozen_parameters_and_checkpoints(rank, ranks, cases):
     for kind, reentrant, inside in product(FROZEN, (True, False), (True, False)):
         with cases.case(f"{kind}, use_reentrant={reentrant}, inside={inside}"):
             plain = freeze(make_model(), kind)
@@ -65,12 +64,6 @@ def _frozen(rank, ranks):
         train(model, lambda step: batch_loss(model, rank, step), 2)
         train(plain, lambda step: mean_loss(plain, ranks, step), 2)
         assert_same_model(model, plain, EXACT)
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", few([3], [2, 3]))
-def test_frozen_parameters_and_checkpoints(ranks):
-    run_ranks(_frozen, ranks)
 
 
 RECURRENT = {
@@ -105,9 +98,8 @@ def recurrent_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(ids[:-1]).flatten(0, 1), ids[1:].flatten())
 
 
-def _recurrent(rank, ranks):
-    cases = Cases()
-
+@on_ranks(few([3], [2, 3]))
+def test_recurrent_layers(rank, ranks, cases):
     def check(model, plain, first):
         """Trains both."""
         for each, loss in (
@@ -144,9 +136,3 @@ def _recurrent(rank, ranks):
                 each.double()
             check(model, plain, 30)
         rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", few([3], [2, 3]))
-def test_recurrent_layers(ranks):
-    run_ranks(_recurrent, ranks)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import on_ranks
 from live_bytes import LiveBytes
 from reference import assert_same, full
 from torch import Tensor, nn
@@ -46,7 +46,8 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return sent
 
 
-def _lean(rank, ranks):
+@on_ranks(3)
+def test_gradients_are_sent_once_and_take_the_memory_of_a_shard(rank, ranks):
     gather._BUCKET["cpu"] = 1 << 14
     model = rtp_ext.fully_rotate(nn.Sequential(nn.Linear(2, 2), _Table()), timeout=60.0)
     whole, flag = ROWS * WIDTH * 4, 4
@@ -66,10 +67,6 @@ def _lean(rank, ranks):
             assert sent == {"all_to_all_single": (ranks - 1) * (largest + flag)}, sent
             assert forward < whole + largest + (1 << 16), f"forward: {forward} bytes"
             assert live.peak - kept < largest + (1 << 16) < whole / 2, f"backward: {live.peak - kept} bytes"
-
-
-def test_gradients_are_sent_once_and_take_the_memory_of_a_shard():
-    run_ranks(_lean, 3)
 
 
 class _Odd(nn.Module):
@@ -92,9 +89,10 @@ class _Odd(nn.Module):
         return (z.real * self.factor + z.imag * self.other).pow(2).mean()
 
 
-def _alike(rank, ranks, bucket):
+@on_ranks(3)
+@pytest.mark.parametrize("bucket", [64, 1 << 20])
+def test_buckets_of_any_size_hold_the_same_values(rank, ranks, cases, bucket):
     gather._BUCKET["cpu"] = bucket
-    cases = Cases()
     torch.manual_seed(0)
     plain = _Odd()
     model = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=60.0)
@@ -119,9 +117,3 @@ def _alike(rank, ranks, bucket):
         every = [None] * ranks
         dist.all_gather_object(every, (model.factor.grad.to_local().item(), model.other.grad.to_local().item()))
         assert len(set(every)) == 1
-    cases.finish()
-
-
-@pytest.mark.parametrize("bucket", [64, 1 << 20])
-def test_buckets_of_any_size_hold_the_same_values(bucket):
-    run_ranks(_alike, 3, bucket)

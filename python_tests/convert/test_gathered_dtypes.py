@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import assert_same, differs, full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,9 +49,8 @@ def gradient_of(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return value * (1 - 0.5j) if dtype.is_complex else value
 
 
-def _dtypes(rank, ranks):
-    cases = Cases()
-
+@on_ranks(3)
+def test_gradients_of_every_dtype(rank, ranks, cases):
     def check(what: str, found: torch.Tensor, dtype: torch.dtype, tolerance: float, exact: torch.Tensor) -> None:
         wide = torch.complex128 if dtype.is_complex else torch.float64
         assert found.dtype == dtype, what
@@ -104,7 +103,6 @@ def _dtypes(rank, ranks):
         rtp_ext.ring_of(model).close()
     with cases.case("embeddings that stay whole"), pytest.raises(ValueError, match=r"complex64 for weight of a Embed"):
         rtp_ext.fully_rotate(nn.Embedding(4, 3, max_norm=1.0, dtype=torch.complex64), timeout=30.0)
-    cases.finish()
 
 
 def rows_of_all(gradient: torch.Tensor) -> torch.Tensor:
@@ -115,14 +113,10 @@ def rows_of_all(gradient: torch.Tensor) -> torch.Tensor:
     return torch.cat(every).view(mine.dtype)
 
 
-def test_gradients_of_every_dtype():
-    run_ranks(_dtypes, 3)
-
-
-def _replicas(rank, ranks):
+@on_ranks(4)
+def test_complex_gradients_of_replicas(rank, ranks, cases):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "ring"))
     dims = rtp_ext.RotationDims(ring="ring", replicate="replica")
-    cases = Cases()
     for outer in ("AllReduce", "ZeroOuter"):
         for policy in (None, MixedPrecisionPolicy(reduce_dtype=torch.float32)):
             with cases.case(f"{outer} {policy}"):
@@ -135,8 +129,3 @@ def _replicas(rank, ranks):
                 moved = Scaled(torch.complex64).w.detach() - exact.to(torch.complex64)
                 assert_same(full(model.w.detach()), moved, 1e-6, "w after a step")
                 rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-def test_complex_gradients_of_replicas():
-    run_ranks(_replicas, 4)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from models import LanguageModel, batch_loss, make_model
 from reference import assert_same, whole_parameters
 from replica_models import Tiny, replicated
@@ -74,7 +74,8 @@ def test_plain_state_dicts_are_cut(shape, outer):
     run_ranks(_loads, torch.Size(shape).numel(), shape, outer)
 
 
-def _managers(rank, ranks):
+@on_ranks(2)
+def test_managers_of_plain_parameters_are_refused_with_what_to_take_instead(rank, ranks):
     ring = init_device_mesh("cpu", (ranks,))
     for model in (LanguageModel(), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), nn.Linear(4, 2)):
         rtp_ext.fully_rotate(model, mesh=ring)
@@ -93,10 +94,6 @@ def _managers(rank, ranks):
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_managers_of_plain_parameters_are_refused_with_what_to_take_instead():
-    run_ranks(_managers, 2)
-
-
 class _Rounded(nn.Linear):
     """A linear layer with its own forward, like float8 training layers."""
 
@@ -104,7 +101,8 @@ class _Rounded(nn.Linear):
         return nn.functional.linear(x, self.weight.round(decimals=2), self.bias)
 
 
-def _says(rank, ranks):
+@on_ranks(2)
+def test_layers_that_look_like_others_but_do_not_rotate_are_named(ranks):
     found = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())
@@ -113,7 +111,3 @@ def _says(rank, ranks):
     rtp_ext.fully_rotate(model, mesh=init_device_mesh("cpu", (ranks,)))
     assert len(found) == 1, found
     assert "2 x _Rounded: gathered whole while in use, and not rotated" in found[0] and "nn.Linear" in found[0], found
-
-
-def test_layers_that_look_like_others_but_do_not_rotate_are_named():
-    run_ranks(_says, 2)

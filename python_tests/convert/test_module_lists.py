@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from models import LanguageModel, batch_loss, make_batch, make_model, mean_loss
 from reference import assert_same, differs, full, random, whole_gradients, whole_parameters
 from test_converted_parts import assert_trained
@@ -96,7 +96,11 @@ def test_lists(shape):
     run_ranks(_trains, 4 if len(shape) == 2 else shape[0], shape, timeout=240.0)
 
 
-def _policies(rank, ranks):
+@on_ranks(2)
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="the control, fully_shard of a list with a policy, fails in torch 2.11"
+)
+def test_policies_of_lists(rank, ranks):
     """Casts at the border of every member, as fully_shard's do."""
     mesh = init_device_mesh("cpu", (ranks,))
     for casts in (True, False):
@@ -128,14 +132,8 @@ def _policies(rank, ranks):
             assert_same(ours, theirs, 2.0**-7, "the same roundings")
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="the control, fully_shard of a list with a policy, fails in torch 2.11"
-)
-def test_policies_of_lists():
-    run_ranks(_policies, 2)
-
-
-def _states(rank, ranks):
+@on_ranks(2)
+def test_states_of_lists(rank, ranks):
     """Meta device, checkpoints and ignored parameters."""
     plain = make_model(tied=True)
     with torch.device("meta"):
@@ -161,11 +159,8 @@ def _states(rank, ranks):
     assert_same(other.norm.weight.grad, plain.norm.weight.grad, 1e-9, "an ignored gradient is this rank's own")
 
 
-def test_states_of_lists():
-    run_ranks(_states, 2)
-
-
-def _refused(rank, ranks):
+@on_ranks(2)
+def test_refusals_of_lists(rank, ranks):
     def refused(given, match, error=ValueError, **options):
         before = [type(part) for each in given if isinstance(each, nn.Module) for part in each.modules()]
         with pytest.raises(error, match=match):
@@ -197,7 +192,3 @@ def _refused(rank, ranks):
     assert_trained(model, plain, rank, ranks, "blocks in a list")
     for name, value in whole_parameters(model).items():
         assert_same(value, plain.get_parameter(name), 1e-9, name)
-
-
-def test_refusals_of_lists():
-    run_ranks(_refused, 2)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import batch_loss, make_model, mean_loss
 from test_convert import assert_same_model
 from torch import nn
@@ -19,8 +19,8 @@ def halve(parameter: torch.Tensor) -> None:
     parameter.grad = parameter.grad * 0.5
 
 
-def _hooks(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_hooks_of_parameters(rank, ranks, cases):
     with cases.case("after accumulation"):
         plain = make_model()
         model = copy.deepcopy(plain)
@@ -72,8 +72,3 @@ def _hooks(rank, ranks):
         part[0]._parameters.update(model[1]._parameters)
         rtp_ext.fully_rotate(part, mesh=rtp_ext.ring_of(model))
         rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-def test_hooks_of_parameters():
-    run_ranks(_hooks, 2)

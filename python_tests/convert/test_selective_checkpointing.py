@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks
 from hf_models import C10D, SHM, batch_loss, check_trained, exact, rotated
 from reference import adamw, assert_same, differs, random, whole_gradients, whole_parameters
 from selective import POLICIES, SAVES_ROTATIONS, contexts, region
@@ -123,10 +123,31 @@ def expected_hops(ring: Any, policy: str | None, around: bool | str) -> Any:
     return [hops * every, 0], [hops * (every - 1 + again), hops * every]
 
 
-def _trains(
-    rank: int, ranks: int, policies: list[tuple[str | None, bool | str]], options: dict[str, Any], mesh: Any
-) -> None:
-    cases = Cases()
+ENOUGH = (None, "nothing", "everything", "matrices", "mlp", "rotations")
+EACH = [(policy, False) for policy in few(ENOUGH, (None, *POLICIES))]
+WHOLE = [("nothing", True), ("everything", True), ("rotations", True)]
+SOME = [("every other product", False), ("rotations", False)]
+WRAPPED = [("every other product", "wrapped"), ("rotations", "wrapped")]
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("ranks", "policies", "options", "mesh"),
+    [
+        (2, EACH, {"transport": "shm", "route": "ring"}, None),
+        (
+            2,
+            [("nothing", True), ("everything", True), ("rotations", True)],
+            {"transport": "shm", "route": "ring"},
+            None,
+        ),
+        (3, [*SOME, ("everything", False)], {"transport": "c10d", "route": "ring"}, None),
+        (2, SOME, {"transport": "c10d", "route": "ring", "prefetch": 0}, None),
+        (4, SOME, {"transport": "shm", "route": "ring"}, (2, 2)),
+    ],
+    ids=["each", "other regions", "three ranks", "no prefetch", "replicas"],
+)
+def test_trains_as_the_plain_model(rank, ranks, cases, policies, options, mesh):
     for policy, around in policies:
         plain = Model()
         if around == "wrapped":  # as torchtitan does, before the model is converted
@@ -153,38 +174,12 @@ def _trains(
             right = expected.first["gradient of embed.weight"]
             assert differs(alone.embed.weight.grad, right, 100 * TOLERANCE), "one rank's batch alone"
         ring.close()
-    cases.finish()
 
 
-ENOUGH = (None, "nothing", "everything", "matrices", "mlp", "rotations")
-EACH = [(policy, False) for policy in few(ENOUGH, (None, *POLICIES))]
-WHOLE = [("nothing", True), ("everything", True), ("rotations", True)]
-SOME = [("every other product", False), ("rotations", False)]
-WRAPPED = [("every other product", "wrapped"), ("rotations", "wrapped")]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "policies", "options", "mesh"),
-    [
-        (2, EACH, {"transport": "shm", "route": "ring"}, None),
-        (
-            2,
-            [("nothing", True), ("everything", True), ("rotations", True)],
-            {"transport": "shm", "route": "ring"},
-            None,
-        ),
-        (3, [*SOME, ("everything", False)], {"transport": "c10d", "route": "ring"}, None),
-        (2, SOME, {"transport": "c10d", "route": "ring", "prefetch": 0}, None),
-        (4, SOME, {"transport": "shm", "route": "ring"}, (2, 2)),
-    ],
-    ids=["each", "other regions", "three ranks", "no prefetch", "replicas"],
-)
-def test_trains_as_the_plain_model(ranks, policies, options, mesh):
-    run_ranks(_trains, ranks, policies, options, mesh)
-
-
-def _compiled(rank: int, ranks: int, backend: str, policies: list[str]) -> None:
-    cases = Cases()
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(rank, cases, backend):
+    policies = few(["rotations"], ["every other product", "everything", "rotations"])
     for policy in policies:
         torch._dynamo.reset()
         models = []
@@ -200,15 +195,10 @@ def _compiled(rank: int, ranks: int, backend: str, policies: list[str]) -> None:
             assert mine.hops == expected.hops == expected_hops(rtp_ext.ring_of(eager), policy, False), mine.hops
         for model in models:
             rtp_ext.ring_of(model).close()
-    cases.finish()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled(backend):
-    run_ranks(_compiled, 2, backend, few(["rotations"], ["every other product", "everything", "rotations"]))
-
-
-def _transformers(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_models_of_transformers(rank, ranks):
     for kind, policy, variant in TRANSFORMERS:
         plain = exact(kind)
         model = rotated(copy.deepcopy(plain), variant)
@@ -237,32 +227,22 @@ TRANSFORMERS = [
 ]
 
 
-def test_models_of_transformers():
-    run_ranks(_transformers, 2)
-
-
-def _autocast(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_autocast(rank, ring, cases):
     """In bfloat16 the reference is the same model without checkpoints."""
-    cases = Cases()
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        model = rtp_ext.fully_rotate(Model().float(), mesh=ring)
-        ids, x = make_batch(rank, 0)
-        found = {}
-        for policy in (None, "nothing", "everything", "matrices", "rotations"):
-            model.policy = policy
-            model.zero_grad()
-            given = x.float().requires_grad_()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = loss_of(model(ids, given).float(), ids)
-            loss.backward()
-            found[policy] = {"loss": loss.detach(), "input": given.grad, **whole_gradients(model)}
-            with cases.case(f"{policy}"):
-                for name, expected in found[None].items():
-                    assert_same(found[policy][name], expected, 1e-6, name)
-        with cases.case("control"):
-            assert found[None]["loss"].item() != loss_of(Model()(ids, x), ids).item(), "nothing was cast"
-    cases.finish()
-
-
-def test_autocast():
-    run_ranks(_autocast, 2)
+    model = rtp_ext.fully_rotate(Model().float(), mesh=ring)
+    ids, x = make_batch(rank, 0)
+    found = {}
+    for policy in (None, "nothing", "everything", "matrices", "rotations"):
+        model.policy = policy
+        model.zero_grad()
+        given = x.float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model(ids, given).float(), ids)
+        loss.backward()
+        found[policy] = {"loss": loss.detach(), "input": given.grad, **whole_gradients(model)}
+        with cases.case(f"{policy}"):
+            for name, expected in found[None].items():
+                assert_same(found[policy][name], expected, 1e-6, name)
+    with cases.case("control"):
+        assert found[None]["loss"].item() != loss_of(Model()(ids, x), ids).item(), "nothing was cast"

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import TOLERANCE, assert_same, differs, full, random
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -142,9 +142,8 @@ def _rotates(module: nn.Module) -> bool:
     return isinstance(module, RotatedModule)
 
 
-def _layers(rank, ranks):
-    cases = Cases()
-    ring = rtp_ext.Ring(timeout=30.0)
+@on_ranks(few([3], [2, 3]))
+def test_layers(rank, ranks, ring, cases):
     for name, (build, inputs, call, rotates) in LAYERS.items():
         with cases.case(name):
             torch.manual_seed(3)
@@ -181,19 +180,13 @@ def _layers(rank, ranks):
         assert isinstance(twin, Deeper) and _rotates(twin) and type(plain[0]) is Deeper
         with pytest.raises(TypeError, match="expected a Linear, got a Doubled"):
             rtp_ext.nn.RotatedLinear.from_module(Doubled(4, 7), ring)
-    cases.finish()
 
 
-@pytest.mark.parametrize("ranks", few([3], [2, 3]))
-def test_layers(ranks):
-    run_ranks(_layers, ranks)
-
-
-def _blocks(rank, ranks):
+@on_ranks(few([3], [2, 3]))
+def test_blocks(rank, ranks, cases):
     """Subclassed linear layers are a part of their bundle, share their input, and are fused heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    cases = Cases()
     ring = rtp_ext.Ring(timeout=30.0)
     torch.manual_seed(0)
     for first, last in ((Linear, Linear), (nn.Linear, Deeper), (Doubled, nn.Linear)):
@@ -253,9 +246,3 @@ def _blocks(rank, ranks):
         model.lm_head.__class__ = Doubled
         with pytest.raises(ValueError, match=r"LlamaForCausalLM.lm_head to be a linear layer .* got a Doubled"):
             rtp_ext.fully_rotate(model, mesh=ring, loss_head="fused")
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", few([3], [2, 3]))
-def test_blocks(ranks):
-    run_ranks(_blocks, ranks)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import adamw, assert_same, differs, full, local
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -128,8 +128,8 @@ def compare(model: nn.Module, plain: nn.Module, rank: int, ranks: int, optimizer
     assert_same_tables(model, plain, rtp_ext.ring_of(model))
 
 
-def _like_one_process(rank, ranks):
-    cases = Cases()
+@on_ranks(few([3], [2, 3]))
+def test_like_one_process(rank, ranks, cases):
     for kind, options in {**KINDS, **SPARSE}.items():
         sparse = kind in SPARSE
         for optimizers in (lazily,) if sparse else (foreach, fused):
@@ -158,16 +158,10 @@ def _like_one_process(rank, ranks):
                 twin.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
                 compare(twin, copy.deepcopy(plain), rank, ranks, optimizers, first=20)
             rtp_ext.ring_of(model).close()
-    cases.finish()
 
 
-@pytest.mark.parametrize("ranks", few([3], [2, 3]))
-def test_like_one_process(ranks):
-    run_ranks(_like_one_process, ranks)
-
-
-def _policies_and_states(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_policies_and_states(rank, ranks, cases):
     with cases.case("mixed precision"):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         plain = Tables(scale_grad_by_freq=True)
@@ -204,11 +198,6 @@ def _policies_and_states(rank, ranks):
         model = rtp_ext.fully_rotate(Tables(sparse=True, scale_grad_by_freq=True), timeout=30.0)
         with pytest.raises(RuntimeError, match=r"embed: scale_grad_by_freq .* sparse"):
             ring_loss(model, rank, 0).backward()
-    cases.finish()
-
-
-def test_policies_and_states():
-    run_ranks(_policies_and_states, 2)
 
 
 class OwnForward(nn.Embedding):
@@ -216,7 +205,8 @@ class OwnForward(nn.Embedding):
         return 2 * super().forward(input)
 
 
-def _refused(rank, ranks):
+@on_ranks(2)
+def test_what_cannot_be_kept_whole_is_refused():
     for make, name in (
         (lambda: nn.EmbeddingBag(ROWS, WIDTH, max_norm=1.0), r"0 \(EmbeddingBag\): max_norm=1\.0"),
         (lambda: nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=True), r"0 \(EmbeddingBag\): sparse"),
@@ -232,11 +222,8 @@ def _refused(rank, ranks):
         assert not isinstance(model[0].weight, DTensor) and model[0].weight.grad is not None
 
 
-def test_what_cannot_be_kept_whole_is_refused():
-    run_ranks(_refused, 2)
-
-
-def _ignored(rank, ranks):
+@on_ranks(2)
+def test_ignored_parameters_are_the_ranks_own(rank, ranks):
     """An ignored table is the rank's own: clipped and optimized on its own, next to DTensors."""
     plain = Tables(max_norm=1.5).double()
     model, table = copy.deepcopy(plain), nn.Parameter(plain.embed.weight.detach().clone())
@@ -266,7 +253,3 @@ def _ignored(rank, ranks):
     for name, parameter in plain.head.named_parameters():
         assert_same(full(model.head.get_parameter(name)), parameter, EXACT, name)
     assert differs(table, tables[1 - rank].weight, 1e-4), "control: the tables of the ranks differ"
-
-
-def test_ignored_parameters_are_the_ranks_own():
-    run_ranks(_ignored, 2)

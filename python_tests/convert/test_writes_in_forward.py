@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import assert_same, differs, wholes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -91,8 +91,8 @@ def train(model: nn.Module, width: int) -> None:
         model(batch(7, width))
 
 
-def _written(rank, ranks):
-    cases = Cases()
+@on_ranks(few([3], [2, 3]))
+def test_writes_are_kept_or_refused(rank, cases):
     for name, write in KEPT.items():
         for width in (4, 400) if write is clamp else (4,):  # small modules are gathered together
             with cases.case(f"{name}, {width}"):
@@ -122,21 +122,12 @@ def _written(rank, ranks):
         with pytest.raises(ValueError, match=r"w of a Writing: .* as a copy in torch.bfloat16"):
             model(batch(0))
         rtp_ext.ring_of(model).close()
-    cases.finish()
 
 
-@pytest.mark.parametrize("ranks", few([3], [2, 3]))
-def test_writes_are_kept_or_refused(ranks):
-    run_ranks(_written, ranks)
-
-
-def _replicas(rank, ranks):
+@on_ranks(4)
+def test_writes_with_replicas_are_refused():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "ring"))
     dims = rtp_ext.RotationDims(ring="ring", replicate="replica")
     model = rtp_ext.fully_rotate(make(clamp), mesh=mesh, dims=dims, timeout=30.0)
     with pytest.raises(ValueError, match=r"w of a Writing: .* with replicas"):
         model(batch(0))
-
-
-def test_writes_with_replicas_are_refused():
-    run_ranks(_replicas, 4)

@@ -1,7 +1,7 @@
 """Reinforcement on completions that end at different lengths, where TRL is installed."""
 
 import pytest
-from compatibility.framework_table import missing
+from compatibility.frameworks import missing
 from harness import run_ranks
 from test_examples import _call
 

@@ -4,7 +4,7 @@ part of the adapter to its shard, and the sum rotates."""
 import copy
 
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from hf_models import make, make_batch
 from reference import assert_same, differs, full
 from torch import nn
@@ -48,9 +48,8 @@ def _train(model, losses):
     return found, gradients
 
 
-def _adapted(rank, ranks):
-    cases = Cases()
-    ring = rtp_ext.Ring(timeout=30.0)
+@on_ranks(3, timeout=240.0)
+def test_adapters_of_parameters(rank, ranks, ring, cases):
     for name, (targets, times) in TARGETS.items():
         for late in times:
             with cases.case(f"{name}, {'after' if late else 'before'} the conversion"):
@@ -87,8 +86,3 @@ def _adapted(rank, ranks):
         with torch.no_grad():
             assert_same(model(**batch).logits, plain(**batch).logits, LIMIT, "logits")
         rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-def test_adapters_of_parameters():
-    run_ranks(_adapted, 3, timeout=240.0)

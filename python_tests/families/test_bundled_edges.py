@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from reference import assert_same, differs, random
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -58,8 +58,8 @@ def patch(model):
     layer.forward = lambda x: plain(x) + 1.0
 
 
-def _changes(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_changed_blocks_compute_what_they_became(rank, cases):
     x = random(3, 5, dtype=torch.float64, seed=9 + rank)
     for change in (replace_activation, append, hook, patch):
         with cases.case(change.__name__):
@@ -89,11 +89,6 @@ def _changes(rank, ranks):
             layer.activation = F.gelu
             layer.dropout = nn.Identity()
         assert_same(model(y), plain(y), TOLERANCE, "activation and dropout replaced")
-    cases.finish()
-
-
-def test_changed_blocks_compute_what_they_became():
-    run_ranks(_changes, 2)
 
 
 class CastsToWeight(nn.Module):
@@ -108,17 +103,14 @@ class CastsToWeight(nn.Module):
         return self.out(self.norm(x).to(self.out.weight.dtype))
 
 
-def _policies(rank, ranks):
+@on_ranks(2)
+def test_inputs_are_cast_as_the_policy_says():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = rotated(CastsToWeight(), mp_policy=policy)
     assert model(torch.ones(2, 5)).dtype == torch.bfloat16
     kept = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
     with pytest.raises(TypeError, match=r"expected an input of dtype torch.bfloat16, got torch.float32"):
         rotated(nn.Linear(5, 3), mp_policy=kept)(torch.ones(2, 5))
-
-
-def test_inputs_are_cast_as_the_policy_says():
-    run_ranks(_policies, 2)
 
 
 def _llama(**options):
@@ -164,7 +156,8 @@ class Backbone(nn.Module):
         return self.inner(x)
 
 
-def _adapters(rank, ranks):
+@on_ranks(2)
+def test_adapters_are_averaged_without_a_forward_of_the_root(rank):
     """Parameters added after conversion, where only a part of the model is ever called."""
     model = rotated(Backbone().double().requires_grad_(False))
     model.inner.append(nn.Linear(5, 3, dtype=torch.float64))
@@ -175,7 +168,3 @@ def _adapters(rank, ranks):
     gradient = model.inner[2].weight.grad
     told = rtp_ext.ring_of(model).exchange(gradient)
     assert all(torch.equal(other, gradient) for other in told), "gradients differ between ranks"
-
-
-def test_adapters_are_averaged_without_a_forward_of_the_root():
-    run_ranks(_adapters, 2)

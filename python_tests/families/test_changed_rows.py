@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import TOLERANCE, assert_same, differs, full
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -50,9 +50,8 @@ def _model(table, tied):
     return model
 
 
-def _rows(rank, ranks):
-    cases = Cases()
-    ring = rtp_ext.Ring(timeout=30.0)
+@on_ranks(3)
+def test_changed_rows(rank, ranks, ring, cases):
     for table in (Scaled, Reads, Other):
         for tied in (False, True):
             with cases.case(f"{table.__name__}, tied {tied}"):
@@ -83,8 +82,3 @@ def _rows(rank, ranks):
         other = F.embedding(_ids(rank).clamp(min=1), plain[0].weight.bfloat16()) * torch.tensor(3.3) + 6
         assert differs(other, expected, 0.0), "control: the scale in float32"
         assert model[0].weight.dtype == torch.float32
-    cases.finish()
-
-
-def test_changed_rows():
-    run_ranks(_rows, 3)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from operation_checks import EXACT, rotated_result, saved_tensors
 from operations.bundles import SETTINGS, make_head, make_targets, plain_loss
 from reference import TOLERANCE, adamw, assert_same, chunk, differs, full, local, random
@@ -124,7 +124,8 @@ def _peak_bytes(run) -> int:
     return _resident("VmHWM") - before
 
 
-def _memory(rank, ranks):
+@on_ranks(4)
+def test_logits_never_exist_as_a_whole(rank, ranks):
     vocabulary, tokens, features = 128 * 1024, 1024, 16
     x = random(tokens, features, dtype=torch.float32, seed=rank)
     weight = random(vocabulary, features, dtype=torch.float32, seed=100, scale=0.25)
@@ -154,87 +155,74 @@ def _memory(rank, ranks):
     assert shard.grad.isfinite().all() and shard.grad.any()
     if rank == 0:  # control: a plain head needs more for a quarter of the tokens
         assert _peak_bytes(lambda: plain(tokens // 4)) > whole / ranks
-    return peak
 
 
-def test_logits_never_exist_as_a_whole():
-    run_ranks(_memory, 4)
+@on_ranks(3)
+def test_nothing_is_saved_but_inputs(rank, ranks, ring):
+    operation = make_head((64, 5), tokens=600)
+    shards, inputs = operation.shards(rank, ranks), operation.inputs("2d", rank, 0)
+    inputs[0].requires_grad_()
+    saved = saved_tensors(lambda: operation.rotated(shards, inputs, ring=ring))
+    assert max(tensor.numel() for tensor in saved) == inputs[0].numel(), [tuple(t.shape) for t in saved]
+    before = ring.hops("weight"), ring.hops("gradient")
+    rotated_result(operation, ring, "2d", 0, shards)
+    assert ring.hops("weight") - before[0] == 2 * (ranks - 1)
+    assert ring.hops("gradient") - before[1] == ranks - 1
 
 
-def _saved(rank, ranks):
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        operation = make_head((64, 5), tokens=600)
-        shards, inputs = operation.shards(rank, ranks), operation.inputs("2d", rank, 0)
-        inputs[0].requires_grad_()
-        saved = saved_tensors(lambda: operation.rotated(shards, inputs, ring=ring))
-        assert max(tensor.numel() for tensor in saved) == inputs[0].numel(), [tuple(t.shape) for t in saved]
-        before = ring.hops("weight"), ring.hops("gradient")
-        rotated_result(operation, ring, "2d", 0, shards)
-        assert ring.hops("weight") - before[0] == 2 * (ranks - 1)
-        assert ring.hops("gradient") - before[1] == ranks - 1
-
-
-def test_nothing_is_saved_but_inputs():
-    run_ranks(_saved, 3)
-
-
-def _module(rank, ranks):
+@on_ranks(3)
+def test_module(rank, ranks, ring):
     """The module is torch's head and loss in one, and trains as they do."""
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        for bias, settings in product((False, True), SETTINGS):
-            options = {key: value for key, value in settings.items() if key in ("soft_cap", "z_loss")}
-            loss = nn.CrossEntropyLoss(**{key: value for key, value in settings.items() if key not in options})
-            plain = nn.Linear(5, 11, bias, dtype=torch.float64)
-            with torch.no_grad():
-                for seed, parameter in enumerate(plain.parameters()):
-                    parameter.copy_(random(*parameter.shape, dtype=torch.float64, seed=seed))
-            module = RotatedLinearCrossEntropy.from_module(plain, ring, loss, **options)
-            assert isinstance(module, nn.Linear) and list(module.state_dict()) == list(plain.state_dict())
-            assert all(f"{key}={value}" in repr(module) for key, value in settings.items())
-            expected = copy.deepcopy(plain)
-            optimizers = adamw(module.parameters()), adamw(expected.parameters())
-            for step in range(2):
-                batches = [make_head(settings=settings).inputs("3d", other, step) for other in range(ranks)]
-                values = [plain_loss(expected(x), targets, **settings) for x, targets in batches]
-                value = module(*batches[rank])
-                assert_same(value, values[rank], EXACT, "loss")
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                value.sum().backward()
-                (sum(v.sum() for v in values) / ranks).backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-            for name, parameter in expected.named_parameters():
-                assert_same(full(module.get_parameter(name)), parameter, 1e-9, name)
-                assert differs(full(module.get_parameter(name)), plain.get_parameter(name), 1e-3), "control: untrained"
+    for bias, settings in product((False, True), SETTINGS):
+        options = {key: value for key, value in settings.items() if key in ("soft_cap", "z_loss")}
+        loss = nn.CrossEntropyLoss(**{key: value for key, value in settings.items() if key not in options})
+        plain = nn.Linear(5, 11, bias, dtype=torch.float64)
+        with torch.no_grad():
+            for seed, parameter in enumerate(plain.parameters()):
+                parameter.copy_(random(*parameter.shape, dtype=torch.float64, seed=seed))
+        module = RotatedLinearCrossEntropy.from_module(plain, ring, loss, **options)
+        assert isinstance(module, nn.Linear) and list(module.state_dict()) == list(plain.state_dict())
+        assert all(f"{key}={value}" in repr(module) for key, value in settings.items())
+        expected = copy.deepcopy(plain)
+        optimizers = adamw(module.parameters()), adamw(expected.parameters())
+        for step in range(2):
+            batches = [make_head(settings=settings).inputs("3d", other, step) for other in range(ranks)]
+            values = [plain_loss(expected(x), targets, **settings) for x, targets in batches]
+            value = module(*batches[rank])
+            assert_same(value, values[rank], EXACT, "loss")
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            value.sum().backward()
+            (sum(v.sum() for v in values) / ranks).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for name, parameter in expected.named_parameters():
+            assert_same(full(module.get_parameter(name)), parameter, 1e-9, name)
+            assert differs(full(module.get_parameter(name)), plain.get_parameter(name), 1e-3), "control: untrained"
 
-        torch.manual_seed(0)
-        fresh = RotatedLinearCrossEntropy(5, 11, ring=ring, reduction="sum", dtype=torch.float64, in_place=True)
-        torch.manual_seed(0)
-        assert_same(full(fresh.weight), nn.Linear(5, 11, False, dtype=torch.float64).weight, 0.0, "initial values")
-        assert fresh.bias is None and (fresh.in_features, fresh.out_features) == (5, 11)
-        assert local(fresh.weight).shape == chunk(torch.empty(11, 5), ranks, rank).shape
-        assert RotatedLinearCrossEntropy(5, 11, True, "meta", ring=ring).bias.is_meta
-        assert copy.deepcopy(fresh).reduction == "sum"
-        head, at = nn.Linear(5, 11), RotatedLinearCrossEntropy.from_module
-        for error, message, call in (
-            (
-                ValueError,
-                "without class weights, got one with 11",
-                lambda: at(head, ring, nn.CrossEntropyLoss(torch.ones(11))),
-            ),
-            (
-                ValueError,
-                "expected reduction from the loss or",
-                lambda: at(head, ring, nn.CrossEntropyLoss(), reduction="sum"),
-            ),
-            (TypeError, "expected a CrossEntropyLoss, got a NLLLoss", lambda: at(head, ring, nn.NLLLoss())),
-            (TypeError, "expected a Linear, got a Conv1d", lambda: at(nn.Conv1d(1, 1, 1), ring)),
-            (ValueError, "RotatedLinearCrossEntropy: expected a reduction", lambda: at(head, ring, reduction="max")),
-        ):
-            with pytest.raises(error, match=message):
-                call()
-
-
-def test_module():
-    run_ranks(_module, 3)
+    torch.manual_seed(0)
+    fresh = RotatedLinearCrossEntropy(5, 11, ring=ring, reduction="sum", dtype=torch.float64, in_place=True)
+    torch.manual_seed(0)
+    assert_same(full(fresh.weight), nn.Linear(5, 11, False, dtype=torch.float64).weight, 0.0, "initial values")
+    assert fresh.bias is None and (fresh.in_features, fresh.out_features) == (5, 11)
+    assert local(fresh.weight).shape == chunk(torch.empty(11, 5), ranks, rank).shape
+    assert RotatedLinearCrossEntropy(5, 11, True, "meta", ring=ring).bias.is_meta
+    assert copy.deepcopy(fresh).reduction == "sum"
+    head, at = nn.Linear(5, 11), RotatedLinearCrossEntropy.from_module
+    for error, message, call in (
+        (
+            ValueError,
+            "without class weights, got one with 11",
+            lambda: at(head, ring, nn.CrossEntropyLoss(torch.ones(11))),
+        ),
+        (
+            ValueError,
+            "expected reduction from the loss or",
+            lambda: at(head, ring, nn.CrossEntropyLoss(), reduction="sum"),
+        ),
+        (TypeError, "expected a CrossEntropyLoss, got a NLLLoss", lambda: at(head, ring, nn.NLLLoss())),
+        (TypeError, "expected a Linear, got a Conv1d", lambda: at(nn.Conv1d(1, 1, 1), ring)),
+        (ValueError, "RotatedLinearCrossEntropy: expected a reduction", lambda: at(head, ring, reduction="max")),
+    ):
+        with pytest.raises(error, match=message):
+            call()

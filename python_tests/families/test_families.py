@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from hf_models import CAUSAL, FAMILIES, VOCABULARY, close_ring, inputs_of, make, make_batch
 from logs import logged
 from reference import TOLERANCE, adamw, assert_same, differs
@@ -307,11 +307,8 @@ def _refusals(rank, ranks):
         rtp_ext.fully_rotate(make("llama"), bundle="tight")
 
 
-def _conversion(rank, ranks):
+@on_ranks(2)
+def test_log_calls_and_refusals(rank, ranks):
     _logs(rank, ranks)
     _fused_calls(rank, ranks)
     _refusals(rank, ranks)
-
-
-def test_log_calls_and_refusals():
-    run_ranks(_conversion, 2)

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import TOLERANCE, assert_same, differs, full, random
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -48,9 +48,8 @@ REPLACED = {
 }
 
 
-def _replaced(rank, ranks):
-    cases = Cases()
-    ring = rtp_ext.Ring(timeout=30.0)
+@on_ranks(2)
+def test_replaced_forwards_and_graphs(rank, ranks, ring, cases):
     for name, (change, gathered) in REPLACED.items():
         with cases.case(name):
             plain, model = _model(), _model()
@@ -83,11 +82,6 @@ def _replaced(rank, ranks):
             with torch.no_grad():
                 assert_same(whole(torch.ones(2, 6)), expected, 1e-5, "output for inference")
             rtp_ext.ring_of(whole).close()
-    cases.finish()
-
-
-def test_replaced_forwards_and_graphs():
-    run_ranks(_replaced, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +109,8 @@ def _batch(rank):
     return Batch(x, ids, {"x": [Batch(x + 1, ids)]})
 
 
-def _dataclasses(rank, ranks):
+@on_ranks(2)
+def test_tensors_in_dataclasses_are_cast(rank):
     torch.manual_seed(0)
     plain = Unpacks()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
@@ -129,10 +124,6 @@ def _dataclasses(rank, ranks):
         assert_same(ours.x, theirs.x, 0.05, "output")
     assert differs(output.x, output.inner[0].x, 0.1), "control"
     rtp_ext.ring_of(model).close()
-
-
-def test_tensors_in_dataclasses_are_cast():
-    run_ranks(_dataclasses, 2)
 
 
 def test_containers():

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from hf_models import VOCABULARY, check_trained, exact, refused
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -69,10 +69,10 @@ class Counted:
         self.ended += 1
 
 
-def _decoders(rank, ranks):
+@on_ranks([2], timeout=200.0)
+def test_tokens_of_the_plain_model(rank, ranks, cases):
     from transformers import StoppingCriteriaList
 
-    cases = Cases()
     for kind in ("llama", "gpt2"):
         model, plain = both(kind)
         prompt, many = prompt_of(rank), {"max_new_tokens": steps_of(rank)}
@@ -140,7 +140,6 @@ def _decoders(rank, ranks):
         with cases.case(f"{kind}: goes on to train"):
             check_trained(model, plain.train(), kind, rank, ranks)
         rtp_ext.ring_of(model).close()
-    cases.finish()
 
 
 def own_loop(model, input_ids, generation_config, **_):
@@ -150,16 +149,11 @@ def own_loop(model, input_ids, generation_config, **_):
     return input_ids
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_tokens_of_the_plain_model(ranks):
-    run_ranks(_decoders, ranks, timeout=200.0)
-
-
-def _encoders(rank, ranks):
+@on_ranks(2, timeout=120.0)
+def test_models_with_an_encoder(rank, cases):
     """Models whose generate() calls their encoder separately."""
     import transformers as hf
 
-    cases = Cases()
     sizes = {"vocab_size": VOCABULARY, "d_model": 24, "decoder_start_token_id": 2, "pad_token_id": 0, "eos_token_id": 1}
     heads = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     bart = {**sizes, **heads, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37, "max_position_embeddings": 40}
@@ -182,11 +176,6 @@ def _encoders(rank, ranks):
         with cases.case(f"{name}: afterwards"):
             check(model, plain, prompt_of(rank, 1), max_new_tokens=steps_of(rank, 7, 3))
         rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-def test_models_with_an_encoder():
-    run_ranks(_encoders, 2, timeout=120.0)
 
 
 def fails(model, rank, kind, options):
@@ -210,8 +199,8 @@ class Failing:
         return scores
 
 
-def _errors(rank, ranks):
-    cases = Cases()
+@on_ranks(2, timeout=120.0)
+def test_failures_reach_all_ranks(rank, cases):
     model, plain = both("llama")
     prompt = prompt_of(rank)
     for steps in (1, 4):
@@ -260,15 +249,10 @@ def _errors(rank, ranks):
             with pytest.raises(rtp_ext.RingTimeout, match="LlamaForCausalLM, which every rank of the ring has to call"):
                 alone.generate(prompt, **FREE, max_new_tokens=3)
         torch.distributed.barrier()
-    cases.finish()
 
 
-def test_failures_reach_all_ranks():
-    run_ranks(_errors, 2, timeout=120.0)
-
-
-def _parts(rank, ranks):
-    cases = Cases()
+@on_ranks(2, timeout=120.0)
+def test_parts_and_adapters(rank, cases):
     many = {"max_new_tokens": steps_of(rank)}
     with cases.case("blocks first, then the model"):
         model, plain = exact("llama", use_cache=True).eval(), exact("llama", use_cache=True).eval()
@@ -304,15 +288,10 @@ def _parts(rank, ranks):
             with known.disable_adapter(), refused("adapters change nothing"):
                 assert torch.equal(ours, known.generate(input_ids=prompt, **FREE, **many))
             ring.close()
-    cases.finish()
 
 
-def test_parts_and_adapters():
-    run_ranks(_parts, 2, timeout=120.0)
-
-
-def _replicas(rank, ranks):
-    cases = Cases()
+@on_ranks(4, timeout=200.0)
+def test_rings_and_replicas(rank, ranks, cases):
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "ring"))
     plain = exact("llama", use_cache=True).eval()
     for policy in (None, ZeroOuter()):
@@ -336,15 +315,10 @@ def _replicas(rank, ranks):
         with cases.case(f"goes on to train, {policy}"):
             check_trained(model.train(), copy.deepcopy(plain).train(), "llama", rank, ranks, steps=1)
         rtp_ext.ring_of(model).close()
-    cases.finish()
 
 
-def test_rings_and_replicas():
-    run_ranks(_replicas, 4, timeout=200.0)
-
-
-def _tensor_parallel(rank, ranks):
-    cases = Cases()
+@on_ranks(4, timeout=120.0)
+def test_tensor_parallelism(rank, ranks, cases):
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("ring", "tp"))
     plain = exact("llama", use_cache=True).eval()
     model = copy.deepcopy(plain)
@@ -366,14 +340,10 @@ def _tensor_parallel(rank, ranks):
             model.generate(prompt_of(place), **FREE, max_new_tokens=6, logits_processor=processors)
         check(model, plain, prompt_of(place), max_new_tokens=steps_of(place))
     rtp_ext.ring_of(model).close()
-    cases.finish()
 
 
-def test_tensor_parallelism():
-    run_ranks(_tensor_parallel, 4, timeout=120.0)
-
-
-def _alone(rank, ranks):
+@on_ranks(1)
+def test_one_rank_asks_nobody(rank):
     asked = []
     model, plain = both("llama")
     check(model, plain, prompt_of(rank), max_new_tokens=1)
@@ -382,7 +352,3 @@ def _alone(rank, ranks):
     check(model, plain, prompt_of(rank), max_new_tokens=5)
     assert asked == [], "one rank asks nobody"
     ring.close()
-
-
-def test_one_rank_asks_nobody():
-    run_ranks(_alone, 1)

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from logs import logged
 from reference import TOLERANCE, assert_same, differs, full, random
 from torch import nn
@@ -79,9 +79,8 @@ def _gathered(model):
     return {row.module for row in rtp_ext.explain(model).parameters if row.moved == "gathered"}
 
 
-def _read(rank, ranks):
-    cases = Cases()
-    ring = rtp_ext.Ring(timeout=30.0)
+@on_ranks([2, 3])
+def test_modules_that_others_read_are_gathered(rank, ranks, ring, cases):
     for name, (make, gathered) in READ.items():
         with cases.case(name):
             torch.manual_seed(0)
@@ -111,12 +110,6 @@ def _read(rank, ranks):
         model(_x(rank)).square().sum().backward()
         sum(plain(_x(other)).square().sum() for other in range(ranks)).div(ranks).backward()
         assert_same(full(model.kept.weight.grad), plain.kept.weight.grad, LIMIT, "its gradient")
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_modules_that_others_read_are_gathered(ranks):
-    run_ranks(_read, ranks)
 
 
 def test_what_is_read():
@@ -142,9 +135,8 @@ def _project(x, layer):
     return F.linear(x, layer.weight, layer.bias)
 
 
-def _option(rank, ranks):
-    cases = Cases()
-    ring = rtp_ext.Ring(timeout=30.0)
+@on_ranks(2)
+def test_the_option_gather(rank, ranks, ring, cases):
     torch.manual_seed(0)
     plain = Helped().double()
     with cases.case("control: it is not found"):
@@ -205,11 +197,6 @@ def _option(rank, ranks):
             model(_x(rank))
         with pytest.raises(ValueError, match="the model differs between ranks: conversion of"):
             rtp_ext.rotate_for_inference(copy.deepcopy(plain), gather=["proj", "block.2"][: 1 + rank], timeout=30.0)
-    cases.finish()
-
-
-def test_the_option_gather():
-    run_ranks(_option, 2)
 
 
 def test_large_parameters_that_do_not_rotate_are_warned_of():

@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import TOLERANCE, assert_same, full, random
 from torch import nn
 from torch.nn import functional as F
@@ -60,9 +60,8 @@ def _batch(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, index, random(7 - rank, 2, dtype=torch.float64, seed=60 + rank)
 
 
-def _rotate(rank, ranks):
-    cases = Cases()
-    ring = rtp_ext.Ring(timeout=30.0)
+@on_ranks(few([3], [2, 3]))
+def test_experts_rotate_whatever_their_name(rank, ranks, ring, cases):
     for family, name in {**EXPERTS, **OTHERS}.items():
         plain = _made(family, name)
         model = rtp_ext.fully_rotate(nn.ModuleList([copy.deepcopy(plain)]), mesh=ring)
@@ -76,12 +75,6 @@ def _rotate(rank, ranks):
             sum(plain(*_batch(other)).square().sum() for other in range(ranks)).div(ranks).backward()
             for key, parameter in plain.named_parameters():
                 assert_same(full(model[0].get_parameter(key).grad), parameter.grad, LIMIT, key)
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", few([3], [2, 3]))
-def test_experts_rotate_whatever_their_name(ranks):
-    run_ranks(_rotate, ranks)
 
 
 class Experts(nn.Module):
@@ -288,10 +281,8 @@ def test_mlps_in_every_detail():
         assert set(spec.between) == {"drop"}
 
 
-def _mlps(rank, ranks):
-    cases = Cases()
-    ring = rtp_ext.Ring(timeout=30.0)
-
+@on_ranks(3)
+def test_mlps_rotate_whatever_their_name(rank, ranks, ring, cases):
     def check(plain, model, inputs):
         output = model(inputs(rank))
         assert_same(output, plain(inputs(rank)), LIMIT, "output")
@@ -311,12 +302,7 @@ def _mlps(rank, ranks):
             before = ring.hops("weight")
             check(plain, model[0], lambda r: random(2, 3 + r, D, dtype=torch.float64, seed=70 + r))
             assert ring.hops("weight") - before <= 2 * ranks, "one rotation a pass"
-    cases.finish()
 
 
 class LfmConfig:
     hidden_size, intermediate_size, block_auto_adjust_ff_dim = D, 9, False
-
-
-def test_mlps_rotate_whatever_their_name():
-    run_ranks(_mlps, 3)

@@ -4,7 +4,7 @@ list names, converted and trained as in one process."""
 import copy
 
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from hf_models import fill
 from reference import assert_same, differs, full
 from torch import nn
@@ -111,9 +111,8 @@ def _batch(rank):
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _train(rank, ranks):
-    cases = Cases()
-    ring = rtp_ext.Ring(timeout=30.0)
+@on_ranks(3, timeout=240.0)
+def test_families_that_no_list_names(rank, ranks, ring, cases):
     for name, plain, fuses in _models():
         plain = fill(plain.double().train())
         expected = [plain(**_batch(other)).loss for other in range(ranks)]
@@ -141,8 +140,3 @@ def _train(rank, ranks):
                         gradient = full(model.get_parameter(key).grad)
                         assert_same(gradient, parameter.grad, 1e-5, key)
                         assert differs(gradient * ranks, parameter.grad, 1e-5), f"control: a wrong mean of {key}"
-    cases.finish()
-
-
-def test_families_that_no_list_names():
-    run_ranks(_train, 3, timeout=240.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks
 from reference import TOLERANCE, assert_same, differs, double_copy, random, whole_gradients
 from torch import nn
 
@@ -150,31 +150,25 @@ def check(
             assert differs(gradient, lacking.get_parameter(name).grad, tolerance), f"the control passes: {name}"
 
 
-def _training(rank, ranks, transport, in_place, every):
-    cases = Cases()
-    with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
-        for number, (kind, variant) in list(enumerate(product(KINDS, VARIANTS)))[ranks % every :: every]:
-            dtype = torch.float32 if number % 5 == 3 else torch.float64
-            masked = MASKED[(number + number // 4) % 4]
-            model = make_model(kind, variant, dtype)
-            names = list(model.state_dict())
-            types = {name: type(part) for name, part in model.named_modules() if "Transformer" in type(part).__name__}
-            convert(model, ring, swapped=number % 2 == 0, in_place=in_place)
-            assert list(model.state_dict()) == names
-            for name, cls in types.items():
-                assert isinstance(model.get_submodule(name), cls)
-            with cases.case(f"{kind} {variant} {dtype} {masked}"):
-                check(model, ring, kind, variant, dtype, masked, control=ranks > 1 and number % 4 == 1)
-    cases.finish()
-
-
+@on_ranks()
 @pytest.mark.parametrize(
     ("ranks", "transport", "in_place", "every"),
     # each of the models on one number of ranks: one and four share a third
     [(1, "shm", False, 6), (2, "shm", False, 3), (3, "c10d", True, 3), (4, "shm", False, 6)],
 )
-def test_training(ranks, transport, in_place, every):
-    run_ranks(_training, ranks, transport, in_place, every)
+def test_training(ranks, ring, cases, transport, in_place, every):
+    for number, (kind, variant) in list(enumerate(product(KINDS, VARIANTS)))[ranks % every :: every]:
+        dtype = torch.float32 if number % 5 == 3 else torch.float64
+        masked = MASKED[(number + number // 4) % 4]
+        model = make_model(kind, variant, dtype)
+        names = list(model.state_dict())
+        types = {name: type(part) for name, part in model.named_modules() if "Transformer" in type(part).__name__}
+        convert(model, ring, swapped=number % 2 == 0, in_place=in_place)
+        assert list(model.state_dict()) == names
+        for name, cls in types.items():
+            assert isinstance(model.get_submodule(name), cls)
+        with cases.case(f"{kind} {variant} {dtype} {masked}"):
+            check(model, ring, kind, variant, dtype, masked, control=ranks > 1 and number % 4 == 1)
 
 
 class FastPathError(Exception):
@@ -210,7 +204,11 @@ def undo(model: nn.Module) -> None:
             part.use_nested_tensor = True
 
 
-def _evaluation(rank, ranks, transport, in_place, every):
+@on_ranks()
+@pytest.mark.parametrize(
+    ("ranks", "transport", "in_place", "every"), [(1, "shm", False, 3), (2, "c10d", True, 3), (3, "shm", False, 3)]
+)
+def test_evaluation_never_takes_the_fast_path(rank, ranks, transport, in_place, every):
     cases, taken, found = Cases(), 0, 0
     dtype = torch.float64
     with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
@@ -254,13 +252,6 @@ def _evaluation(rank, ranks, transport, in_place, every):
     cases.finish()
     assert taken > 0, "control: no plain model took the fast path"
     assert found > 0, "control: no converted model takes the fast path where it may"
-
-
-@pytest.mark.parametrize(
-    ("ranks", "transport", "in_place", "every"), [(1, "shm", False, 3), (2, "c10d", True, 3), (3, "shm", False, 3)]
-)
-def test_evaluation_never_takes_the_fast_path(ranks, transport, in_place, every):
-    run_ranks(_evaluation, ranks, transport, in_place, every)
 
 
 def test_emulated_ring_computes_through_its_parts():

@@ -68,7 +68,7 @@ def test_outputs_and_gradients(ranks, cases, name, transport):
 
 def test_every_operation_has_its_cases():
     """But for virtual copies of modules: python_tests/nn/test_flyweight.py."""
-    bundles = {operation.label: operation.bundle for operation in OPERATIONS.values()}
+    bundles = {operation.label: operation.kind.bundle for operation in OPERATIONS.values()}
     assert set(DESCRIBED) == set(bundles) - {"flyweight"}
     for name, described in DESCRIBED.items():
         made = described.make(described.sizes[0], **described.grids[0][0])

@@ -6,6 +6,7 @@ import re
 import sys
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import parametrizations, prune
 
 import rtp_ext
+from rtp_ext import dtensor_hooks
 from rtp_ext.dtensor_hooks import STEP_STAGES, before_steps, before_steps_of
 
 
@@ -123,6 +125,24 @@ def _state_dicts(rank, ranks):
     mesh = init_device_mesh("cpu", (2, 2))
     with pytest.raises(AssertionError):  # torch: sizes have to divide
         _state_dict_utils.distribute_tensor(torch.arange(7.0), mesh, [_StridedShard(0, split_factor=2), Shard(0)])
+
+
+def test_a_rule_is_suspended_in_the_thread_that_calls_torch_alone():
+    """`operator` stands for one of torch: what it finds in the table is what torch would."""
+    dispatcher, found = DTensor._op_dispatcher, []
+
+    def operator(number):
+        with ThreadPoolExecutor(1) as other:
+            everywhere = other.submit(lambda: operator in dispatcher._custom_op_handlers)
+            found.append((operator in dispatcher._custom_op_handlers, everywhere.result()))
+        return number + 1
+
+    dtensor_hooks._set_rule(operator, lambda stock, args, kwargs: 10 * stock(*args, **kwargs))
+    try:
+        assert dispatcher._custom_op_handlers[operator](operator, (1,), {}) == 20
+        assert found == [(False, True)] and operator in dispatcher._custom_op_handlers
+    finally:
+        del dispatcher._custom_op_handlers[operator]
 
 
 def test_torch_still_needs_the_patch_of_state_dicts():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from gpu import expected, gpu_on_paper
-from shared.card import last_command
+from shared.table import last_command
 
 from rtp_ext import _native
 from rtp_ext.planner.constants import host_constant

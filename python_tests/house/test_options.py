@@ -15,8 +15,8 @@ from rtp_ext.functional import experts, mlp
 from rtp_ext.options import DEFAULTS, RingKeywords, RingOptions
 
 SETS = {name: value for name, value in vars(words).items() if typing.get_origin(value) is typing.Literal}
-# Names of things. Of a set are op and pass_ of a schedule, whose operations have a table, and the last two, of Muon.
-FREE = {"name", "link", "title", "op", "pass_", "adjust_lr_fn", "exchange"}
+# Names of things; op and pass_ of a schedule are of a set, but have a table.
+FREE = {"name", "link", "title", "op", "pass_"}
 
 
 def signatures():

@@ -34,7 +34,7 @@ INTERNAL = {
     "csrc/transport/checked.cpp: transport checked": "a transport that the ring has made",
     "csrc/transport/c10d.cpp: transport c10d: expected two": "groups that the ring has made",
     "csrc/device/nccl/communicators.cpp: transport: expected": "ids that rtp_ext has exchanged",
-    "csrc/transport/recorder.cpp: a record needs": "every ring has a name",
+    "csrc/transport/record.cpp: a record needs": "every ring has a name",
     "csrc/engine/pass_graph.cpp": "the ring asks for graphs only where they are possible",
     "rtp_ext/dtensor_hooks.py: expected a stage": "a stage of steps that rtp_ext names",
 }

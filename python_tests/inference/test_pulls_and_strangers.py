@@ -1,5 +1,5 @@
-"""Pulls of shards: what answers in the place of an owner that has ended is not asked, what is changed in transit is an
-error, and a forked process pulls nothing."""
+"""Pulls of shards: a signal and the death of the owner end one, strangers get none, what answers in the place of an
+owner that has ended is not asked, what is changed in transit is an error, and a forked process pulls nothing."""
 
 import contextlib
 import copy
@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import signal
 import socket
+import struct
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,93 @@ from reference import assert_same
 from test_forwards import ended, logits
 
 import rtp_ext
-from rtp_ext.ring.inference import InferenceRing
+from rtp_ext.inference.ring import InferenceRing
+
+MAGIC = 0x3270637470747230  # of the connections between ranks
+AFTER = 0.4  # seconds until a signal
+PROMPT = 4.0  # seconds that it may take from there, of a timeout of 60
+
+
+def stop(pid: int) -> None:
+    """Stops a process, and returns when it is."""
+    os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+        time.sleep(0.01)
+
+
+@on_ranks(3, lost=[1])
+def test_a_signal_and_the_death_of_the_owner_end_a_pull(rank):
+    plain = make_model()
+    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport="tcp", timeout=60.0)
+    ring, store = rtp_ext.ring_of(model), dist.distributed_c10d._get_default_store()
+    pids = ring.exchange(os.getpid())
+    if rank == 1:
+        time.sleep(300.0)
+
+    def both_at(point):
+        store.set(f"{point} {rank}", "")
+        store.wait([f"{point} {each}" for each in (0, 2)])
+
+    def ended_pull(error, match, sent, pid, number):
+        """Sends a signal while this rank is in a pull, which raises an error."""
+        before = ring.pulled_bytes
+        if sent:
+            threading.Timer(AFTER, os.kill, (pid, number)).start()
+        start = time.monotonic()
+        with torch.no_grad(), pytest.raises(error, match=match):
+            logits(model, "small", rank, 0)
+        assert time.monotonic() - start < AFTER + PROMPT
+        assert ring.pulled_bytes - before < once, "control: it was in the middle"
+
+    with torch.no_grad():
+        expected = logits(plain, "small", rank, 0)
+        assert_same(logits(model, "small", rank, 0), expected, 1e-12, "before")
+        once = ring.pulled_bytes
+        both_at("pulled")
+        if rank == 0:
+            stop(pids[1])
+        both_at("stopped")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        ended_pull(KeyboardInterrupt, None, True, os.getpid(), signal.SIGINT)
+        both_at("interrupted")
+        if rank == 0:
+            os.kill(pids[1], signal.SIGCONT)
+        assert_same(logits(model, "small", rank, 0), expected, 1e-12, "the ring goes on")
+        both_at("pulled again")
+        if rank == 0:
+            stop(pids[1])
+        both_at("stopped again")
+    ended_pull(
+        rtp_ext.RotationError,
+        r"a pull of shards from rank 1 of the ring at \S+ port \d+: its process has ended",
+        *(rank == 0, pids[1], signal.SIGKILL),
+    )
+    ring.close()
+
+
+@on_ranks(2)
+def test_a_stranger_without_the_key_gets_no_shard(rank):
+    """It knows the address of an owner, the protocol, and where a shard lies."""
+    plain = make_model()
+    model = rtp_ext.rotate_for_inference(copy.deepcopy(plain), transport="tcp", timeout=30.0)
+    ring = rtp_ext.ring_of(model)
+    addresses = ring.exchange(ring._source.address())
+    if rank == 1:
+        host, port, *_ = addresses[0].split()
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.settimeout(20.0)
+            stranger.sendall(struct.pack("=QQIIII", MAGIC, 1, 1, 0, 0, 0))  # rank 1 opens a connection for pulls
+            assert len(stranger.recv(16, socket.MSG_WAITALL)) == 16, "control: it is asked for its proof"
+            told = b""
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                stranger.sendall(struct.pack("=Qqq", 1, 0, 64))  # no proof, and a request
+                told = stranger.recv(1 << 16)
+            assert told == b""
+    ring.exchange("turned away")
+    with torch.no_grad():
+        assert_same(logits(model, "small", rank, 0), logits(plain, "small", rank, 0), 1e-12, "pulls of ranks")
+    ring.exchange("pulled")
+    ring.close()
 
 
 class Changes:
@@ -27,16 +115,15 @@ class Changes:
 
     def __init__(self) -> None:
         self.swaps = False
-        self.exchange = InferenceRing.exchange
 
     def in_front(self, ring, value):
-        """Replaces `InferenceRing.exchange`, by which ranks tell their addresses."""
+        """Replaces the `exchange` of an InferenceRing, by which ranks tell their addresses."""
         if isinstance(value, tuple) and isinstance(value[0], str) and value[0].startswith("127.0.0.1 "):
             host, port, *key = value[0].split()
             listener = socket.create_server((host, 0))
             threading.Thread(target=self.accept, args=(listener, (host, int(port))), daemon=True).start()
             value = (" ".join([host, str(listener.getsockname()[1]), *key]), *value[1:])
-        return self.exchange(ring, value)
+        return ring.ring.exchange(value)
 
     def accept(self, listener, target):
         while True:

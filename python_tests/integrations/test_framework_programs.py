@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from compatibility.framework_runs import as_torchrun
-from compatibility.framework_table import missing
-from harness import run_ranks
+from compatibility.frameworks import missing
+from harness import on_ranks, run_ranks
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +65,9 @@ def compare(code: str, plain: str) -> dict:
     return names
 
 
-def _accelerate(rank, ranks, folder):
+@on_ranks(2, timeout=120.0)
+def test_accelerate(rank, ranks, tmp_path):
+    folder = str(tmp_path)
     as_torchrun(rank, ranks)
     os.chdir(folder)
     code = program("RotationAccelerator")
@@ -83,10 +85,6 @@ def _accelerate(rank, ranks, folder):
         name for name, parameter in model.named_parameters() if not torch.equal(parameter.full_tensor(), before[name])
     ]
     assert len(changed) == len(before), "the weights after the first epoch"
-
-
-def test_accelerate(tmp_path):
-    run_ranks(_accelerate, 2, str(tmp_path), timeout=120.0)
 
 
 def _lightning(rank, ranks, folder):

@@ -2,7 +2,7 @@
 
 import pytest
 from compatibility.framework_runs import as_torchrun
-from compatibility.framework_table import RUNS, WITH_REPLICAS, missing
+from compatibility.frameworks import RUNS, WITH_REPLICAS, missing
 from harness import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from trainer_cases import with_frameworks

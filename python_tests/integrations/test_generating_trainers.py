@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from harness import run_ranks
+from harness import on_ranks
 from hf_models import VOCABULARY, refused
 from trainer_cases import as_torchrun
 
@@ -34,7 +34,9 @@ def _pairs(count):
     return [{"input_ids": source, "labels": target} for source, target in ids]
 
 
-def _predicts(rank, ranks, folder):
+@on_ranks(2, timeout=120.0)
+def test_predictions_of_different_lengths(rank, ranks, tmp_path):
+    folder = str(tmp_path)
     as_torchrun(rank, ranks)
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
@@ -67,7 +69,3 @@ def _predicts(rank, ranks, folder):
         assert plain.predictions.tolist() == rotated.predictions[::-1].tolist()
     lengths = (plain.predictions[:, 1:] > 0).sum(1)
     assert any(lengths[0:6:2] != lengths[1:6:2]), f"control: ranks end at different lengths, {lengths}"
-
-
-def test_predictions_of_different_lengths(tmp_path):
-    run_ranks(_predicts, 2, str(tmp_path), timeout=120.0)

@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from harness import run_ranks
+from harness import on_ranks
 from hf_models import refused
 from trainer_cases import as_torchrun, curve, far, same_weights, small_llama, trained, whole, with_frameworks
 
 CLOSE = 1e-4
 
 
-def _like_ddp(rank, ranks, folder):
+@on_ranks([2, pytest.param(3, marks=with_frameworks)], timeout=240.0)
+def test_trains_saves_and_resumes_like_ddp(rank, ranks, tmp_path):
+    folder = str(tmp_path)
     as_torchrun(rank, ranks)
     from transformers import AutoModelForCausalLM, Trainer
 
@@ -49,9 +51,3 @@ def _like_ddp(rank, ranks, folder):
         assert curve(again, "loss") == curve(ours, "loss")[: len(curve(again, "loss"))]
         with refused("the checkpoint of the middle is the end"):
             same_weights(dict(AutoModelForCausalLM.from_pretrained(checkpoint).named_parameters()), final, 0.0, "")
-    return rank
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=with_frameworks)])
-def test_trains_saves_and_resumes_like_ddp(ranks, tmp_path):
-    run_ranks(_like_ddp, ranks, str(tmp_path), timeout=240.0)

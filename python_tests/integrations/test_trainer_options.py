@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import on_ranks, run_ranks
 from hf_models import refused
 from trainer_cases import (
     as_torchrun,
@@ -40,14 +40,16 @@ def lora_of(model):
     return adapted
 
 
-def _options(rank, ranks, folder):
+@on_ranks(2, timeout=300.0)
+@with_frameworks
+def test_options(rank, ranks, cases, tmp_path):
+    folder = str(tmp_path)
     as_torchrun(rank, ranks)
     import peft
     from transformers import AutoModelForCausalLM, Trainer
 
     from rtp_ext.integrations import RotationTrainer
 
-    cases = Cases()
     model = small_llama()
     with cases.case("bf16, activation checkpointing"):
         changes = {"max_steps": 4, "bf16": True, "gradient_checkpointing": True}
@@ -134,19 +136,16 @@ def _options(rank, ranks, folder):
         ):
             with pytest.raises(ValueError, match=match):
                 trainer_of(RotationTrainer, model, f"{folder}/k", changes, rotate=options)
-    cases.finish()
 
 
 def rtp_policy():
     return torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
+@on_ranks(2, timeout=240.0)
 @with_frameworks
-def test_options(tmp_path):
-    run_ranks(_options, 2, str(tmp_path), timeout=300.0)
-
-
-def _accelerate(rank, ranks, folder):
+def test_accelerate(rank, ranks, tmp_path):
+    folder = str(tmp_path)
     as_torchrun(rank, ranks)
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
@@ -212,11 +211,6 @@ def _accelerate(rank, ranks, folder):
     stepped.step()
     with pytest.raises(ValueError, match="an optimizer that has not stepped yet"):
         ours().prepare(model, stepped)
-
-
-@with_frameworks
-def test_accelerate(tmp_path):
-    run_ranks(_accelerate, 2, str(tmp_path), timeout=240.0)
 
 
 def _other_ranks(rank, ranks, folder, known):

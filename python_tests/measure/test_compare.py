@@ -13,13 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import report
 import torch
 from harness import Cases, run_ranks
+from shared import reports
 from shared.agreement import TOLERANCES
 from shared.card import KEYS, refusal_to_write
-from shared.reports.compare_report import add_scaling
-from shared.reports.runs import where_report
+from shared.table import read_lines
 from torch.distributed.device_mesh import init_device_mesh
 
 from rtp_ext import RotationError, bench, functional, trace
@@ -64,19 +63,19 @@ def _compares(rank, ranks, file):
         new = "rtp,rtp-2rings,fsdp2,fsdp2-noreshard,hsdp,ddp,tp,single,none"
         told = run("--strategies", new)
         if rank == 0:
-            lines = report.read_lines(Path(file))
+            lines = read_lines(Path(file))
             assert [line["strategy"] for line in lines] == new.split(",")
             _check_lines(lines, ranks)
             assert json.loads(told.splitlines()[-1])["loss_agrees"] and "exposed" in told and "options: model=" in told
     with cases.case("llama"):
         run("--model", "llama-mini", "--strategies", "rtp-fused,tp,single", "--no-memory")
         if rank == 0:
-            assert len(report.read_lines(Path(file))) == 12
+            assert len(read_lines(Path(file))) == 12
     lora = ("--model", "llama-mini", "--lora", "2", "--strategies", "fsdp2,rtp,rtp-int8,rtp-nf4")
     with cases.case("adapters around frozen weights"):
         run(*lora)
         if rank == 0:
-            rows = {line["strategy"]: line for line in report.read_lines(Path(file))[-4:]}
+            rows = {line["strategy"]: line for line in read_lines(Path(file))[-4:]}
             assert rows["rtp-nf4"]["frozen"] == "nf4" and rows["rtp-nf4"]["loss_spread"] < 1e-6
             assert rows["rtp-int8"]["travel"] == "int8" and rows["rtp-int8"]["loss_spread"] > 1e-5, "control"
             sent, kept = ({name: row[key] for name, row in rows.items()} for key in ("ring_bytes", "kept_bytes"))
@@ -96,8 +95,8 @@ def _compares(rank, ranks, file):
         fewer = ("--travel", "int8", "--reduce-dtype", "bfloat16")
         run("--strategies", "rtp,rtp-unbundled,fsdp2", *fewer, "--where", "2")
         if rank == 0:
-            _check_where(report.read_lines(Path(file).with_name("where.jsonl")))
-            lines = report.read_lines(Path(file))
+            _check_where(read_lines(Path(file).with_name("where.jsonl")))
+            lines = read_lines(Path(file))
             wide, narrow = lines[0], lines[-3]
             assert (narrow["case"], narrow["travel"], narrow["reduce_dtype"]) == ("mlp-tiny/rtp", "int8", "bfloat16")
             assert wide["travel"] is None and narrow["ring_bytes"] == lines[-2]["ring_bytes"]
@@ -219,15 +218,15 @@ def _check_where(lines):
         assert line["products_ms"] > 0 and line["conversions_ms"] > 0 and line["collectives_ms"] > 0
     earlier = [{**line, "date": "2026-11-01"} for line in lines]
     travel = lines[0]["asked_travel"]
-    assert where_report.last_where([*earlier, *lines], ["mlp-tiny", travel]) == lines
-    assert where_report.last_where(lines, ["mlp-tiny", "exact"]) == [], "control"
+    assert reports.last_where([*earlier, *lines], ["mlp-tiny", travel]) == lines
+    assert reports.last_where(lines, ["mlp-tiny", "exact"]) == [], "control"
 
 
 def _check_compare(cases, compare, parse, file):
     with cases.case("scaling"):
         rows = [{"strategy": "rtp", "tokens": 8, "ranks": r, "tokens_per_s": 10.0 * r**0.5} for r in (1, 4)]
         rows.append({"strategy": "tp", "tokens": 8, "ranks": 4, "tokens_per_s": 1.0})
-        add_scaling(rows)
+        compare.add_scaling(rows)
         assert [row["scaling_efficiency"] for row in rows] == [1.0, 0.5, None]
     for options, message in (
         (["--steps", "0"], "at least 1"),

@@ -4,16 +4,17 @@ import contextlib
 import json
 from types import SimpleNamespace
 
+import compare
 import pytest
 import report
 import torch
 from harness import Cases, run_ranks
 from matrix_optimizers import Muon as Stock
 from reference import full
+from shared import card
 from shared.models import WORKLOADS
 from shared.optimizers import MUONS
 from shared.options import compare_options
-from shared.reports import compare_report
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +28,6 @@ STEPS = 2
 
 
 def _compares(rank, ranks):
-    import compare
     from shared import optimizers
     from shared.launch import Place
 
@@ -78,7 +78,7 @@ def _compares(rank, ranks):
         optimizers.StockMuon.iterate = staticmethod(right)
         if rank == 0:
             with pytest.raises(SystemExit, match=r"the strategies differ: losses by \S+ \(relative; at most 1e-04"):
-                compare_report.report(list(found.values()), args_of(["fsdp2", "ddp"]))
+                compare.report(list(found.values()), args_of(["fsdp2", "ddp"]))
     with cases.case("another division of the parameters"):
 
         def divided(strategy, *others):
@@ -140,7 +140,7 @@ def test_refusals(options, message, capsys):
 
 
 def test_defaults(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare_options, "RESULTS", tmp_path)
+    monkeypatch.setattr(card, "RESULTS", tmp_path)
     muon = compare_options.parse_arguments([*OPTIONS[:-2]])
     adamw = compare_options.parse_arguments([*OPTIONS[:-2], "--optimizer", "adamw"])
     assert (muon.output.name, muon.lr, adamw.output.name, adamw.lr) == ("muon.jsonl", 5e-3, "compare.jsonl", 1e-4)

@@ -1,6 +1,5 @@
 """A sample of the fault matrix, and that it judges."""
 
-import json
 import multiprocessing
 
 import pytest
@@ -60,14 +59,6 @@ def test_what_goes_wrong_is_judged_wrong():
     assert faults.judge(late, ours, 1.0, calm)[0] == []
     ours[1] = {"ended": "done", "losses": [*losses[:-1], losses[-1] + 1e-8]}
     assert "from those of one process" in faults.judge(late, ours, 1.0, calm)[0][0]
-
-
-def test_the_page_has_the_table_of_the_results():
-    text = faults.PAGE.read_text()
-    rows = faults.read(faults.results_file().parent.parent / "cpu-2core" / "faults.jsonl")
-    assert rows and faults.page(text, rows) == text
-    lines = [json.dumps({**row, "verdict": "fail", "problems": ["planted"]}) for row in rows[:1]]
-    assert faults.page(text, [*rows, *map(json.loads, lines)]) != text or rows[0]["verdict"] == "no sense"
 
 
 def test_of_a_connection_either_end_is_named():

@@ -7,14 +7,15 @@ import forwards
 import plot
 import pytest
 import report
-from shared.reports.runs.forwards_report import surprises
+from forwards import surprises
+from shared.table import read_lines
 
 
 def test_the_whole_command(tmp_path, monkeypatch, capsys):
     file = tmp_path / "m" / "forwards.jsonl"
     monkeypatch.setattr(sys, "argv", ["forwards.py", "--quick", "--rates", "local", "--output", str(file)])
     forwards.main()
-    lines = report.read_lines(file)
+    lines = read_lines(file)
     equal, unequal = ([line for line in lines if line["work"] == work] for work in ("equal", "unequal"))
     strategies = ["none", *forwards.USUAL]
     assert [(line["tokens"], line["strategy"]) for line in equal] == [(t, s) for t in (8, 32) for s in strategies]

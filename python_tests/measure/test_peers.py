@@ -5,6 +5,7 @@ import json
 import math
 import time
 
+import compare
 import plot
 import pytest
 import report
@@ -14,7 +15,7 @@ from shared import memory
 from shared.agreement import TOLERANCES
 from shared.options import compare_options
 from shared.race import paper, trial
-from shared.reports import compare_report
+from shared.table import read_lines
 from torch.multiprocessing import ProcessRaisedException
 
 CARD = {"date": "2026-01-01T00", "commit": "abc", "device": "made up", "cores": 2, "torch": "2", "dtype": "float32"}
@@ -84,12 +85,12 @@ def test_a_strategy_that_was_not_timed_has_a_row(tmp_path, capsys):
     args.output = tmp_path / "peers.jsonl"
     for each in rows:
         each |= {"backend": "gloo", "balanced_over": 4}
-    compare_report.report(rows, args)
+    compare.report(rows, args)
     told = capsys.readouterr().out
     assert "deepspeed           not timed: ImportError: no deepspeed" in told
     cases = json.loads(told.splitlines()[-1])["cases"]
     assert cases["deepspeed@R2T256"] == {"error": "ImportError: no deepspeed"} and cases["rtp@R2T256"]["step_ms"] == 100
-    assert len(report.read_lines(args.output)) == 3
+    assert len(read_lines(args.output)) == 3
     (tmp_path / "m").mkdir()
     args.output.rename(tmp_path / "m" / "peers.jsonl")
     text = report.block("m peers mlp one-host", tmp_path)
@@ -102,9 +103,9 @@ def test_claims_stand_beside_what_was_measured(tmp_path):
     one = row("single", peak_bytes=12 << 20)
     runs = [row("rtp", peak_bytes=8 << 20), row("ddp", peak_bytes=32 << 20, tokens_per_s=20.0), one, dict(FAILED)]
     runs += [row("rtp", tokens=512, peak_efficiency=0.9), row("rtp", ranks=4, peak_efficiency=0.7)]
-    used, text = paper.claims([*runs, row("ddp", hosts=2, rate="2gbit")], "mlp")
+    used = paper.runs_of([*runs, row("ddp", hosts=2, rate="2gbit")], "mlp")
     assert len(used) == 5, "neither the failed one nor the one between hosts"
-    results = {line[0]: line[-1] for line in text[1:]}
+    results = {line["claim"]: line["result"] for line in paper.claims(list(used.values()))}
     assert next(result for claim, result in results.items() if "remarkably close" in claim) == (
         "R = 2: 0.80 to 0.90; R = 4: 0.70"
     )

@@ -7,24 +7,17 @@ from pathlib import Path
 import plot
 import pytest
 import report
-from reliability import reliability_report
-from shared.reports.commands import today
+from reliability import faults
+from shared import reports
+from shared.table import read_lines, today
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES_OF_THEIR_OWN = {  # of results whose tables their own scripts make
+PAGES_OF_THEIR_OWN = {  # of results that planner_page.py shows, or sentences
     "capacity": "predictions.md",
-    "compiled": "compile.md",
-    "faults": "reliability.md",
-    "frameworks": "frameworks.md",
     "planner_grid": "predictions.md",
     "recorder": "reliability.md",
-    "recovery": "reliability.md",
-    "sanitize": "reliability.md",
-    "soak": "reliability.md",
     "soak_hosts": "reliability.md",
-    "third_party_optimizers": "optimizers.md",
-    "versions": "limits.md",
 }
 GONE = {  # results of experiments that were removed, and their pages, which name the commit that had the script
     "benchmarks/planner/search_ways.py": "predictions.md",
@@ -35,7 +28,7 @@ COMPARE = RESULTS / "cpu-2core" / "compare.jsonl"
 
 @pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
 def test_the_numbers_of_a_page_are_those_of_the_results(page, tmp_path, capsys):
-    report.main(["--check"])
+    report.main(["--check", "--page", str(page)])
     text = page.read_text()
     wish, table = next((found[2], found[3]) for found in report.BLOCK.finditer(text))
     number = re.search(r"\| (\d+)", table)[1]
@@ -45,7 +38,7 @@ def test_the_numbers_of_a_page_are_those_of_the_results(page, tmp_path, capsys):
         report.main(["--check", "--page", str(page), "--page", str(wrong)])
     report.main(["--write", "--page", str(wrong)])
     assert wrong.read_text() == text
-    report.main([])
+    report.main(["--page", str(page)])
     assert f"<!-- report: {wish} -->" in capsys.readouterr().out
 
 
@@ -53,7 +46,7 @@ def test_every_result_of_this_machine_is_on_a_page():
     requested = [found[2] for page in report.PAGES for found in report.BLOCK.finditer(page.read_text())]
     kinds = {tuple(wish.split()[:2]) for wish in requested}
     files = {(file.parent.name, file.stem) for file in RESULTS.glob("*/*.jsonl")}
-    left = files - {(machine, report.FILES[kind].removesuffix(".jsonl")) for machine, kind in kinds}
+    left = files - {(machine, report.TABLES[kind].file) for machine, kind in kinds}
     gone = {Path(script).stem for script in GONE}
     assert {stem for _, stem in left} <= set(PAGES_OF_THEIR_OWN) | gone
     for script, page in GONE.items():
@@ -65,13 +58,13 @@ def test_every_result_of_this_machine_is_on_a_page():
 
 def test_tables_show_the_last_run_and_only_what_is_known():
     unknown = {"kept_efficiency": None, "peak_efficiency": None}
-    lines = [line | {"cores_shared": True} for line in report.read_lines(COMPARE) if line["case"] == "mlp/rtp"]
+    lines = [line | {"cores_shared": True} for line in read_lines(COMPARE) if line["case"] == "mlp/rtp"]
     lines = [line | unknown for line in lines if line["ranks"] == 2]
     passes = {"forward_backward_ms": 8.0, "reference_forward_backward_ms": 4.0, "exposed_ms": 4.0}
     later = [line | {"date": "2027-01-01", "step_ms": 12.3, **passes} for line in lines[:1]]
-    ((shown,),) = [report.last_runs(lines + later, "mlp")]
+    shown = reports.last_runs(lines + later, "mlp")
     assert shown == later
-    text = report.compare_table(shown)
+    text = report.TABLES["compare"].page(shown)
     assert (
         "| 12 (" in text
         and "| 8 (2.00) |" in text
@@ -82,7 +75,7 @@ def test_tables_show_the_last_run_and_only_what_is_known():
 
 
 def test_tables_show_how_far_runs_lie_apart(tmp_path):
-    lines = [line for line in report.read_lines(COMPARE) if line["tokens"] == 256 and line["case"] == "mlp/fsdp2"][:1]
+    lines = [line for line in read_lines(COMPARE) if line["tokens"] == 256 and line["case"] == "mlp/fsdp2"][:1]
     lines += [line | {"date": f"2027-01-0{day}", "rtp_ratio": day / 4} for line in lines for day in (1, 3)]
     lines += [lines[0] | {"date": "2026-01-01", "rtp_ratio": 9.0, "dtype": "bfloat16"}]
     (tmp_path / "m").mkdir()
@@ -90,18 +83,18 @@ def test_tables_show_how_far_runs_lie_apart(tmp_path):
     few, most = sorted([lines[0]["rtp_ratio"], 0.25])[0], max(lines[0]["rtp_ratio"], 0.75)
     assert f"| 0.75 ({few:.2f} to {most:.2f} in 4) |" in report.block("m compare mlp", tmp_path)
     with pytest.raises(ValueError, match="rows of one dtype"):
-        report.table([lines[0], lines[-1]], report.COMPARE)
+        report.TABLES["compare"].page([lines[0], lines[-1]])
 
 
 def test_e_hide_has_the_range_of_all_runs_or_the_error_of_its_medians():
     row = {"e_hide": 0.5, "t_gr_us": 100.0, "t_c_us": 50.0, "iterations": 25}
     row |= {f"t_{name}_{end}_us": value for name in ("gr", "c", "ov") for end, value in (("p20", 0.0), ("p80", 16.8))}
     error = 1.25 * 10 * 3**0.5 / 5 / 50
-    assert report.e_hide(row) == f"0.5 ± {error:.1f}" and error > 0.05
-    assert report.e_hide(row | {"e_hides": [0.5, -1.5]}) == "0.50 (-1.50 to 0.50 in 2)"
-    assert report.e_hide(row | {"iterations": 2500}) == f"0.50 ± {error / 10:.2f}"
-    assert report.e_hide(row | {"ceiling_percent": 106.0}) == "-" != report.e_hide(row | {"ceiling_percent": 104.0})
-    assert report.e_hide({"e_hide": 0.5}) == "0.50" and report.e_hide({"e_hide": None}) is None
+    assert reports.e_hide(row) == f"0.5 ± {error:.1f}" and error > 0.05
+    assert reports.e_hide(row | {"e_hides": [0.5, -1.5]}) == "0.50 (-1.50 to 0.50 in 2)"
+    assert reports.e_hide(row | {"iterations": 2500}) == f"0.50 ± {error / 10:.2f}"
+    assert reports.e_hide(row | {"ceiling_percent": 106.0}) == "-" != reports.e_hide(row | {"ceiling_percent": 104.0})
+    assert reports.e_hide({"e_hide": 0.5}) == "0.50" and reports.e_hide({"e_hide": None}) is None
 
 
 def test_tables_of_overlap_and_memory(tmp_path):
@@ -183,7 +176,7 @@ def test_tables_between_hosts(tmp_path):
         with pytest.raises(ValueError, match=message):
             report.block(wish, tmp_path)
     with pytest.raises(ValueError, match="rows of one kind of hosts"):
-        report.hosts_table([row | {"case": "mlp/a"} for row in rows_between_hosts()], ["mlp"], report.HOSTS)
+        report.TABLES["hosts"].page(rows_between_hosts())
 
 
 def test_figures_come_from_committed_results_alone(tmp_path, monkeypatch, capsys):
@@ -270,8 +263,8 @@ def test_results_in_fewer_bits_are_cases_of_their_own():
     line = {**json.loads(COMPARE.read_text().splitlines()[-1]), "strategy": "rtp", "rtp_ratio": 1.0}
     narrow = {**line, "travel": "int8", "reduce_dtype": "bfloat16", "step_ms": 1.0}
     same = {**line, "reduce_dtype": "float32", "travel": None, "gradient_route": "auto"}
-    assert [len(report.last_cases(lines, [])) for lines in ([line, narrow], [line, same])] == [2, 1]
-    told = [report.COMPARE["travels"](row) for row in (line, narrow, same)]
+    assert [len(reports.last_cases(lines, [])) for lines in ([line, narrow], [line, same])] == [2, 1]
+    told = [reports.COMPARE["travels"](row) for row in (line, narrow, same)]
     assert told == [None, "weights int8, gradients bfloat16", None]
 
 
@@ -283,11 +276,8 @@ def test_runs_under_sanitizers_stand_until_all_their_tests_have_run_again(tmp_pa
         return {"sanitizers": kind, **counts, **more}
 
     def table(*rows):
-        path = tmp_path / "results" / "here"
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "sanitize.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-        blocks = "".join(f"<!-- {kind}: here -->\n<!-- end -->\n" for kind in ("sanitize", "soak", "recovery"))
-        text = reliability_report.page(blocks, tmp_path / "results")
+        (tmp_path / "sanitize.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        text = faults.TABLES["sanitize"].block(tmp_path)
         return re.findall(r"^\| (thread|address) \| ([^|]*) \|", text, re.MULTILINE)
 
     first, other = row(1, ["a", "b"], failed=1), row(2, ["a", "b"], "address")
@@ -348,13 +338,10 @@ def test_scripts_of_benchmarks_have_names_of_their_own():
 def test_runs_of_a_script_that_has_moved_are_runs_of_the_same_command(tmp_path):
     row = {"programs": 1, "actions": 1, "failed": 0, "steps": 0, "added": [], "seconds": 60.0}
     row |= {"date": "2026-01-01", "commit": "abc", "torch": "2"}
-    folder = tmp_path / "here"
-    folder.mkdir()
     commands = ("benchmarks/soak.py --seed 7", "benchmarks/reliability/soak.py --seed 7", "benchmarks/soak.py --seed 8")
     rows = [{**row, "actions": 100 + at, "command": f"python {command}"} for at, command in enumerate(commands)]
-    (folder / "soak.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    blocks = "".join(f"<!-- {kind}: here -->\n<!-- end -->\n" for kind in ("sanitize", "soak", "recovery"))
-    text = reliability_report.page(blocks, tmp_path)
+    (tmp_path / "soak.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    text = faults.TABLES["soak"].block(tmp_path)
     assert re.findall(r"^\| 1 \| (\d+)", text, re.MULTILINE) == ["101", "102"]
     assert re.findall("^    (.*)", text, re.MULTILINE) == [
         f"python benchmarks/reliability/soak.py --seed {n}" for n in (7, 8)

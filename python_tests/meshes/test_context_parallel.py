@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks
 from reference import adamw, assert_same, differs, full, random
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -120,28 +120,18 @@ def compare(cases: Cases, label: str, mesh, sequence: Sequence, replica: int, re
     rtp_ext.ring_of(model).close()
 
 
-def _sequences(rank, ranks, cuts):
-    cases = Cases()
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "cuts"), [(2, [[0, 6, 12], [0, 9, 12]]), (3, [[0, 1, 8, 12]])])
+def test_a_ring_of_the_ranks_of_one_sequence(ranks, cases, cuts):
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     for bounds in cuts:
         compare(cases, f"positions {bounds}", mesh, Sequence(mesh.get_group(), bounds), 0, 1)
-    cases.finish()
 
 
-@pytest.mark.parametrize(("ranks", "cuts"), [(2, [[0, 6, 12], [0, 9, 12]]), (3, [[0, 1, 8, 12]])])
-def test_a_ring_of_the_ranks_of_one_sequence(ranks, cuts):
-    run_ranks(_sequences, ranks, cuts)
-
-
-def _replicas(rank, ranks):
+@on_ranks(4)
+def test_a_ring_of_the_ranks_of_two_sequences(cases):
     """The ring contains the ranks of two sequences."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     ring = mesh["dp", "cp"]._flatten("dp_cp")
-    cases = Cases()
     sequence = Sequence(mesh.get_group("cp"), [0, 6, 12])
     compare(cases, "2 x 2", ring, sequence, mesh.get_coordinate()[0], 2)
-    cases.finish()
-
-
-def test_a_ring_of_the_ranks_of_two_sequences():
-    run_ranks(_replicas, 4)

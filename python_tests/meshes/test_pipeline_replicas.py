@@ -4,7 +4,7 @@ step, whatever the schedule; tensor parallelism cuts the layers of stages."""
 import torch
 import torch.distributed as dist
 from grids import few, schedules
-from harness import Cases, run_ranks
+from harness import on_ranks
 from pipeline_models import Pipeline, trains_like_one_process
 from reference import local
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,8 +41,8 @@ def bytes_of_a_step(stage, outer, mesh):
     return (replicas - 1) * int(2 * largest.sum() + largest[cut].sum()) * 8
 
 
-def _trains(rank, ranks):
-    cases = Cases()
+@on_ranks(8, timeout=300.0)
+def test_eight_ranks(cases):
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "replicas", "ring"))
     for schedule, outer, steps, inferred in SCHEDULES:
         pipeline = Pipeline(schedule, mesh, PARTS, inferred, outer)
@@ -58,8 +58,3 @@ def _trains(rank, ranks):
         pipeline = Pipeline(schedule, tensor, PARTS)
         trains_like_one_process(cases, f"{schedule.__name__}, tensor parallel", pipeline, PARTS, 2)
         pipeline.close()
-    cases.finish()
-
-
-def test_eight_ranks():
-    run_ranks(_trains, 8, timeout=300.0)

@@ -4,7 +4,7 @@ rounding."""
 
 import torch
 from grids import needs_split_backwards
-from harness import Cases, run_ranks
+from harness import on_ranks
 from pipeline_models import MICRO, ROWS, TOLERANCE, Pipeline, batch, loss_of, make_parts, trains_like_one_process
 from reference import assert_same, full, local, own_part
 from rounded_travel import Contributions
@@ -62,8 +62,9 @@ def rounds(cases, what, pipeline, given):
         rounding.controls()
 
 
-def _splits(rank, ranks):
-    cases = Cases()
+@on_ranks(6, timeout=300.0)
+@needs_split_backwards
+def test_backwards_in_two_parts_with_fewer_bytes(cases):
     mesh = init_device_mesh("cpu", (2, PLACES), mesh_dim_names=("pp", "ring"))
     for schedule, how, inferred in TRAINED:
         pipeline = Pipeline(schedule, mesh, PARTS, inferred, how=how)
@@ -77,9 +78,3 @@ def _splits(rank, ranks):
         pipeline = Pipeline(schedule, mesh, PARTS, how=how)
         rounds(cases, f"{schedule.__name__} {how}", pipeline, given)
         pipeline.close()
-    cases.finish()
-
-
-@needs_split_backwards
-def test_backwards_in_two_parts_with_fewer_bytes():
-    run_ranks(_splits, 6, timeout=300.0)

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import assert_same, full, random, whole_gradients
 from tensor_models import (
     EXACT,
@@ -321,16 +321,11 @@ def refused(cases):
         assert model[3].weight is ignored[0]
 
 
-def _edges(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_edges(rank, cases):
     running(cases)
     loss_on_shards(cases)
     called_wrongly(cases, rank)
     different_inputs(cases, rank)
     logged(cases, rank)
     refused(cases)
-    cases.finish()
-
-
-def test_edges():
-    run_ranks(_edges, 4)

@@ -4,7 +4,7 @@ whole; and what ranks of tensor parallelism may not differ in."""
 import pytest
 import test_context_parallel as context
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import adamw, assert_same, differs, full, random
 from tensor_models import (
     EXACT,
@@ -148,12 +148,7 @@ def _refused(rank, ranks, cases):
             assert all(before[name] is parameter for name, parameter in other.named_parameters())
 
 
-def _four(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_four_ranks(rank, ranks, cases):
     for part in (_refused, _context, _adapters, _tables):
         part(rank, ranks, cases)
-    cases.finish()
-
-
-def test_four_ranks():
-    run_ranks(_four, 4)

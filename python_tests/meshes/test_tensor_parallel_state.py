@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import assert_same, differs, full, local, whole_parameters
 from tensor_models import (
     EXACT,
@@ -199,16 +199,12 @@ def example(cases, rank):
         assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-4 * losses[0], (losses, expected)
 
 
-def _state(rank, ranks, folder):
-    cases = Cases()
+@on_ranks(4)
+def test_state(rank, cases, tmp_path):
+    folder = str(tmp_path)
     whole_state(cases, rank)
     checkpoints(cases, folder)
     initial(cases)
     safetensors(cases, rank, folder)
     copies(cases)
     example(cases, rank)
-    cases.finish()
-
-
-def test_state(tmp_path):
-    run_ranks(_state, 4, str(tmp_path))

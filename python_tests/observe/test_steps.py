@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import random
 from torch.profiler import ProfilerActivity, profile
 
@@ -15,8 +15,9 @@ from rtp_ext.nn import RotatedLinear
 from rtp_ext.observe.steps import StepLog
 
 
-def _logged(rank, ranks, folder):
-    cases = Cases()
+@on_ranks([2, 3])
+def test_log_and_ranges(rank, ranks, cases, tmp_path):
+    folder = str(tmp_path)
     file = Path(folder) / f"{rank}.jsonl"
     with rtp_ext.Ring(timeout=60.0) as ring:
         layer = RotatedLinear(6, 7, ring=ring, dtype=torch.float64)
@@ -55,12 +56,6 @@ def _logged(rank, ranks, folder):
         if importlib.util.find_spec("tensorboard") is None:
             with pytest.raises(ValueError, match="pip install tensorboard"):
                 StepLog(ring, tensorboard=folder)
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_log_and_ranges(ranks, tmp_path):
-    run_ranks(_logged, ranks, str(tmp_path))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs the package tensorboard")

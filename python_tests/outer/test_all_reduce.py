@@ -7,7 +7,7 @@ import pytest
 import torch
 from byte_cases import byte_cases
 from grids import SWEEP
-from harness import Cases, run_ranks
+from harness import on_ranks, run_ranks
 from reference import assert_same, full, local, whole_gradients, wholes
 from refusal_cases import dies, refusal_cases
 from replica_cases import (
@@ -43,17 +43,16 @@ from rtp_ext.outer.replicas import Replicas
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def _six(rank, ranks):
-    cases = Cases()
+@on_ranks(6, timeout=240.0)
+def test_six_ranks_train_as_one_process(rank, ranks, cases):
     trains_as_one(rank, ranks, cases, [((2, 3), LINE, DIMS), ((3, 2), LINE[::-1], DIMS)])
     for shape, factor in (((2, 3), 1), ((3, 2), None)):
         accumulates(rank, ranks, cases, shape, factor, [(False, True)])
         byte_cases(rank, ranks, cases, shape)
-    cases.finish()
 
 
-def _eight(rank, ranks):
-    cases = Cases()
+@on_ranks(8)
+def test_three_dimensions(rank, ranks, cases):
     flattened = RotationDims(ring=("a", "b"), replicate="replicas")
     for policy in (AllReduce, ZeroOuter):
         trains_as_one(rank, ranks, cases, [((2, 2, 2), ("replicas", "a", "b"), flattened)], policy)
@@ -65,22 +64,14 @@ def _eight(rank, ranks):
         assert_same_gradients(whole_gradients(model), plain, "a", 1 / ranks)
         assert tuple(model.mix.weight.placements) == (Replicate(), Shard(0))
         assert model.mix.weight.device_mesh.shape == (4, 2), model.mix.weight.device_mesh
-    cases.finish()
-
-
-def test_six_ranks_train_as_one_process():
-    run_ranks(_six, 6, timeout=240.0)
-
-
-def test_three_dimensions():
-    run_ranks(_eight, 8)
 
 
 # -- micro-batches -----------------------------------------------------------------------------------------------------
 
 
-def _four(rank, ranks, folder):
-    cases = Cases()
+@on_ranks(4, timeout=300.0)
+def test_four_ranks(rank, ranks, cases, tmp_path):
+    folder = str(tmp_path)
     trains_as_one(rank, ranks, cases, [((2, 2), LINE, DIMS)], foreach=True)
     ways = [(True, True), (False, False, True), (True, False, True), (False, True, False, True)]
     for factor in (None, 1):
@@ -94,11 +85,6 @@ def _four(rank, ranks, folder):
     parts_of_backwards(rank, ranks, cases)
     example_cases(rank, ranks, cases)
     refusal_cases(rank, ranks, cases)
-    cases.finish()
-
-
-def test_four_ranks(tmp_path):
-    run_ranks(_four, 4, str(tmp_path), timeout=300.0)
 
 
 def test_a_replica_that_dies_ends_the_others():

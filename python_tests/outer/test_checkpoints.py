@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.distributed.checkpoint as dcp
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import assert_same, differs, full, one_bit_off, training_state, unequal
 from replica_models import EXACT, Tiny, adamw, all_losses, batch_loss, replicated, step_on
 from torch import nn
@@ -66,8 +66,9 @@ def loaded(convert, checkpoint):
     return model, optimizer
 
 
-def _matrix(rank, ranks, folder):
-    cases = Cases()
+@on_ranks(4, timeout=300.0)
+def test_every_kind_loads_what_any_other_has_saved(rank, ranks, cases, tmp_path):
+    folder = str(tmp_path)
     stages = []  # one process, after one step and after two
     plain = make(1.0)
     reference = adamw(plain)
@@ -105,8 +106,3 @@ def _matrix(rank, ranks, folder):
             at = f"{folder}/trip to {kind}"
             if kind != trip[-1]:
                 dcp.save(state_of(model, optimizer), checkpoint_id=at)
-    cases.finish()
-
-
-def test_every_kind_loads_what_any_other_has_saved(tmp_path):
-    run_ranks(_matrix, 4, str(tmp_path), timeout=300.0)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import assert_same, differs, whole_gradients
 from replica_models import DIMS, EXACT, WIDTH, Tiny, all_losses, batch_loss, mesh_of, replicated
 from torch import nn
@@ -71,8 +71,8 @@ def check(model, plain, rank, ranks, others, what):
             assert_divided(model, plain, divided, f"{what}: what was copied")
 
 
-def _one_ring(rank, ranks):
-    cases = Cases()
+@on_ranks([2, 3])
+def test_one_ring(rank, ranks, cases):
     for together in (True, False):
         with cases.case(f"together={together}"):
             check(joined((ranks,), together=together), Tiny(), rank, ranks, range(ranks), f"together={together}")
@@ -107,7 +107,6 @@ def _one_ring(rank, ranks):
         assert_divided(model, plain, {"mlp": 3, "mix": float(ranks), "": 5}, "adapter")
     with cases.case("refused"):
         _refused(ranks)
-    cases.finish()
 
 
 def _refused(ranks):
@@ -149,13 +148,8 @@ def _refused(ranks):
         rtp_ext.set_gradient_divide_factor(sparse, 1)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_one_ring(ranks):
-    run_ranks(_one_ring, ranks)
-
-
-def _replicas(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_replicas(rank, ranks, cases):
     for name, outer, together in (
         ("AllReduce", AllReduce(), True),
         ("each its own", None, False),
@@ -178,8 +172,3 @@ def _replicas(rank, ranks):
         for name, parameter in model.named_parameters():
             expected = torch.bfloat16 if part_of(name) == "mix" else torch.float32
             assert members[parameter.__dict__[GRADIENT_HANDLER].index].wire_dtype == expected, name
-    cases.finish()
-
-
-def test_replicas():
-    run_ranks(_replicas, 4)

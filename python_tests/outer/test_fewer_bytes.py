@@ -7,7 +7,7 @@ import itertools
 
 import torch
 from grids import SPLITS_BACKWARDS
-from harness import Cases, run_ranks
+from harness import on_ranks
 from offload_cases import made_up
 from reference import assert_same, differs, full, random, whole_gradients, whole_parameters
 from replica_models import Tiny, adamw, all_losses, batch_loss, replicated
@@ -145,14 +145,9 @@ def _parts(rank, ranks, cases):
                 assert_same(full(model.get_parameter(name).grad), parameter.grad, EXACT, name)
 
 
-def _works(rank, ranks):
-    cases = Cases()
+@on_ranks(6, timeout=240.0)
+def test_on_meshes(rank, ranks, cases):
     cuts = _replicas(rank, ranks, cases)
     _offload(rank, ranks, cases, cuts)
     if SPLITS_BACKWARDS:
         _parts(rank, ranks, cases)
-    cases.finish()
-
-
-def test_on_meshes():
-    run_ranks(_works, 6, timeout=240.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from freezing_cases import freezing_cases
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from local_training_cases import (
     checkpoint_cases,
     counting_cases,
@@ -73,8 +73,8 @@ def policies():
 ON_RINGS = ("local SGD", "DiLoCo, AdamW outside", "streaming", "delayed", "one-peer", "PGA beside")
 
 
-def _four(rank, ranks):
-    cases = Cases()
+@on_ranks(4, timeout=240.0)
+def test_against_workers_in_one_process(rank, ranks, cases):
     apart = {}
     every = list(itertools.product(((4, 1), (2, 2)), policies()))
     # every kind of mixing once for two replicas: their topologies are the same
@@ -99,35 +99,14 @@ def _four(rank, ranks):
             assert all(differs(rows[i * shape[1]], alone[i], 1e-6) for i in range(shape[0])), (
                 "control: it did something"
             )
-    cases.finish()
 
 
-def test_against_workers_in_one_process():
-    run_ranks(_four, 4, timeout=240.0)
-
-
-def _two_by_two(rank, ranks, folder):
-    cases = Cases()
+@on_ranks(4, timeout=300.0)
+def test_two_by_two(rank, ranks, cases, tmp_path):
+    folder = str(tmp_path)
     for part in (property_cases, counting_cases, training_cases, local_training_refusals, frozen_cases, freezing_cases):
         part(rank, ranks, cases)
     checkpoint_cases(rank, ranks, cases, folder)
-    cases.finish()
-
-
-def test_two_by_two(tmp_path):
-    run_ranks(_two_by_two, 4, str(tmp_path), timeout=300.0)
-
-
-def _dies(rank, ranks, shape, policy):
-    """The last rank does, before a step. The others get an error that names it, and no hang."""
-    replica = Replica(rank, shape, policy())
-    replica.train(1)
-    if rank == ranks - 1:
-        os._exit(1)
-    start = time.monotonic()
-    with pytest.raises(rtp_ext.RotationError, match=r"; who failed: global rank 3 \(its process has ended\)"):
-        replica.train(3)
-    assert time.monotonic() - start < 25.0, "not by a timeout"
 
 
 def ring_of_four():
@@ -138,9 +117,18 @@ def average_each():
     return LocalSGD(1)
 
 
+@on_ranks(4, lost={3})
 @pytest.mark.parametrize(
     ("shape", "policy"),
     [((4, 1), ring_of_four), ((2, 2), average_each)],
 )
-def test_a_replica_that_dies_is_named(shape, policy):
-    run_ranks(_dies, 4, shape, policy, lost={3})
+def test_a_replica_that_dies_is_named(rank, ranks, shape, policy):
+    """The last rank does, before a step. The others get an error that names it, and no hang."""
+    replica = Replica(rank, shape, policy())
+    replica.train(1)
+    if rank == ranks - 1:
+        os._exit(1)
+    start = time.monotonic()
+    with pytest.raises(rtp_ext.RotationError, match=r"; who failed: global rank 3 \(its process has ended\)"):
+        replica.train(3)
+    assert time.monotonic() - start < 25.0, "not by a timeout"

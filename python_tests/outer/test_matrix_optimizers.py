@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from local_training_cases import SHAPE, gather_all, other_values
 from matrix_optimizers import CLOSE, POLICIES, muon, ours, shampoo, soap
 from reference import assert_same, differs, full
@@ -132,14 +132,10 @@ def layout_cases(rank, cases):
         assert rank > 0 or all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
 
 
-def _two_by_two(rank, ranks, folder):
-    cases = Cases()
+@on_ranks(4, timeout=300.0)
+def test_two_by_two(rank, cases, tmp_path):
+    folder = str(tmp_path)
     training_cases(rank, cases)
     penalty_cases(rank, cases)
     layout_cases(rank, cases)
     checkpoint_cases(rank, cases, folder)
-    cases.finish()
-
-
-def test_two_by_two(tmp_path):
-    run_ranks(_two_by_two, 4, str(tmp_path), timeout=300.0)

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from grids import few, schedules
-from harness import Cases, run_ranks
+from harness import on_ranks
 from pipeline_models import LARGEST_NORM, Pipeline, adamw, batch, loss_of, make_parts
 from reference import assert_same, differs, full
 from test_local_training import diloco, gossip_beside, local_sgd
@@ -56,8 +56,8 @@ class WholeModels(Workers):
                 self.act(self)
 
 
-def _trains(rank, ranks):
-    cases = Cases()
+@on_ranks(8, timeout=300.0)
+def test_eight_ranks(cases):
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "replicas", "ring"))
     shape, replica = tuple(mesh.shape[1:]), mesh.get_local_rank("replicas")
     for schedule, policy, act in schedules(few(POLICIES[2:], POLICIES), POLICIES):
@@ -94,8 +94,3 @@ def _trains(rank, ranks):
                 with cases.case(f"{what}: a state of its own"):
                     assert policy_of_stage.state_dict()["steps"] == STEPS
         pipeline.close()
-    cases.finish()
-
-
-def test_eight_ranks():
-    run_ranks(_trains, 8, timeout=300.0)

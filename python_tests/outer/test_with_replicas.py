@@ -4,7 +4,7 @@ that rank 0 broadcasts, bfloat16."""
 import copy
 
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from hf_models import make
 from reference import assert_same, differs, full, local, random, whole_gradients, whole_parameters
 from replica_models import DIMS, EXACT, VOCABULARY, Tiny, adamw, all_losses, batch_loss, replicated
@@ -129,14 +129,9 @@ def _bfloat16(rank, ranks, cases):
             assert not rounded, f"{name} was rounded"
 
 
-def _four(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_four_ranks(rank, ranks, cases):
     for policy in (AllReduce, ZeroOuter):
         for part in (_recurrent, _flyweight, _fused_head, _broadcast):
             part(rank, ranks, cases, policy)
     _bfloat16(rank, ranks, cases)
-    cases.finish()
-
-
-def test_four_ranks():
-    run_ranks(_four, 4)

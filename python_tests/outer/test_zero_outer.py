@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import assert_same, differs, full, local, whole_gradients
 from replica_cases import (
     LINE,
@@ -68,32 +68,23 @@ def _trains(rank, ranks, cases, shape, factor, ways, **how):
     accumulates(rank, ranks, cases, shape, factor, ways, ZeroOuter(), scattered(shape, rank))
 
 
-def _six(rank, ranks):
-    cases = Cases()
+@on_ranks(6, timeout=240.0)
+def test_six_ranks(rank, ranks, cases):
     for shape in ((2, 3), (3, 2)):
         _trains(rank, ranks, cases, shape, 1, [(True, True), (True, False, True)])
         _counts(rank, cases, shape)
     unequal_tokens(rank, ranks, cases, (3, 2), ZeroOuter())
-    cases.finish()
 
 
-def _four(rank, ranks, folder):
-    cases = Cases()
+@on_ranks(4, timeout=300.0)
+def test_four_ranks(rank, ranks, cases, tmp_path):
+    folder = str(tmp_path)
     _trains(rank, ranks, cases, (2, 2), None, [(False, False, True), (True, False, True)], foreach=True)
     for part in (_clears, _keeps_sums_wide, _gradients_asked_for, _hooks, _sees_writes, _others, _refusals):
         part(rank, ranks, cases)
     _counts(rank, cases, (2, 2))
     parts_of_backwards(rank, ranks, cases, ZeroOuter())
     state_cases(rank, ranks, cases, folder, ZeroOuter)
-    cases.finish()
-
-
-def test_six_ranks():
-    run_ranks(_six, 6, timeout=240.0)
-
-
-def test_four_ranks(tmp_path):
-    run_ranks(_four, 4, str(tmp_path), timeout=300.0)
 
 
 def _counts(rank, cases, shape):

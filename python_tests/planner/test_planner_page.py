@@ -7,8 +7,8 @@ import re
 import shlex
 
 import pytest
-from planner import capacity, planner_hosts, planner_more, planner_page, planner_runs, scale
-from planner.planned import Case, last_of_each
+from planner import capacity, planner_hosts, planner_page, planner_runs, scale
+from planner.planned import Case, planned_again
 
 from rtp_ext.planner import Cluster, cli, estimate_memory
 from rtp_ext.planner.plans.differences import differences
@@ -92,7 +92,7 @@ def test_no_number_of_the_prose_goes_unchecked():
 
 def test_slots_of_our_runs_are_those_that_were_counted():
     """To the byte."""
-    rotated = [row for row in last_of_each(planner_more._lines("planner_grid")) if row["counted_slots_bytes"]]
+    rotated = [row for row in planned_again(planner_page.recorded("planner_grid")) if row["counted_slots_bytes"]]
     for row in rotated:
         assert row["counted_slots_bytes"] == row["predicted_slots_bytes"], (row["case"], row["ranks"], row["tokens"])
     in_time = [estimate_memory(case.model, ROOMY, dataclasses.replace(case.plan, late_gradients=0)) for case in CASES]

@@ -289,6 +289,28 @@ def test_adapters_are_proposed_where_nothing_else_fits_and_missing_rings_have_a_
     assert seconds == pytest.approx(rings[0].step_seconds, rel=1e-3)
 
 
+def test_hosts_without_gpus():
+    """Their plans run on torch, and hold what the same plans hold on GPUs but for context and communicators."""
+    model, cluster = ModelSpec.preset("llama-3-8b"), Cluster.preset("xeon-8452y-512gb", gpus=8)
+    assert (cluster.cpus, cluster.gpus_per_node, cluster.offloads) == (True, 2, False)
+    plans = search(model, cluster, global_batch=64, top=40)
+    strategies = [plan.strategy for plan in plans]
+    assert {strategy.effective_stack for strategy in strategies} == {"torch"}
+    assert any(strategy.rtp == 8 for strategy in strategies) and any(strategy.zero == 1 for strategy in strategies)
+    ring = Strategy(rtp=8, fused_loss=True)
+    on_gpus = estimate_memory(model, dataclasses.replace(cluster, cpus=False), ring).stages[0].components
+    assert on_gpus["context_and_communicators"] == 2e9
+    here = estimate_memory(model, cluster, ring).stages[0].components
+    assert here == {**on_gpus, "context_and_communicators": 0.0}
+    for refused in (
+        lambda: Strategy(dp=8, zero=1).check(model, cluster),
+        lambda: Cluster.preset("xeon-8452y-512gb", link="pcie"),
+        lambda: when.links_of("xeon-8452y-512gb"),
+    ):
+        with pytest.raises(ValueError, match=r"xeon-8452y-512gb.* sockets of CPUs"):
+            refused()
+
+
 def test_when_rotation_wins():
     families = {}
     for family, plan in contenders(64):

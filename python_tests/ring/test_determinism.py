@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import batch_loss, make_model, train
 from operation_checks import rotated_result
 from pretended_hosts import pretend_hosts
@@ -41,10 +41,11 @@ def equal(ours, theirs) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _twice(rank, ranks, transport):
+@on_ranks()
+@pytest.mark.parametrize(("transport", "ranks"), [("shm", 2), ("shm", 3), ("tcp", 3), ("c10d", 3), ("shm+tcp", 4)])
+def test_two_runs_are_equal_bit_by_bit(rank, cases, transport):
     if transport == "shm+tcp":
         pretend_hosts(rank, 2)
-    cases = Cases()
     for route in ROUTES[transport]:
         options = {"transport": transport, "route": route, "timeout": 60.0}
         with rtp_ext.Ring(**options) as calm, rtp_ext.Ring(**options, transport_options=DELAYED) as rough:
@@ -58,9 +59,3 @@ def _twice(rank, ranks, transport):
         other = [tensor.clone() for tensor in found]
         other[0].view(-1)[0] = torch.nextafter(other[0].view(-1)[0], torch.tensor(9e9, dtype=other[0].dtype))
         assert not equal(found, other)
-    cases.finish()
-
-
-@pytest.mark.parametrize(("transport", "ranks"), [("shm", 2), ("shm", 3), ("tcp", 3), ("c10d", 3), ("shm+tcp", 4)])
-def test_two_runs_are_equal_bit_by_bit(transport, ranks):
-    run_ranks(_twice, ranks, transport)

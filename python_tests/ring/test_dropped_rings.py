@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import batch_loss, make_model
 
 import rtp_ext
@@ -36,8 +36,10 @@ def _use(rank, transport, whole):
     return model
 
 
-def _drop(rank, ranks, transport):
-    cases, unraisable = Cases(), []
+@pytest.mark.parametrize("transport", ["shm", "tcp", "c10d"])
+@on_ranks([2, 3])
+def test_dropped_rings_leave_nothing(rank, cases, transport):
+    unraisable = []
     sys.unraisablehook = lambda caught: unraisable.append(str(caught.exc_value))
     for whole in (False, True):
         _use(rank, transport, whole)  # creates the state that all rings share
@@ -75,19 +77,9 @@ def _drop(rank, ranks, transport):
         del last
         gc.collect()
         assert not unraisable, unraisable
-    cases.finish()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "c10d"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_dropped_rings_leave_nothing(ranks, transport):
-    run_ranks(_drop, ranks, transport)
-
-
-def _exit(rank, ranks):
+@on_ranks(2)
+def test_rings_at_the_end_of_the_interpreter(rank):
     """A ring, a model and a hop sent ahead that still exist when the interpreter ends."""
     globals()["kept"] = _use(rank, "shm", True)
-
-
-def test_rings_at_the_end_of_the_interpreter():
-    run_ranks(_exit, 2)

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rtp_ext import Ring, RingTimeout
@@ -145,7 +145,8 @@ def test_every_survivor_names_who_failed():
     run_ranks(_faults, 4, lost={1, 2})
 
 
-def _keepers(rank, ranks):
+@on_ranks(1)
+def test_who_keeps_the_store(rank, ranks):
     """Rank 0 hosts the store of a rendezvous; the host of a store that the caller passes is unknown."""
     dist.destroy_process_group()
     brought = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -161,10 +162,6 @@ def _keepers(rank, ranks):
             dist.init_process_group("gloo", rank=rank, world_size=ranks, **how)
             assert FailureReport([0])._keeper == keeper, (how, environment)
             dist.destroy_process_group()
-
-
-def test_who_keeps_the_store():
-    run_ranks(_keepers, 1)
 
 
 def _told(**broken):

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from models import batch_loss, make_batch, make_model
 from reference import chunk, random
 from torch import nn
@@ -46,43 +46,39 @@ class raises:
         return swallowed
 
 
-def _bad_inputs(rank, ranks):
+@on_ranks([1, 3])
+def test_bad_inputs(rank, ring):
     """All ranks make the same wrong call; all get the same kind of error, and the ring still works."""
-    with rtp_ext.Ring(timeout=PATIENT) as ring:
-        linear = RotatedLinear(10, 7, ring=ring)
-        table = RotatedEmbedding(10, 7, ring=ring)
-        x = random(3, 10, dtype=torch.float32, seed=1)
-        with raises(ValueError, "RotatedLinear", "10", "11"):
-            linear(random(3, 11, dtype=torch.float32, seed=1))
-        with raises(TypeError, "RotatedLinear", "float32", "(float64|double)"):
-            linear(x.double())
-        with raises(TypeError, "RotatedLinear", "float32", "int64"):
-            linear(x.long())
-        with raises(TypeError, "RotatedLinear", "cpu", "meta"):
-            linear(x.to("meta"))
-        with raises(TypeError, "RotatedLinear", "tensor", r"list|\[1\.0"):
-            linear([1.0] * 10)
-        with raises(TypeError, "RotatedEmbedding", "float32"):
-            table(x)
-        with raises(TypeError, "RotatedEmbedding", "cpu", "meta"):
-            table(x.long().to("meta"))
-        with raises(IndexError, "RotatedEmbedding", "10", "12"):
-            table(torch.tensor([12]))
-        model = rtp_ext.fully_rotate(make_model(torch.float32), mesh=ring)
-        with raises(ValueError, r"blocks\.1\.up", "10", "4"):
-            model.blocks[1].up(torch.zeros(2, 4))
-        with raises(IndexError, "embed", "19", "99"):
-            model(torch.tensor([[99]]))
-        for _ in range(2):
-            assert torch.isfinite(linear(x)).all() and torch.isfinite(batch_loss(model, rank, 0))
+    linear = RotatedLinear(10, 7, ring=ring)
+    table = RotatedEmbedding(10, 7, ring=ring)
+    x = random(3, 10, dtype=torch.float32, seed=1)
+    with raises(ValueError, "RotatedLinear", "10", "11"):
+        linear(random(3, 11, dtype=torch.float32, seed=1))
+    with raises(TypeError, "RotatedLinear", "float32", "(float64|double)"):
+        linear(x.double())
+    with raises(TypeError, "RotatedLinear", "float32", "int64"):
+        linear(x.long())
+    with raises(TypeError, "RotatedLinear", "cpu", "meta"):
+        linear(x.to("meta"))
+    with raises(TypeError, "RotatedLinear", "tensor", r"list|\[1\.0"):
+        linear([1.0] * 10)
+    with raises(TypeError, "RotatedEmbedding", "float32"):
+        table(x)
+    with raises(TypeError, "RotatedEmbedding", "cpu", "meta"):
+        table(x.long().to("meta"))
+    with raises(IndexError, "RotatedEmbedding", "10", "12"):
+        table(torch.tensor([12]))
+    model = rtp_ext.fully_rotate(make_model(torch.float32), mesh=ring)
+    with raises(ValueError, r"blocks\.1\.up", "10", "4"):
+        model.blocks[1].up(torch.zeros(2, 4))
+    with raises(IndexError, "embed", "19", "99"):
+        model(torch.tensor([[99]]))
+    for _ in range(2):
+        assert torch.isfinite(linear(x)).all() and torch.isfinite(batch_loss(model, rank, 0))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_bad_inputs(ranks):
-    run_ranks(_bad_inputs, ranks)
-
-
-def _bad_shards(rank, ranks):
+@on_ranks(3)
+def test_shards_that_do_not_belong_together(rank, ranks):
     """Shards that do not belong together, or not to this ring."""
     mesh = init_device_mesh("cpu", (ranks,))
     with rtp_ext.Ring(mesh, timeout=PATIENT) as ring:
@@ -133,11 +129,8 @@ def _bad_shards(rank, ranks):
             ring.rotate("a shard")
 
 
-def test_shards_that_do_not_belong_together():
-    run_ranks(_bad_shards, 3)
-
-
-def _short_lived_rings(rank, ranks):
+@on_ranks(2)
+def test_short_lived_rings(rank, ranks):
     """The agreement of ranks about a weight ends with the ring that they agreed over."""
     weight = torch.nn.Parameter(torch.ones(2, 6))
     kept = []
@@ -150,11 +143,9 @@ def _short_lived_rings(rank, ranks):
         del ring
 
 
-def test_short_lived_rings():
-    run_ranks(_short_lived_rings, 2)
-
-
-def _closed(rank, ranks, transport):
+@on_ranks(2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_closed_ring(rank, transport):
     ring = rtp_ext.Ring(transport=transport, timeout=PATIENT)
     module = RotatedLinear(10, 7, ring=ring)
     model = rtp_ext.fully_rotate(make_model(), transport=transport)
@@ -175,12 +166,9 @@ def _closed(rank, ranks, transport):
             use()
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_closed_ring(transport):
-    run_ranks(_closed, 2, transport)
-
-
-def _group_died(rank, ranks, transport):
+def test_process_group_that_died(rank, transport):
     model = rtp_ext.fully_rotate(make_model(), transport=transport, timeout=PATIENT)
     batch_loss(model, rank, 0).backward()
     dist.barrier()
@@ -191,12 +179,8 @@ def _group_died(rank, ranks, transport):
     rtp_ext.ring_of(model).close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_process_group_that_died(transport):
-    run_ranks(_group_died, 2, transport)
-
-
-def _different_models(rank, ranks):
+@on_ranks([2, 3])
+def test_models_that_differ_between_ranks(rank, ranks):
     """Each difference is reported on every rank in the first forward."""
     odd = rank == ranks - 1
     for model, parts in (
@@ -219,7 +203,8 @@ def _different_models(rank, ranks):
         batch_loss(model, rank, 1).backward()
 
 
-def _changed_on_one_rank(rank, ranks):
+@on_ranks(2)
+def test_model_that_changes_on_one_rank(rank):
     """A single rank freezes a parameter between steps: the others are past the comparison, but no rank hangs."""
     model = rtp_ext.fully_rotate(make_model(), timeout=TIMEOUT)
     batch_loss(model, rank, 0).backward()
@@ -228,15 +213,6 @@ def _changed_on_one_rank(rank, ranks):
     with pytest.raises((ValueError, rtp_ext.RotationError)):
         batch_loss(model, rank, 1).backward()
     assert time.monotonic() - start < PROMPT
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_models_that_differ_between_ranks(ranks):
-    run_ranks(_different_models, ranks)
-
-
-def test_model_that_changes_on_one_rank():
-    run_ranks(_changed_on_one_rank, 2)
 
 
 def _steps_until_error(layer: nn.Module, x: torch.Tensor) -> tuple[type, str, float]:
@@ -293,7 +269,9 @@ def test_lost_rank_with_the_direct_route(how):
     run_ranks(_lose_a_rank, 4, "shm", how, "direct", lost={1})
 
 
-def _lose_a_rank_in_a_model(rank, ranks, transport):
+@on_ranks(3, lost={1})
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_lost_rank_of_a_model(rank, transport):
     """Also if the others wait in a gather of left-over parameters or in an exchange."""
     model = rtp_ext.fully_rotate(make_model(), transport=transport, timeout=TIMEOUT)
     batch_loss(model, rank, 0).backward()
@@ -308,22 +286,13 @@ def _lose_a_rank_in_a_model(rank, ranks, transport):
     assert time.monotonic() - last < PROMPT
 
 
+@on_ranks(2, ring_timeout=2 * TIMEOUT)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_lost_rank_of_a_model(transport):
-    run_ranks(_lose_a_rank_in_a_model, 3, transport, lost={1})
-
-
-def _late(rank, ranks, transport):
+def test_a_late_rank_is_waited_for(rank, ranks, ring, transport):
     """A rank that is late by less than the timeout causes no failure."""
-    with rtp_ext.Ring(transport=transport, timeout=2 * TIMEOUT) as ring:
-        layer = RotatedLinear(64, 64, ring=ring)
-        for step in range(ranks):
-            if rank == step:
-                time.sleep(TIMEOUT)
-            layer(torch.ones(4, 64)).sum().backward()
-        assert ring.alive
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_late_rank_is_waited_for(transport):
-    run_ranks(_late, 2, transport)
+    layer = RotatedLinear(64, 64, ring=ring)
+    for step in range(ranks):
+        if rank == step:
+            time.sleep(TIMEOUT)
+        layer(torch.ones(4, 64)).sum().backward()
+    assert ring.alive

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import batch_loss, make_batch, make_model
 from torch.utils.data import DataLoader, Dataset
 
@@ -74,8 +74,9 @@ def _check_ended(pid):
     raise AssertionError("\n".join(["still there", *stacks]))
 
 
-def _fork(rank, ranks, transport):
-    cases = Cases()
+@pytest.mark.parametrize("transport", ["shm", "tcp", "c10d"])
+@on_ranks([2, 3])
+def test_a_forked_process_is_no_rank(rank, ranks, cases, transport):
     model = rtp_ext.fully_rotate(make_model(), transport=transport, timeout=TIMEOUT)
     ring = rtp_ext.ring_of(model)
     first = batch_loss(model, rank, 0)
@@ -127,13 +128,6 @@ def _fork(rank, ranks, transport):
         again.backward()
         assert ring.alive and torch.equal(again, batch_loss(model, rank, 0))
         ring.close()
-    cases.finish()
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp", "c10d"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_forked_process_is_no_rank(ranks, transport):
-    run_ranks(_fork, ranks, transport)
 
 
 def test_a_ring_of_one_process_goes_with_a_fork():

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from models import batch_loss, make_model, mean_loss
 from models import train as train_model
 from operation_checks import check_pass, plain_results, scale_of
@@ -162,8 +162,9 @@ def test_the_plain_results(ranks, transports):
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
-def _model(rank, ranks):
-    cases, steps = Cases(), 3
+@on_ranks([2, 3], timeout=300.0)
+def test_models(rank, ranks, cases):
+    steps = 3
     plain = _Convolved()
     expected = train_model(plain, lambda step: mean_loss(plain, ranks, step), steps)
     for options in ({}, {"transport": "tcp", "late_gradients": 2}, {"transport": "c10d", "late_gradients": 0}):
@@ -213,12 +214,6 @@ def _model(rank, ranks):
             ):
                 rtp_ext.fully_rotate(nn.Linear(8, 8), mesh=ring, gradient_travel="int8")
         ring.close()
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_models(ranks):
-    run_ranks(_model, ranks, timeout=300.0)
 
 
 # -- bits and bytes --------------------------------------------------------------------------------------------------
@@ -251,9 +246,9 @@ def test_two_runs_are_bitwise_equal():
     assert run_ranks(_twice, 4) == [(True, 5)] * 4
 
 
-def _late(rank, ranks):
+@on_ranks(3)
+def test_what_is_rounded_may_land_late(rank, cases):
     """Deferred gradients, in 16 and in 8 bits, are bitwise equal to gradients that arrive within their pass."""
-    cases = Cases()
     for travel, gradients in ((None, None), ("int8", "int8")):
         found = []
         for late in (0, 2):
@@ -269,11 +264,6 @@ def _late(rank, ranks):
         for name, gradient in found[0].items():
             with cases.case(f"{travel} {gradients} {name}"):
                 assert gradient.any() and torch.equal(gradient, found[1][name])
-    cases.finish()
-
-
-def test_what_is_rounded_may_land_late():
-    run_ranks(_late, 3)
 
 
 def _sent(rank, ranks):
@@ -367,7 +357,8 @@ def test_gathered_layers_keep_the_reduce_dtype():
         native.linear_backward(ring.communicator.executor, *given, bundle, projections, [True], [True], options)
 
 
-def _chosen(rank, ranks):
+@on_ranks(4, timeout=300.0)
+def test_what_is_chosen(rank, cases):
     def ring(**options):
         return rtp_ext.Ring(timeout=PATIENT, **options)
 
@@ -376,7 +367,6 @@ def _chosen(rank, ranks):
     with ring(route="ring") as one_host:
         assert (one_host.gradient_route, one_host.gradient_travel) == ("by-dtype", None)
         assert one_host.gradients.reason == "every rank reaches every other at the cost of a neighbour"
-    cases = Cases()
     pretend_hosts(rank, 2)
     with ring() as levels:
         assert (levels.route, levels.gradient_route) == ("two-level", "chain")
@@ -400,11 +390,6 @@ def _chosen(rank, ranks):
     os.environ["RTP_DEBUG_HOST"] = str(rank)
     with ring(transport="tcp") as apart:
         assert (apart.per_host, apart.gradient_route) == (1, "by-dtype")
-    cases.finish()
-
-
-def test_what_is_chosen():
-    run_ranks(_chosen, 4, timeout=300.0)
 
 
 def test_a_linear_layer_of_one_process_is_the_same():

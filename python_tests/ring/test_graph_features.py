@@ -7,7 +7,7 @@ import pytest
 import torch
 from autograd_subjects import SUBJECTS
 from grids import few, needs_split_backwards
-from harness import Cases, run_ranks
+from harness import on_ranks
 from local_training_cases import gather_all
 from reference import assert_same, differs
 from replayed import replayed
@@ -34,21 +34,15 @@ def replaying():
 # -- split backwards ---------------------------------------------------------------------------------------------------
 
 
-def _parts(rank, ranks):
-    cases = Cases()
+@needs_split_backwards
+@on_ranks(few([2], [2, 3]), timeout=600.0)
+def test_split_backwards_and_checkpoints(cases):
     with replaying(), rtp_ext.Ring(timeout=30.0) as ring:
         for _ in range(5):  # until their passes are graphs
             for label in ("linear", "mlp"):
                 _subject(label, SUBJECTS[label], ring, False, cases)
             _checkpointed(ring, cases)
         _adapted(ring, cases)
-    cases.finish()
-
-
-@needs_split_backwards
-@pytest.mark.parametrize("ranks", few([2], [2, 3]))
-def test_split_backwards_and_checkpoints(ranks):
-    run_ranks(_parts, ranks, timeout=600.0)
 
 
 # -- between replicas --------------------------------------------------------------------------------------------------
@@ -64,9 +58,9 @@ POLICIES = {  # what acts, the same on whole models, the optimizer
 }
 
 
-def _policies(rank, ranks):
+@on_ranks(few([4], [4, 6]), timeout=300.0)
+def test_policies_between_replicas(rank, ranks, cases):
     """Policies write to parameters and read gradients whose addresses are in graphs."""
-    cases = Cases()
     for number, (name, (policy, act, make)) in enumerate(POLICIES.items()):
         with cases.case(name), replayed() as rings:
             replica = Replica(rank, (2, ranks // 2), policy(), make, attach=act is not None)
@@ -86,12 +80,6 @@ def _policies(rank, ranks):
             for row, theirs in zip(rows, expected, strict=True):
                 assert_same(row, theirs, EXACT if act is not None else SUMMED, name)
                 assert differs(row, alone.weights[0], 1e-6), "control: not what a rank would come to alone"
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", few([4], [4, 6]))
-def test_policies_between_replicas(ranks):
-    run_ranks(_policies, ranks, timeout=300.0)
 
 
 # -- the control -------------------------------------------------------------------------------------------------------
@@ -101,7 +89,8 @@ def _without_addresses(argument, tensors, _look=graphs._look):
     return _look(argument, [])
 
 
-def _mixed_up(rank, ranks):
+@on_ranks(2)
+def test_a_graph_of_other_addresses_shows():
     """Graphs that do not distinguish addresses give the numbers of an earlier call, which the tests above detect."""
     for mistaken in (False, True):
         with replayed(), rtp_ext.Ring(timeout=30.0) as ring, pytest.MonkeyPatch.context() as patch:
@@ -112,7 +101,3 @@ def _mixed_up(rank, ranks):
             with torch.no_grad():
                 once = [layer(x).clone() for x in [xs[0]] * 6 + [xs[1]]]
             assert torch.equal(once[-1], once[0] * 2) != mistaken and once[0].abs().sum() > 0
-
-
-def test_a_graph_of_other_addresses_shows():
-    run_ranks(_mixed_up, 2)

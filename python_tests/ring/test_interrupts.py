@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import random
 
 import rtp_ext
@@ -65,8 +65,9 @@ def _raise(*_):
     raise Ended
 
 
-def _interrupted(rank, ranks, transport):
-    cases = Cases()
+@on_ranks(3)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_signal_ends_a_wait_and_the_ring(rank, cases, transport):
     every = [(wait, KeyboardInterrupt) for wait in WAITS]
     if transport == "tcp":
         every = [(_forward, KeyboardInterrupt), (_backward, Ended)]
@@ -93,15 +94,11 @@ def _interrupted(rank, ranks, transport):
             assert waited < longest, f"rank {rank} waited {waited} s"
             with pytest.raises(rtp_ext.RotationError, match="cannot be used any more"):
                 call()
-    cases.finish()
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_signal_ends_a_wait_and_the_ring(transport):
-    run_ranks(_interrupted, 3, transport)
-
-
-def _handled(rank, ranks, transport):
+def test_a_handler_that_returns_lets_the_wait_go_on(rank, transport):
     """A handler that returns runs during the wait, and the wait goes on."""
     ran = []
     signal.signal(signal.SIGUSR2, lambda *_: ran.append(time.monotonic()))
@@ -117,8 +114,3 @@ def _handled(rank, ranks, transport):
         assert torch.equal(linear(x), expected)
         finished = time.monotonic()
     assert rank != 0 or (len(ran) == 1 and ran[0] < finished - PROMPT / 2)
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_handler_that_returns_lets_the_wait_go_on(transport):
-    run_ranks(_handled, 2, transport)

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from grids import few
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from torch import nn
 
 import rtp_ext
+from rtp_ext.inference.ring import InferenceRing
 from rtp_ext.ring import bootstrap, ring
-from rtp_ext.ring.inference import InferenceRing
 
 TIMEOUT = 10.0
 PROMPT = 6.0  # below it
@@ -114,7 +114,8 @@ def test_an_error_on_every_rank(what):
     run_ranks(runs_out, 2, what, few([0, 3], range(12)))
 
 
-def late(rank, ranks):
+@on_ranks(2)
+def test_a_rank_that_does_not_call_is_named(rank, ranks):
     assert bootstrap.lacks_room(2, ranks) is None, "control"
     if rank == 0:
         start = time.monotonic()
@@ -122,7 +123,3 @@ def late(rank, ranks):
             rtp_ext.Ring(timeout=1.0)
         assert time.monotonic() - start < PROMPT
     dist.barrier()
-
-
-def test_a_rank_that_does_not_call_is_named():
-    run_ranks(late, 2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from grids import few
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from reference import assert_same, full
 from torch import nn
 
@@ -151,9 +151,10 @@ def test_a_rank_without_memory_that_goes_on(ranks, transport, tmp_path):
     assert list(Path(tmp_path).glob("rtp_record_*"))
 
 
-def _slots(rank, ranks, transport):
+@on_ranks(2, ring_timeout=60.0, slot_cap=0)
+@pytest.mark.parametrize("transport", few(["tcp"], ["c10d", "tcp"]))
+def test_slots_that_there_is_no_memory_for(rank, ring, transport):
     """Memory runs out within a pass when its slots are allocated: the ring ends at once and notifies its neighbours."""
-    ring = rtp_ext.Ring(transport=transport, timeout=60.0, slot_cap=0)
     shard = torch.zeros(8000, 3000)  # 96 MB, and so is a slot: more than what the heaps of other threads have reserved
     small = rtp_ext.nn.RotatedLinear(8, 8, ring=ring)
     small(torch.ones(1, 8)).sum().backward()
@@ -176,15 +177,11 @@ def _slots(rank, ranks, transport):
     for _ in range(2):
         with pytest.raises(rtp_ext.RotationError, match="cannot be used any more"):
             small(torch.ones(1, 8))
-    ring.close()
 
 
-@pytest.mark.parametrize("transport", few(["tcp"], ["c10d", "tcp"]))
-def test_slots_that_there_is_no_memory_for(transport):
-    run_ranks(_slots, 2, transport)
-
-
-def _all_ranks(rank, ranks, transport):
+@on_ranks(3)
+@pytest.mark.parametrize("transport", few(["c10d"], ["c10d", "shm"]))
+def test_where_all_ranks_caught_it_training_goes_on(rank, ranks, transport):
     """The same batch is too large for all ranks, which then use a smaller one."""
     model, plain = rtp_ext.fully_rotate(Net(), transport=transport, timeout=30.0), Net()
     for place in ("forward", "a product", "backward"):
@@ -198,8 +195,3 @@ def _all_ranks(rank, ranks, transport):
         for name, parameter in model.named_parameters():
             assert_same(full(parameter.grad), plain.get_parameter(name).grad, 1e-5, f"{place}: {name}")
     rtp_ext.ring_of(model).close()
-
-
-@pytest.mark.parametrize("transport", few(["c10d"], ["c10d", "shm"]))
-def test_where_all_ranks_caught_it_training_goes_on(transport):
-    run_ranks(_all_ranks, 3, transport)

@@ -3,7 +3,7 @@ that names both on every rank. The same programs without the difference are righ
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import assert_same, wholes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -131,8 +131,9 @@ def _gradients(model):
     return wholes(grad if grad is None or not grad.is_sparse else grad.to_dense() for grad in given)
 
 
-def _mixed(rank, ranks, names):
-    cases = Cases()
+@on_ranks([2, 3])
+def test_ranks_that_gather_or_reduce_other_modules_get_errors_that_name_both(rank, ranks, cases):
+    names = [*PROGRAMS]
     for name in names:
         make, call, words = PROGRAMS[name]
         with cases.case(name):
@@ -155,12 +156,6 @@ def _mixed(rank, ranks, names):
             for part in "ab":
                 assert words.format(part) in text, (part, text)
             rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_gather_or_reduce_other_modules_get_errors_that_name_both(ranks):
-    run_ranks(_mixed, ranks, [*PROGRAMS])
 
 
 class _Net(nn.Module):
@@ -183,8 +178,11 @@ def _train(model, optimizer, rank, sizes):
         optimizer.zero_grad()
 
 
-def _steps(rank, ranks, transport):
-    cases = Cases()
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "tcp"), (3, "shm")])
+def test_ranks_whose_optimizers_have_made_other_numbers_of_steps_get_errors_that_name_both(
+    rank, ranks, cases, transport
+):
     for kind in ("rotates", "gathered"):
         with cases.case(kind):
             plain = _made(lambda kind=kind: _Net(kind), False)
@@ -212,9 +210,3 @@ def _steps(rank, ranks, transport):
             assert all(word in str(caught.value) for word in words), str(caught.value)
             assert ("parts.0 forward" if kind == "rotates" else "parts.w") in str(caught.value)
             rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "tcp"), (3, "shm")])
-def test_ranks_whose_optimizers_have_made_other_numbers_of_steps_get_errors_that_name_both(ranks, transport):
-    run_ranks(_steps, ranks, transport)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import batch_loss, make_model
 from torch import nn
 
@@ -60,8 +60,9 @@ def _refused(cases, what, call, odd, ranks):
         assert time.monotonic() - began < PROMPT, "no rank waits for the timeout"
 
 
-def _on_one_rank(rank, ranks):
-    cases, odd = Cases(), rank == ranks - 1
+@on_ranks(3)
+def test_a_refusal_of_one_rank_reaches_the_others_of_a_new_ring(rank, ranks, cases):
+    odd = rank == ranks - 1
     group = dist.new_group()
     for what, call in _calls(rank, odd, group).items():
         _refused(cases, what, call, odd, ranks)
@@ -75,17 +76,11 @@ def _on_one_rank(rank, ranks):
         with pytest.raises((ValueError, RuntimeError)) as caught:
             rtp_ext.fully_rotate(make_model(), bundle="no" if odd else True, timeout=1.0)
         assert odd or (time.monotonic() - began > 0.9 and "bundle" not in str(caught.value))
-    cases.finish()
 
 
-def test_a_refusal_of_one_rank_reaches_the_others_of_a_new_ring():
-    run_ranks(_on_one_rank, 3)
-
-
-def _beside_a_ring(rank, ranks):
+@on_ranks(2, transport="shm")
+def test_options_beside_a_ring_are_those_of_the_ring(ring, cases):
     """Options of a ring beside a ring that exists already."""
-    cases = Cases()
-    ring = rtp_ext.Ring(transport="shm", timeout=TIMEOUT)
     for name, other, same in (
         ("transport", "tcp", "shm"),
         ("route", "gather", "auto"),
@@ -104,8 +99,3 @@ def _beside_a_ring(rank, ranks):
     with cases.case("forwards alone"), pytest.raises(TypeError, match="a DeviceMesh or a process group, got Ring"):
         rtp_ext.rotate_for_inference(nn.Linear(4, 4), mesh=ring, timeout=TIMEOUT)
     assert ring.alive
-    cases.finish()
-
-
-def test_options_beside_a_ring_are_those_of_the_ring():
-    run_ranks(_beside_a_ring, 2)

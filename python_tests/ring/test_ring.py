@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from reference import chunk, random
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -29,7 +29,9 @@ def shard_of(owner: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.arange(rows * 2).view(rows, 2) + 20 * owner).to(dtype)
 
 
-def _rotate(rank, ranks, transport):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks([1, 2, 3, 4])
+def test_rotate(rank, ranks, transport):
     for route in ("ring", "direct"):
         with rtp_ext.Ring(transport=transport, route=route, timeout=TIMEOUT) as ring:
             for dtype, reverse in product((torch.float64, torch.int32, torch.bfloat16, torch.bool), (False, True)):
@@ -63,13 +65,8 @@ def _rotate(rank, ranks, transport):
         assert own.tolist() == [float(rank)] * 4
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_rotate(ranks, transport):
-    run_ranks(_rotate, ranks, transport)
-
-
-def _bad_lists(rank, ranks):
+@on_ranks([2, 3])
+def test_lists_that_cannot_travel(rank, ranks):
     """Every rank raises before anything travels."""
     emulated = rtp_ext.Ring.emulated(2)
     assert len(list(emulated.rotate([torch.ones(1)] * 9))) == 2, "one process may send any number"
@@ -99,109 +96,90 @@ def _bad_lists(rank, ranks):
                 assert ring.exchange("x" * rank) == ["x" * each for each in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_lists_that_cannot_travel(ranks):
-    run_ranks(_bad_lists, ranks)
-
-
-def _leave_early(rank, ranks, transport):
-    with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
-        own = torch.full((3,), float(rank))
-        for _ in range(3):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks([2, 4])
+def test_leaving_a_loop_early_serves_the_neighbours(rank, ranks, ring, transport):
+    own = torch.full((3,), float(rank))
+    for _ in range(3):
+        for owner, _view in ring.rotate(own):
+            if rank == 0:
+                break  # neighbours still need what passes through here
+            del owner
+        with pytest.raises(KeyError, match="mistake"):
             for owner, _view in ring.rotate(own):
-                if rank == 0:
-                    break  # neighbours still need what passes through here
-                del owner
-            with pytest.raises(KeyError, match="mistake"):
-                for owner, _view in ring.rotate(own):
-                    if owner == 1:
-                        raise KeyError("mistake")
-        iterator = ring.rotate(own)
-        next(iterator)
-        del iterator
-        assert [owner for owner, view in ring.rotate(own) if view.eq(owner).all()] == [
-            (rank - s) % ranks for s in range(ranks)
-        ]
+                if owner == 1:
+                    raise KeyError("mistake")
+    iterator = ring.rotate(own)
+    next(iterator)
+    del iterator
+    assert [owner for owner, view in ring.rotate(own) if view.eq(owner).all()] == [
+        (rank - s) % ranks for s in range(ranks)
+    ]
 
-        def add(owner, partial):
-            partial += rank
-            if rank == 1 and owner == 0:
-                raise KeyError("mistake")
+    def add(owner, partial):
+        partial += rank
+        if rank == 1 and owner == 0:
+            raise KeyError("mistake")
 
-        if rank == 1:
-            with pytest.raises(KeyError, match="mistake"):
-                ring.collect(add, own)
-        else:
+    if rank == 1:
+        with pytest.raises(KeyError, match="mistake"):
             ring.collect(add, own)
-        total = ring.collect(lambda owner, partial: partial.add_(1.0), own)
-        assert total.tolist() == [float(ranks)] * 3
-        assert ring.alive
+    else:
+        ring.collect(add, own)
+    total = ring.collect(lambda owner, partial: partial.add_(1.0), own)
+    assert total.tolist() == [float(ranks)] * 3
+    assert ring.alive
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_leaving_a_loop_early_serves_the_neighbours(ranks, transport):
-    run_ranks(_leave_early, ranks, transport)
+@on_ranks([1, 2, 3, 4])
+def test_collect_sums_over_ranks(rank, ranks, ring, transport):
+    for dtype in (torch.float64, torch.int64):
+        like = shard_of(rank, dtype)
+        before, owners = like.clone(), []
 
+        def add(owner, partial, dtype=dtype, owners=owners):
+            assert partial.shape == shard_of(owner).shape and partial.dtype == dtype
+            partial += shard_of(owner, dtype) * (rank + 1)
+            owners.append(owner)
 
-def _collect(rank, ranks, transport):
-    with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
-        for dtype in (torch.float64, torch.int64):
-            like = shard_of(rank, dtype)
-            before, owners = like.clone(), []
-
-            def add(owner, partial, dtype=dtype, owners=owners):
-                assert partial.shape == shard_of(owner).shape and partial.dtype == dtype
-                partial += shard_of(owner, dtype) * (rank + 1)
-                owners.append(owner)
-
-            total = ring.collect(add, like)
-            assert torch.equal(total, shard_of(rank, dtype) * sum(range(1, ranks + 1)))
-            assert torch.equal(like, before), "`like` changed"
-            assert owners == [(rank + s) % ranks for s in range(1, ranks + 1)]
-        first, second = ring.collect(
-            lambda owner, parts: (parts[0].add_(owner), parts[1].add_(2.0)), [torch.empty(2), torch.empty(3)]
-        )
-        assert first.tolist() == [float(ranks * rank)] * 2 and second.tolist() == [2.0 * ranks] * 3
+        total = ring.collect(add, like)
+        assert torch.equal(total, shard_of(rank, dtype) * sum(range(1, ranks + 1)))
+        assert torch.equal(like, before), "`like` changed"
+        assert owners == [(rank + s) % ranks for s in range(1, ranks + 1)]
+    first, second = ring.collect(
+        lambda owner, parts: (parts[0].add_(owner), parts[1].add_(2.0)), [torch.empty(2), torch.empty(3)]
+    )
+    assert first.tolist() == [float(ranks * rank)] * 2 and second.tolist() == [2.0 * ranks] * 3
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_collect_sums_over_ranks(ranks, transport):
-    run_ranks(_collect, ranks, transport)
-
-
-def _counters(rank, ranks, transport):
-    with rtp_ext.Ring(transport=transport, route="ring", timeout=TIMEOUT) as ring:
-        own = torch.zeros(256, dtype=torch.float32)
-        assert (ring.slot_count("weight").slots, ring.hops("weight"), ring.bytes_sent("weight")) == (0, 0, 0)
-        for _ in range(3):
-            for _owner, _view in ring.rotate(own):
-                pass
-        slots = min(ranks - 1, 2)
-        count = ring.slot_count("weight")
-        assert (count.slots, count.bytes, count.peak_slots, count.allocations) == (slots, slots * 1024, slots, slots)
-        assert (ring.hops("weight"), ring.bytes_sent("weight")) == (3 * (ranks - 1), 3 * (ranks - 1) * 1024)
-        assert ring.hops("gradient") == ring.slot_count("gradient").allocations == 0
-        ring.reset_peak()
-        assert (ring.slot_count("weight").peak_slots, ring.slot_count("weight").peak_bytes) == (0, slots * 1024)
-        for _owner, _view in ring.rotate(torch.zeros(16)):
+@on_ranks([1, 2, 4], route="ring")
+def test_counters(ranks, ring, transport):
+    own = torch.zeros(256, dtype=torch.float32)
+    assert (ring.slot_count("weight").slots, ring.hops("weight"), ring.bytes_sent("weight")) == (0, 0, 0)
+    for _ in range(3):
+        for _owner, _view in ring.rotate(own):
             pass
-        assert ring.slot_count("weight").bytes == slots * 1024, "smaller shards use the slots there are"
-        for _owner, _view in ring.rotate(torch.zeros(1024)):
-            pass
-        assert ring.slot_count("weight").bytes == slots * 4096, "larger slots replace smaller ones"
-        with pytest.raises(ValueError, match="weight or gradient"):
-            ring.slot_count("bias")
+    slots = min(ranks - 1, 2)
+    count = ring.slot_count("weight")
+    assert (count.slots, count.bytes, count.peak_slots, count.allocations) == (slots, slots * 1024, slots, slots)
+    assert (ring.hops("weight"), ring.bytes_sent("weight")) == (3 * (ranks - 1), 3 * (ranks - 1) * 1024)
+    assert ring.hops("gradient") == ring.slot_count("gradient").allocations == 0
+    ring.reset_peak()
+    assert (ring.slot_count("weight").peak_slots, ring.slot_count("weight").peak_bytes) == (0, slots * 1024)
+    for _owner, _view in ring.rotate(torch.zeros(16)):
+        pass
+    assert ring.slot_count("weight").bytes == slots * 1024, "smaller shards use the slots there are"
+    for _owner, _view in ring.rotate(torch.zeros(1024)):
+        pass
+    assert ring.slot_count("weight").bytes == slots * 4096, "larger slots replace smaller ones"
+    with pytest.raises(ValueError, match="weight or gradient"):
+        ring.slot_count("bias")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_counters(ranks, transport):
-    run_ranks(_counters, ranks, transport)
-
-
-def _attributes(rank, ranks):
+@on_ranks(2)
+def test_attributes_and_arguments(rank, ranks):
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("rtp",))
     group = dist.new_group(list(range(ranks)))
     for source in (None, mesh, group):
@@ -229,10 +207,6 @@ def _attributes(rank, ranks):
             pickle.dumps(ring)
 
 
-def test_attributes_and_arguments():
-    run_ranks(_attributes, 2)
-
-
 def test_a_ring_needs_a_process_group():
     with pytest.raises(rtp_ext.RotationError, match="init_process_group"):
         rtp_ext.Ring()
@@ -251,7 +225,9 @@ def test_emulated_ring():
             rtp_ext.Ring.emulated(size, rank=rank)
 
 
-def _many_rings(rank, ranks, transport):
+@on_ranks(3)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_several_rings_at_once(rank, ranks, transport):
     """Rings are independent for any order of use and close."""
     rings = [rtp_ext.Ring(transport=transport, timeout=TIMEOUT) for _ in range(4)]
     iterators = [ring.rotate(torch.full((64,), float(10 * number + rank))) for number, ring in enumerate(rings)]
@@ -272,12 +248,9 @@ def _many_rings(rank, ranks, transport):
             assert len(list(ring.rotate(torch.zeros(3)))) == ranks
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_several_rings_at_once(transport):
-    run_ranks(_many_rings, 3, transport)
-
-
-def _close_early(rank, ranks, transport):
+def test_closing_while_others_finish(rank, ranks, transport):
     """A rank that finishes and closes does not disturb ranks that still run their last hops."""
     for slow in range(ranks):
         ring = rtp_ext.Ring(transport=transport, route="ring", timeout=TIMEOUT)
@@ -289,11 +262,6 @@ def _close_early(rank, ranks, transport):
                 time.sleep(0.15)
         assert len(seen) == ranks
         ring.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_closing_while_others_finish(transport):
-    run_ranks(_close_early, 4, transport)
 
 
 def _wait_for_a_slow_rank(rank, ranks, transport):

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import batch_loss, make_model
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -36,8 +36,8 @@ def _check_replicas(rank, ranks, mesh):
     assert gradient.abs().max() > 1e-3, "control: zeros would not do"
 
 
-def _follow_each_other(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_rings_in_turn(rank, ranks, cases):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = [store.port if store is not None else 0]
     dist.broadcast_object_list(port)
@@ -67,8 +67,3 @@ def _follow_each_other(rank, ranks):
             with cases.case(f"world {world}, replicas {turn}"):
                 _check_replicas(rank, ranks, mesh)
     dist.barrier()
-    cases.finish()
-
-
-def test_rings_in_turn():
-    run_ranks(_follow_each_other, 4)

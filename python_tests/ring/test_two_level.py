@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from models import batch_loss, make_model, mean_loss
 from models import train as train_model
 from operation_checks import EXACT, Operation, check_controls, check_frozen, check_pass, train
@@ -242,7 +242,8 @@ def test_a_lost_rank_is_a_timeout_on_all_survivors(how):
     assert 3 in blamed and all(peer != rank for rank, peer in enumerate(blamed)), blamed
 
 
-def _refused(rank, ranks):
+@on_ranks(4)
+def test_what_is_refused_and_what_is_taken_instead(rank, ranks):
     pretend_hosts(rank, 2)
     with rtp_ext.Ring(timeout=PATIENT) as ring:
         x, shard = torch.ones(3, 8), torch.ones(2, 8)
@@ -289,7 +290,3 @@ def _refused(rank, ranks):
         assert (ring.route, ring.transport, ring.hosts, ring.per_host) == ("direct", "shm", 1, 4)
         assert "route two-level cannot be taken: its ranks are on one host" in ring.transport_reason
         assert ring.bytes_between_hosts("weight") == 0
-
-
-def test_what_is_refused_and_what_is_taken_instead():
-    run_ranks(_refused, 4)

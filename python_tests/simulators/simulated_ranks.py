@@ -21,8 +21,9 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
+from rtp_ext.inference import ring as inference
 from rtp_ext.inference import rotate
-from rtp_ext.ring import inference, ring
+from rtp_ext.ring import ring
 from rtp_ext.ring.cpu_offload import HostMemory
 from rtp_ext.ring.links import communicator
 from rtp_ext.ring.links.transports import Candidate

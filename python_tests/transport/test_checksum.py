@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import on_ranks, run_ranks
 from reference import random
 
 import rtp_ext
@@ -94,8 +94,8 @@ def unnoticed(rings, channel, ranks, act):
     return act(ring), ring
 
 
-def _flipped(rank, ranks):
-    cases = Cases()
+@on_ranks([2, 3])
+def test_a_flipped_bit_is_found(rank, ranks, cases):
     for transport in TRANSPORTS:
         with rtp_ext.Ring(transport=transport, timeout=PATIENT) as plain:
             expected = results(plain, rank)
@@ -116,12 +116,6 @@ def _flipped(rank, ranks):
                 wrong = not same(found, expected)
                 assert any(ring.exchange(wrong)), "the flipped bit has to change a number"
                 ring.close()
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_flipped_bit_is_found(ranks):
-    run_ranks(_flipped, ranks)
 
 
 def test_ranks_that_differ_and_gpus_are_refused(monkeypatch):

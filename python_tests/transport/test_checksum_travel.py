@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import chunk, random
 from test_checksum import PATIENT, Rings, same, told_of_a_flip, unnoticed
 
@@ -41,8 +41,11 @@ def results(ring, shape, reduce_dtype):
     return [y.detach(), x.grad, shard.grad]
 
 
-def _flipped(rank, ranks, transports):
-    cases = Cases()
+@on_ranks()
+@pytest.mark.parametrize(
+    ("ranks", "transports"), few([(2, ["shm"]), (3, ["c10d"])], [(2, ["shm"]), (3, ["c10d"]), (3, ["tcp"])])
+)
+def test_a_flipped_bit_of_few_is_found(rank, ranks, cases, transports):
     odd = ranks - 1  # the rank that a disturbed hop reaches
     for transport in transports:
         for channel, shape, reduce_dtype, options in WAYS:
@@ -65,14 +68,6 @@ def _flipped(rank, ranks, transports):
                 assert told[odd], "the flipped bit has to change a number"
                 assert rank != odd or all(torch.isfinite(each).all() for each in found), "and nobody notices"
                 ring.close()
-    cases.finish()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "transports"), few([(2, ["shm"]), (3, ["c10d"])], [(2, ["shm"]), (3, ["c10d"]), (3, ["tcp"])])
-)
-def test_a_flipped_bit_of_few_is_found(ranks, transports):
-    run_ranks(_flipped, ranks, transports)
 
 
 def test_where_the_middle_of_a_single_number_is():

@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 import rtp_ext
 from rtp_ext import RotationError, _native
@@ -53,7 +53,9 @@ LIES = {
 }
 
 
-def _lie(rank, ranks, lie):
+@on_ranks(2)
+@pytest.mark.parametrize("lie", LIES)
+def test_a_place_that_is_not_there_is_refused(rank, ranks, lie):
     change, text = LIES[lie]
     transport = _native.ShmTransport(rank, ranks, TIMEOUT)
     told = [None] * ranks
@@ -82,11 +84,6 @@ def _lie(rank, ranks, lie):
     dist.barrier()
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_place_that_is_not_there_is_refused(lie):
-    run_ranks(_lie, 2, lie)
-
-
 def _rotated(executor, rank, ranks, sizes, value):
     """Returns the shards that arrive, of `sizes` bytes, if that of rank r is filled with value + r."""
     shard = torch.full((sizes[rank],), value + rank, dtype=torch.uint8)
@@ -99,7 +96,8 @@ def _rotated(executor, rank, ranks, sizes, value):
     return found
 
 
-def _small(rank, ranks):
+@on_ranks(2)
+def test_small_messages_arrive_as_large_ones_do_and_other_sizes_are_refused(rank, ranks):
     for case, sizes in enumerate(((SMALL, SMALL + 8), (104, 112))):
         transport = _native.ShmTransport(rank, ranks, TIMEOUT)
         told = [None] * ranks
@@ -119,10 +117,6 @@ def _small(rank, ranks):
             _rotated(executor, rank, ranks, [sizes[rank]] * ranks, 0)
         assert not executor.alive
         dist.barrier()
-
-
-def test_small_messages_arrive_as_large_ones_do_and_other_sizes_are_refused():
-    run_ranks(_small, 2)
 
 
 def test_memory_is_private_and_keeps_its_size():

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks
 from models import batch_loss, make_model, mean_loss, train
 from native_options import rotation_options
 from reference import assert_same, full
@@ -295,7 +295,8 @@ def test_addresses(monkeypatch):
         host_address.own_address(among("10.0.0.2"))
 
 
-def _out_of_reach(rank, ranks):
+@on_ranks(2)
+def test_ranks_out_of_reach(rank, ranks):
     """Rank 0 publishes an address without a listener: all ranks use c10d and name the reason."""
     make = _native.TcpTransport
 
@@ -320,11 +321,8 @@ def _out_of_reach(rank, ranks):
         assert len(list(ring.rotate(torch.ones(2)))) == ranks
 
 
-def test_ranks_out_of_reach():
-    run_ranks(_out_of_reach, 2)
-
-
-def _train(rank, ranks):
+@on_ranks([2, 3])
+def test_training_and_a_failure_that_spreads(rank, ranks):
     """Models over sockets are the plain model, with copies or in place; a failure of one rank reaches the others."""
     cases = Cases()
     plain = make_model()
@@ -352,14 +350,9 @@ def _train(rank, ranks):
     dist.barrier()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_training_and_a_failure_that_spreads(ranks):
-    run_ranks(_train, ranks)
-
-
-def _survived_by_a_fork(rank, ranks):
+@on_ranks(2, lost={1}, transport="tcp")
+def test_a_forked_process_keeps_no_connection_open(rank, ranks, ring):
     """A rank whose forked process lives on is missed at once: its connections are not kept open there."""
-    ring = rtp_ext.Ring(transport="tcp", timeout=TIMEOUT)
     shard, prepared = torch.ones(3), Prepared()
     list(ring.rotate(shard, prepared=prepared))
     child = os.fork() if rank == 1 else 0
@@ -386,7 +379,3 @@ def _survived_by_a_fork(rank, ranks):
         os.kill(told[1], 0)  # it is still there
     finally:
         os.kill(told[1], signal.SIGKILL)
-
-
-def test_a_forked_process_keeps_no_connection_open():
-    run_ranks(_survived_by_a_fork, 2, lost={1})

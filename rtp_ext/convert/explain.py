@@ -13,12 +13,11 @@ from rtp_ext.convert.plan.kept import Kept
 from rtp_ext.convert.plan.request import Options, RotateKeywords, place_alone, state_in
 from rtp_ext.convert.plan.rotation_plan import RotationPlan
 from rtp_ext.convert.plan.traffic import RingFacts
-from rtp_ext.convert.scopes import is_inside, state_of
+from rtp_ext.convert.scopes import INFERENCE, is_inside, state_of
 from rtp_ext.convert.validation import members_of, read_call, validate
 from rtp_ext.options import RingOptions, takes
 from rtp_ext.parameters.sharded_module import plain_class
 from rtp_ext.ring import Ring
-from rtp_ext.ring.inference import INFERENCE, InferenceRing
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -81,8 +80,8 @@ def explain(
                 f"{type(module).__name__} inside a converted model: pass that model"
             )
         return _explain_converted(module, state_in(module).ring)
-    if isinstance(module, nn.Module) and isinstance(module.__dict__.get(INFERENCE), InferenceRing):
-        return _explain_converted(module, module.__dict__[INFERENCE])
+    if isinstance(module, nn.Module) and INFERENCE in module.__dict__:
+        return _explain_converted(module, module.__dict__[INFERENCE].ring)
     alone = None
     if ranks is None and rank:
         raise ValueError(f"explain: expected ranks together with rank, got rank={rank} alone")

@@ -22,14 +22,13 @@ from rtp_ext.convert.optimizers import mark_replaced, watch_optimizers, weak_par
 from rtp_ext.convert.plan.inspect_model import inspect_model
 from rtp_ext.convert.plan.request import Options, Parts, Request, RotateKeywords, names_of, state_in
 from rtp_ext.convert.plan.rotation_plan import RotationPlan
-from rtp_ext.convert.scopes import RotationState, install, is_inside, state_of
+from rtp_ext.convert.scopes import INFERENCE, RotationState, install, is_inside, state_of
 from rtp_ext.convert.validation import read_call, validate
 from rtp_ext.options import RingOptions, takes
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.outer.policy import Unit
 from rtp_ext.ring import Ring
 from rtp_ext.ring.bootstrap import compare_calls, refused_together
-from rtp_ext.ring.inference import INFERENCE
 from rtp_ext.ring.mesh import resolve_mesh
 
 if TYPE_CHECKING:
@@ -224,8 +223,8 @@ def _adopt(parts: Parts, scopes: Mapping[int, RotationState]) -> None:
 def ring_of(module: nn.Module) -> Ring:
     """Returns the ring of a model that `fully_rotate` or `rotate_for_inference` converted. Raises ValueError for any
     other."""
-    if isinstance(ring := module.__dict__.get(INFERENCE), Ring):
-        return ring
+    if INFERENCE in module.__dict__:
+        return module.__dict__[INFERENCE]
     return _converted(module, "ring_of").ring
 
 

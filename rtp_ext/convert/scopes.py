@@ -34,6 +34,7 @@ logger = logging.getLogger("rtp_ext")
 
 _STATE = "_rotation_state"  # attribute of a module that was the argument of fully_rotate
 _INSIDE = "_rotation_inside"  # attribute of every converted module, the argument included
+INFERENCE = "_rtp_inference"  # attribute of a model: its InferenceRing
 
 
 class RotationState(ForwardScope):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rtp_ext import _native
 from rtp_ext.compilers import tracing
 from rtp_ext.functional import _rotated, _selective
 from rtp_ext.functional._call import Call, ShardedParameter, prepare
@@ -43,10 +44,7 @@ class Operation:
         label: of its operator in policies of selective checkpointing.
         results: the number of results; None: one for each number of `in_graph` but the first, and nothing is kept. Else
             a forward returns others behind them, which are kept for the backward.
-        bundle: whether gradients of parameters need results of the gradients of inputs.
-        late: whether gradients of parameters may arrive after the pass: no code of it reads them.
-        dgrad: whether inputs have gradients.
-        in_chunks: whether a single weight above the slot cap travels in chunks.
+        kind: its row of the table in csrc/schedule/operations.h: which parameters travel in which pass, and how.
         autocasts: whether it computes in the dtype of torch.autocast.
         reads_inputs: whether a backward reads the inputs for gradients of inputs too; else for parameters only.
     """
@@ -56,13 +54,10 @@ class Operation:
     results: ClassVar[int | None] = 1
     autocasts: ClassVar[bool] = True
     reads_inputs: ClassVar[bool] = True
-    bundle: ClassVar[bool] = False
-    late: ClassVar[bool] = False
-    dgrad: ClassVar[bool] = True
-    in_chunks: ClassVar[bool] = False
+    kind: ClassVar[Any]
 
     def __init_subclass__(cls) -> None:
-        OPERATIONS[cls.key] = cls
+        OPERATIONS[cls.key], cls.kind = cls, _native.operation_kind(cls.key)
         _selective.register(cls.label)
 
     def __init__(self, options: Options, *parameters: Tensor | None) -> None:
@@ -86,7 +81,7 @@ class Operation:
 
     def agree(self, call: Call, params: Sequence[ShardedParameter], inputs: Any, facts: Any, derive: Any, **more: Any):
         """`prepare` of this operation."""
-        more["late"] = self.late
+        more["late"] = self.kind.late
         return prepare(call, self.options.prepared, self.key, params, inputs, facts, derive, **more)
 
     def check(self, call: Call, settings: Any, inputs: Sequence[Tensor]) -> None:

@@ -34,7 +34,6 @@ class LinearCrossEntropy(Operation):
 
     key = "linear cross-entropy"
     label = "linear_cross_entropy"
-    bundle = in_chunks = True
 
     def __init__(
         self, options: Options, weight: torch.Tensor, bias: torch.Tensor | None, loss: Loss, transposed: bool = False

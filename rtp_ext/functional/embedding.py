@@ -18,8 +18,7 @@ class Embedding(Operation):
     """A table. Settings: its shape, the dimension that is cut, and the row without a gradient (-1: none)."""
 
     key = label = "embedding"
-    dgrad = autocasts = False
-    in_chunks = True
+    autocasts = False
 
     def __init__(self, options: Options, weight: torch.Tensor, shard_dim: int, padding_idx: int | None) -> None:
         super().__init__(options, weight)

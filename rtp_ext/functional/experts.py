@@ -26,7 +26,6 @@ class Experts(Operation):
     """Stacked MLPs, cut along the experts. Inputs: x, weights of the router, index. Settings: an _Experts."""
 
     key = label = "experts"
-    bundle = True
 
     def __init__(
         self,

@@ -37,7 +37,6 @@ class Flyweight(Operation):
     """Virtual copies. Inputs: tensors of the arguments, then whole parameters. Settings: the Copies of one call."""
 
     key = label = "flyweight"
-    bundle = True
 
     @staticmethod
     def forward(call, copies, inputs, parameters):

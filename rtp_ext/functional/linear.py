@@ -23,7 +23,6 @@ class PartialLinear(Operation):
 
     key = "partial linear"
     label = "linear"
-    late = True
     reads_inputs = False
 
     def __init__(self, options: Options, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> None:
@@ -83,7 +82,6 @@ class Linears(Operation):
     """Linear layers whose shards travel together, cut along their output features. Settings: a _Bundle."""
 
     key = label = "linear"
-    late = in_chunks = True
     results = None
     reads_inputs = False
 

@@ -44,7 +44,6 @@ class MLP(Operation):
     """An MLP. `down` is cut along its input features. Settings: an _MLP."""
 
     key = label = "mlp"
-    bundle = late = True
 
     def __init__(
         self, options: Options, shards: MLPParameters, activation: str, recompute: bool, transposed: bool

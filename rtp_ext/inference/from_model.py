@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from rtp_ext.inference.agreement import agree_on_update
+from rtp_ext.inference.ring import InferenceRing
 from rtp_ext.parameters.frozen import gather_plain, load_plain
 from rtp_ext.parameters.pieces import is_piece
 from rtp_ext.parameters.sharding import frozen_of, held, sections
-from rtp_ext.ring.inference import InferenceRing
 from rtp_ext.ring.mesh import own_bounds, own_part
 
 _Transit = dict[str, Any]  # keywords of `sections`
@@ -34,7 +33,7 @@ def copy_from(source: nn.Module, model: nn.Module, ring: InferenceRing, bucket_b
     except Exception as error:  # user code may run in state_dict
         failure = error
     looks = [f"{name} {shape_of(value)} {value.dtype} by {way.__name__}" for name, value, _, way in found]
-    agree_on_update(ring, failure, [f"buckets of {bucket_bytes} bytes", *looks], written=False)
+    ring.agree_on_update(failure, [f"buckets of {bucket_bytes} bytes", *looks], written=False)
     sizes = (value.nbytes for _, value, _, way in found if way is not _copy_local)
     with ring.communicator.ended_by_errors("update_weights"):  # others may be waiting for this rank's part
         buffer = torch.empty(min(bucket_bytes, max(sizes, default=0)), dtype=torch.uint8)
@@ -44,7 +43,7 @@ def copy_from(source: nn.Module, model: nn.Module, ring: InferenceRing, bucket_b
             except ValueError as error:  # of this rank's part, which has come: the other ranks go on
                 failure = failure or ValueError(f"update_weights: {name}: {error}")
     ring.synchronize()  # other ranks read without waiting for this one's streams
-    agree_on_update(ring, failure, [f"{len(found)} tensors"], written=bool(found))
+    ring.agree_on_update(failure, [f"{len(found)} tensors"], written=bool(found))
     return len(found)
 
 

@@ -23,14 +23,14 @@ from rtp_ext.convert.plan.inspect_model import inspect_model
 from rtp_ext.convert.plan.layers import own_parameters
 from rtp_ext.convert.plan.request import TIMEOUT, Options, Request
 from rtp_ext.convert.plan.rotation_plan import ROTATED, RotationPlan
-from rtp_ext.convert.scopes import is_inside, ring_of_module
+from rtp_ext.convert.scopes import INFERENCE, is_inside, ring_of_module
 from rtp_ext.convert.validation import read_call, validate
 from rtp_ext.inference.forwards import mark_forwards
+from rtp_ext.inference.ring import TRANSPORTS, InferenceRing
 from rtp_ext.nn import Flyweight
 from rtp_ext.parameters.frozen import FORMATS
 from rtp_ext.ring.autograd import as_parameter
 from rtp_ext.ring.bootstrap import refused_together
-from rtp_ext.ring.inference import INFERENCE, TRANSPORTS, InferenceRing
 from rtp_ext.words import Format, InferenceTransport
 
 logger = logging.getLogger("rtp_ext")
@@ -114,9 +114,9 @@ def rotate_for_inference(
                 "that could be stored in blocks"
             )
         validate(plan, request)
-    ring = InferenceRing(mesh, **of_ring)
-    with ring.communicator.released_on_error():
-        _convert(model, plan, request, ring)
+    shards = InferenceRing(mesh, **of_ring)
+    with shards.communicator.released_on_error():
+        _convert(model, plan, request, shards)
     log_shares("rotate_for_inference", planned, plan, "whole on every rank")
     return model
 
@@ -169,14 +169,15 @@ def _rotating(plan: RotationPlan, model: nn.Module) -> RotationPlan:
     )
 
 
-def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: InferenceRing) -> None:
+def _convert(model: nn.Module, plan: RotationPlan, request: Request, shards: InferenceRing) -> None:
+    ring = shards.ring
     cuts = [(f"conversion of {module.label}", f"{module.layer} {module.cuts}") for module in plan.modules]
     agree_on_model(model, ring, Mode.now(ring), allow_meta=True, settings=cuts)
     values = checksums(model, (), ring)
     apply_plan(plan, request, ring, {})
     old: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     cut = {key: parameter for key, parameter in old.items() if isinstance(parameter, DTensor)}
-    new = dict(zip(cut, ring.share([*cut.values()]), strict=True))
+    new = dict(zip(cut, shards.share([*cut.values()]), strict=True))
     for key, parameter in old.items():
         if parameter.is_meta and key not in cut:
             new[key] = torch.zeros_like(parameter, device=ring.device)
@@ -191,15 +192,16 @@ def _convert(model: nn.Module, plan: RotationPlan, request: Request, ring: Infer
                 part._parameters[name] = made[id(parameter)]
         if request.offloads:
             part._buffers.update({n: b.to(ring.device) for n, b in part._buffers.items() if b is not None})
-    ring.whole_bytes = sum(p.nbytes for p in model.parameters() if not isinstance(p, DTensor))
-    model.__dict__[INFERENCE] = ring
+    shards.whole_bytes = sum(p.nbytes for p in model.parameters() if not isinstance(p, DTensor))
+    model.__dict__[INFERENCE] = shards
     extend_adapters(model, UnmergedAdapter)
     follow_adapters(_reads_shards, UnmergedAdapter)
     install_save_pretrained(model, ring)
     mark_forwards(model, ring)
     compare_weights(values, ring)
-    logger.info("rotate_for_inference: %s: %s", type(model).__name__, repr(ring))  # a record keeps no ring alive
+    logger.info("rotate_for_inference: %s: %s", type(model).__name__, repr(shards))  # a record keeps no ring alive
 
 
 def _reads_shards(layer: nn.Module) -> bool:
-    return isinstance(ring_of_module(layer), InferenceRing)
+    ring = ring_of_module(layer)
+    return ring is not None and ring.pulls_from is not None

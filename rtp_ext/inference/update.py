@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from rtp_ext.convert.methods.stream_weights import BUCKET_BYTES, OTHER_NAMES
-from rtp_ext.inference.agreement import agree_on_update
+from rtp_ext.convert.scopes import INFERENCE
 from rtp_ext.inference.from_model import copy_from, shape_of, tensors_of, write
+from rtp_ext.inference.ring import InferenceRing
 from rtp_ext.ring.bootstrap import compare_calls
-from rtp_ext.ring.inference import INFERENCE, InferenceRing
 from rtp_ext.ring.links.agree import expect_same
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -46,7 +46,7 @@ def update_weights(model: nn.Module, source: nn.Module | NamedTensors, *, bucket
     does not end, within the timeout of the ring; the ring cannot be used any more, nor after KeyboardInterrupt.
     """
     ring = model.__dict__.get(INFERENCE)
-    if not isinstance(ring, InferenceRing):
+    if ring is None:
         kind = type(model).__name__
         raise ValueError(f"update_weights: expected a model that rotate_for_inference converted, got a {kind}")
     refusal = None
@@ -87,7 +87,7 @@ def _copy_named(source: NamedTensors, model: nn.Module, ring: InferenceRing) -> 
         if isinstance(source, Generator):
             source.close()  # other ranks may wait for this one in a stream
     ring.synchronize()  # other ranks read without waiting for this one's streams
-    agree_on_update(ring, failure, sorted(names), written=written)
+    ring.agree_on_update(failure, sorted(names), written=written)
     return len(names)
 
 

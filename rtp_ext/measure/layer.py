@@ -136,9 +136,9 @@ class TimedLayer:
 
     def chunks(self) -> list[slice]:
         """Returns the rows of each chunk of a shard: shards above the ring's slot cap travel in several chunks."""
-        size = _native.OperationSize([(self.rows, self.shard.shape[1], True)], bundle=False, in_chunks=True)
+        facts = _native.OperationFacts("linear", [_native.ParameterFacts((self.rows, self.shard.shape[1]))])
         local = self.ring.gradients.local_dtype(self.ring.hop_route, self.gradient_dtype)
-        _, most = size.chunks(max(self.dtype.itemsize, local.itemsize), self.ring.slot_cap)
+        _, most = facts.chunks(1, max(self.dtype.itemsize, local.itemsize), self.ring.slot_cap)
         return [slice(first, min(first + most, self.rows)) for first in range(0, self.rows, most)]
 
     def _arrived(self, shard: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Analyses the record files of all ranks of a ring: `python -m rtp_ext record FILES...`.
 
-csrc/transport/recorder.cpp defines their layout and writes them: when a ring fails, on `Ring.record`, and when a
-process gets SIGUSR1. Hop n of a channel is the same hop on all ranks, so that records of different ranks are compared
-hop by hop, without clocks; records of different hosts are aligned by the hosts' wall clocks.
+csrc/transport/sink.h has their layout, and csrc/transport/record.cpp writes them: when a ring fails, on `Ring.record`,
+and when a process gets SIGUSR1. Hop n of a channel is the same hop on all ranks, so that records of different ranks are
+compared hop by hop, without clocks; records of different hosts are aligned by the hosts' wall clocks.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -17,13 +17,12 @@ from rtp_ext.convert.adafactor import shard_of
 from rtp_ext.optim.exchange import run_round
 from rtp_ext.optim.layout import Layout, expect_matrices, matrices_of
 from rtp_ext.optim.newton_schulz import Iteration
-from rtp_ext.optim.plan import EXCHANGES, ROUND, Plan, Task, make_plan
+from rtp_ext.optim.plan import ROUND, Plan, Task, make_plan
 from rtp_ext.optim.sharers import Sharers, on
 from rtp_ext.optim.table import PlanTable
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import as_gradient
-
-_ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")  # of torch.optim.Muon
+from rtp_ext.words import Exchange, LearningRateAdjustment
 
 # Options of a group that all ranks must share, beside those that are numbers.
 _OPTIONS = ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "blocks")
@@ -75,12 +74,12 @@ class Muon(Optimizer):
         ns_coefficients: tuple[float, float, float] = (DEFAULT_A, DEFAULT_B, DEFAULT_C),
         eps: float = EPS,
         ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
+        adjust_lr_fn: LearningRateAdjustment | None = None,
         *,
-        exchange: str = "auto",
+        exchange: Exchange = "auto",
     ) -> None:
-        if exchange not in EXCHANGES:
-            raise ValueError(f"Muon: expected an exchange of {', '.join(EXCHANGES)}, got {exchange!r}")
+        if exchange not in get_args(Exchange):
+            raise ValueError(f"Muon: expected an exchange of {', '.join(get_args(Exchange))}, got {exchange!r}")
         self._exchange = exchange
         self._begin()
         defaults = {
@@ -293,8 +292,9 @@ def _check_options(group: dict[str, Any]) -> None:
             raise ValueError(f"Muon: expected {name} to be a number or a tensor of one, got shape {tuple(value.shape)}")
         if not float(value) >= 0.0:
             raise ValueError(f"Muon: expected {name} >= 0, got {value}")
-    if group["adjust_lr_fn"] not in _ADJUSTMENTS:
-        raise ValueError(f"Muon: expected adjust_lr_fn of {_ADJUSTMENTS}, got {group['adjust_lr_fn']!r}")
+    known = (None, *get_args(LearningRateAdjustment))
+    if group["adjust_lr_fn"] not in known:
+        raise ValueError(f"Muon: expected adjust_lr_fn of {known}, got {group['adjust_lr_fn']!r}")
     if len(group["ns_coefficients"]) != 3:
         raise ValueError(f"Muon: expected three ns_coefficients, got {group['ns_coefficients']}")
     if not 0 <= group["ns_steps"] < 100:

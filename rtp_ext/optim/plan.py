@@ -10,7 +10,6 @@ import torch
 from rtp_ext.optim.layout import Layout, Matrix
 from rtp_ext.optim.newton_schulz import Iteration, iteration_dtype, triangle_numel
 
-EXCHANGES = ("auto", "gram", "whole")
 LOCAL = "local"  # one rank has the whole matrix
 
 # `auto` weighs a byte that a rank sends as this many of its floating-point operations: about 60 TFLOP/s of float32

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rtp_ext._native import kernels, shard_sizes
+from rtp_ext._native import ParameterFacts, kernels, shard_sizes
 from rtp_ext.parameters.sharding import as_sharded, frozen_of, gather_full, shard_bounds, take_shard
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import FROZEN, as_parameter
@@ -53,20 +53,14 @@ class FrozenWeight:
     dim: int = 0
     rows: int = 0
 
+    @property
+    def facts(self) -> Any:
+        """It in the engine's form (csrc/schedule/operations.h)."""
+        return ParameterFacts(self.shape, self.dim, self.format, self.rows, trained=False)
+
     def shard_rows(self, ranks: int) -> list[int]:
         """Returns the rows of every rank's shard; the columns where `dim` is 1."""
-        starts, rows = 0, []
-        for groups in shard_sizes(self.packed_shape[self.dim], ranks):
-            begin, end = self.rows_of(starts, groups)
-            rows.append(end - begin)
-            starts += groups
-        return rows
-
-    def travelling_bytes(self, rows: int) -> int:
-        """Returns the bytes of so many rows, or columns, in a hop."""
-        numbers, size = self.block
-        others = math.prod(self.shape[1:]) if self.dim == 0 else self.shape[0]
-        return -(-rows * others // numbers) * size
+        return self.facts.sizes(ranks)
 
     @property
     def block(self) -> tuple[int, int]:
@@ -76,9 +70,7 @@ class FrozenWeight:
     @property
     def group_rows(self) -> int:
         """The rows of a group; its columns where `dim` is 1."""
-        if self.dim == 1:
-            return self.block[0]
-        return self.rows or kernels.rows_of_blocks(self.format, math.prod(self.shape[1:]))
+        return self.facts.rows_of_group
 
     @property
     def packed_shape(self) -> tuple[int, ...]:

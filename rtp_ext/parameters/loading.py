@@ -16,8 +16,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from rtp_ext._native import shard_sizes
 from rtp_ext.command_line import read_json
 from rtp_ext.parameters.frozen import load_plain
+from rtp_ext.parameters.sharded_module import end_left_forwards
 from rtp_ext.parameters.sharding import frozen_of
-from rtp_ext.ring.inference import end_left_forwards
 
 logger = logging.getLogger("rtp_ext")
 

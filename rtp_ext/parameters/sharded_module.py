@@ -15,9 +15,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from rtp_ext.parameters.sharding import frozen_of, placed_as
+from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import FROZEN, GRADIENT_HANDLER, OFFLOADED
-from rtp_ext.ring.inference import end_left_forwards
 from rtp_ext.ring.registry import register
+
+
+def end_left_forwards(module: nn.Module) -> None:
+    """Ends the forward that KeyboardInterrupt may have left in this thread, before new values are loaded into a module:
+    other ranks of the host would copy old shards from the slots of this one. Does nothing to a model that trains."""
+    found = (part.__dict__.get("ring") for part in module.modules())
+    for ring in {each for each in found if isinstance(each, Ring)}:
+        ring.agreement.end_left_forward()
 
 
 class Tie:

@@ -102,6 +102,9 @@ class Agreement:
         self.forward_phase = 0
         self._forwards -= 1
 
+    def end_left_forward(self) -> None:
+        """Ends the forward of a model for forwards only that KeyboardInterrupt may have left in this thread."""
+
     def postpone(self, prepared: Prepared, key: Any, text: str) -> bool:
         """Postpones the comparison of an operation in the forward of a model that the ranks have compared. Returns
         whether it did."""

@@ -104,10 +104,9 @@ class Ring:
     traceable = True  # whether compiled graphs can contain the ring's operations, which then return their gradients
     offload_policy: OffloadPolicy | None = None
     host_memory: HostMemory | None = None
+    pulls_from: tuple[int, ...] | None = None  # of a model for forwards only: the ranks whose shards this one pulls
     serial: int
     name: str  # compiled graphs find the ring by it
-    _agreement_type: type[Agreement] = Agreement
-    _runner_type: type[OpRunner] = OpRunner
 
     @takes(RingKeywords, RingOptions)
     def __init__(
@@ -182,7 +181,6 @@ class Ring:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        made = cls.__new__(cls)
         ring = Communicator(rank, size, device, options.timeout)
         ring.placed = Hosts.even(size, hosts, route)
         gradients = GradientRoutes(gradient_route, gradient_travel, "it was asked for")
@@ -190,13 +188,28 @@ class Ring:
         with ring.released_on_error():
             native = _native.emulated_transport(device, link)
             connection = Connection("emulated", native, "one process stands for the ring")
-            made._compose(ring, options, connection, routes, secrets.token_hex(4))
+            made = cls.composed(ring, options, connection, routes, secrets.token_hex(4))
         if device.type == "cuda":
             made.link = emulated_link(link, made.graphs)
         return made
 
+    @classmethod
+    def composed(cls, *parts: Any, mesh: DeviceMesh | None = None, **types: Any) -> Ring:
+        """Returns a ring of such parts and types as those of `_compose`."""
+        made = cls.__new__(cls)
+        made.mesh = made.parameter_mesh = mesh
+        made._compose(*parts, **types)
+        return made
+
     def _compose(
-        self, ring: Communicator, options: RingOptions, connection: Connection, routes: RoutePlan, token: str
+        self,
+        ring: Communicator,
+        options: RingOptions,
+        connection: Connection,
+        routes: RoutePlan,
+        token: str,
+        agreement: type[Agreement] = Agreement,
+        runner: type[OpRunner] = OpRunner,
     ) -> None:
         """Creates the executor and the fields that use it."""
         late = late_passes(options, ring.device, connection.name)
@@ -222,9 +235,9 @@ class Ring:
         self.prefetch = 0 if self.graphs.on else options.prefetch
         executor.prefetch(self.prefetch)
         self.common = Prepared()
-        self.agreement = self._agreement_type(ring)
+        self.agreement = agreement(ring)
         self.telemetry = Telemetry(ring, connection, token)
-        self._op_runner = self._runner_type(ring, self.agreement, self.graphs)
+        self._op_runner = runner(ring, self.agreement, self.graphs)
         self._late = LateGradients(ring, late)
         name_ring(self)
         self._primitives = Primitives(ring, self._op_runner, routes.hop_route, self.serial)
@@ -236,7 +249,7 @@ class Ring:
     @property
     def alive(self) -> bool:
         """Whether the ring can still be used."""
-        return self.communicator.executor.alive and not self.communicator.orphaned
+        return self.communicator.alive
 
     def close(self) -> None:
         """Shuts the ring down. Idempotent; collective. Does nothing in a process that was forked from the ring's.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shared.card import RESULTS, command_line, machine_name, refusal_to_write
+from shared.card import add_output_options, complete_output
 from shared.launch import add_launch_options, repetition, under_torchrun
 from shared.models import WORKLOADS
 from shared.optimizers import OPTIMIZERS
@@ -44,8 +44,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, help="default: 1e-4, with --optimizer muon 5e-3")
     add("--seed", type=int, default=0)
     add("--upstream", type=Path, metavar="FOLDER", help="the code of the paper's authors, for the strategy upstream")
-    add("--machine", help="folder under results/ (default: from the CPU or GPU, such as cpu-2core)")
-    add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead of results/<machine>/")
+    add_output_options(parser)
     add_trace_option(parser, "one more step of every rtp strategy")
     add("--no-memory", dest="memory", action="store_false", help="measure times only")
     add("--where", type=int, default=0, metavar="N", help="record where the time of N more steps goes (where.jsonl)")
@@ -129,10 +128,7 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     file = "muon" if args.optimizer == "muon" else "lora" if args.lora else "hosts" if on_hosts else "compare"
     if any(STRATEGIES[strategy].package is not None for strategy in args.strategies):
         file = "peers"
-    args.output = args.output or RESULTS / (args.machine or machine_name(device)) / f"{file}.jsonl"
-    if (refusal := refusal_to_write(args.output)) is not None:
-        error(refusal)
-    args.command = command_line()
+    complete_output(args, file, error, device)
 
 
 def _check_packages(args: argparse.Namespace, error: Callable[[str], Any]) -> None:

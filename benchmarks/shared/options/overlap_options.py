@@ -6,13 +6,12 @@ import os
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rtp_ext.host import cores
-from shared.card import RESULTS, command_line, machine_name, refusal_to_write
+from shared.card import add_output_options, complete_output
 from shared.launch import add_launch_options, repetition, under_torchrun
 from shared.options.host_options import add_host_options, complete_hosts
 from shared.options.overlap_cases import DIRECTIONS, SHAPES, cpu_cases, gpu_cases, grid
@@ -44,8 +43,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--budget", type=float, default=math.inf, metavar="SECONDS", help="start no case that would end later")
     add("--again", action="store_true", help="measure what the results file holds already")
     add("--share-cores", action="store_true", help="allow more CPU ranks than cores")
-    add("--machine", help="folder under results/ (default: from the CPU or GPU)")
-    add("--output", type=Path, metavar="FILE.jsonl", help="append the results here instead")
+    add_output_options(parser)
     add_trace_option(parser, "one more forward, backward or step of every case")
     add_launch_options(parser)
     add_host_options(parser)
@@ -127,12 +125,6 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     args.cores_per_rank = per_rank
     args.cores_shared = None if per_rank is None else per_rank == 0
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    args.output = (
-        args.output
-        or RESULTS / (args.machine or machine_name(device)) / f"{'hosts_' if args.network else ''}overlap.jsonl"
-    )
-    if (refusal := refusal_to_write(args.output)) is not None:
-        error(refusal)
+    complete_output(args, "hosts_overlap" if args.network else "overlap", error, device)
     args.device = device.type
-    args.command = command_line()
     args.deadline = time.monotonic() + args.budget

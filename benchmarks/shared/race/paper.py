@@ -127,9 +127,10 @@ CLAIMS: tuple[tuple[str, str, str, Callable[[Runs], str | None]], ...] = (
 )
 
 
-def claims(lines: Sequence[Row], model: str) -> tuple[list[Row], list[list[str]]]:
-    """Returns the rows that were used, and the lines of the table, its head first."""
-    runs = runs_of(lines, model)
-    table = [["claim", "where", "measured here", "result"]]
-    table += [[claim, place, what, measure(runs) or "not measured"] for claim, place, what, measure in CLAIMS]
-    return list(runs.values()), table
+def claims(rows: Sequence[Row]) -> list[Row]:
+    """Returns the lines of the table."""
+    runs = {(row["strategy"], row["ranks"], row["tokens"]): row for row in rows}
+    return [
+        {"claim": claim, "where": place, "measured here": what, "result": measure(runs) or "not measured"}
+        for claim, place, what, measure in CLAIMS
+    ]

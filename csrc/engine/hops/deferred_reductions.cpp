@@ -25,15 +25,15 @@ void DeferredReductions::finish_all_but(size_t most) {
 void DeferredReductions::finish_next() {
   const DeferredReduction& reduction = deferred_.front();
   Streams& streams = transport_->streams();
-  const EventHandle waiting = trace_.begin(reduction.traced, TraceKind::wait, reduction.position, Lane::compute,
-                                           "wait: " + label(reduction.step));
+  const EventHandle waiting = sink_.begin(reduction.traced, TraceKind::wait, reduction.position, Lane::compute,
+                                          "wait: " + label(reduction.step));
   Range range([&] { return concat("wait: ", label(reduction.step)); });
   for (const auto& slot : reduction.slots) slot->usage.wait_for_all(streams);
   range.end();
-  trace_.end(waiting);
-  const EventHandle adding = trace_.begin(reduction.traced, reduction.position, reduction.step);
+  sink_.end(waiting);
+  const EventHandle adding = sink_.begin(reduction.traced, reduction.position, reduction.step);
   dequantize_into(streams, reduction.local, reduction.arriving, true);
-  trace_.end(adding);
+  sink_.end(adding);
   for (const auto& slot : reduction.slots) {
     slot->usage.record_read(streams.record_compute());
     pool_.give_back(Channel::gradient, slot);

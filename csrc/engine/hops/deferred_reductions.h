@@ -26,8 +26,8 @@ struct DeferredReduction {
 
 class DeferredReductions {
  public:
-  DeferredReductions(std::shared_ptr<Transport> transport, SlotPool& pool, Trace& trace)
-      : transport_(std::move(transport)), pool_(pool), trace_(trace) {}
+  DeferredReductions(std::shared_ptr<Transport> transport, SlotPool& pool, Sink& sink)
+      : transport_(std::move(transport)), pool_(pool), sink_(sink) {}
 
   // Sets the number of reductions that may remain at the end of a pass. They finish in the order in which they were
   // added.
@@ -49,7 +49,7 @@ class DeferredReductions {
 
   std::shared_ptr<Transport> transport_;
   SlotPool& pool_;
-  Trace& trace_;
+  Sink& sink_;
   std::deque<DeferredReduction> deferred_;
   size_t allowed_ = 0;
   int64_t finished_ = 0;

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <numeric>
 
 #include "base/checks.h"
 #include "compute/pack.h"
@@ -13,10 +12,6 @@
 
 namespace rtp {
 namespace {
-
-int64_t product(const std::vector<int64_t>& shape, size_t from = 0) {
-  return std::accumulate(shape.begin() + static_cast<int64_t>(from), shape.end(), int64_t{1}, std::multiplies<>());
-}
 
 std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {
   std::vector<int64_t> strides(shape.size(), 1);
@@ -37,7 +32,8 @@ at::Tensor view_of(const at::Tensor& memory, int64_t offset, int64_t bytes, at::
   c10::TensorImpl* impl = view.unsafeGetTensorImpl();
   impl->set_storage_offset(start / element);
   impl->set_sizes_contiguous(shape);
-  if (!memory.is_inference() && !view.is_inference()) impl->set_version_counter(memory.unsafeGetTensorImpl()->version_counter());
+  if (!memory.is_inference() && !view.is_inference())
+    impl->set_version_counter(memory.unsafeGetTensorImpl()->version_counter());
   return view;
 }
 
@@ -104,8 +100,7 @@ std::vector<int64_t> TensorLayout::wire_shape(int owner) const {
 }
 
 int64_t TensorLayout::bytes(int owner) const {
-  if (frozen) return block_bytes(*frozen, elements(owner));
-  return wire_bytes(elements(owner), wire, static_cast<int64_t>(c10::elementSize(dtype)));
+  return travelling_bytes(elements(owner), frozen, wire, static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
 int64_t TensorLayout::dequantized_bytes(int owner) const {
@@ -308,9 +303,10 @@ std::shared_ptr<Transfer> Hops::post(Hop& hop, Usage& source, Usage& target, con
   const auto after_hop = [&](const auto& earlier, End end) {
     StreamEvent event = earlier->event(end);
     if (!event) {
-      const EventHandle waiting = traced ? trace_.begin_slot(pass, position, traced->label) : nullptr;
+      EventHandle waiting;
+      if (traced) waiting = sink_.begin_slot(pass, position, traced->label);
       earlier->wait(end);
-      trace_.end(waiting);
+      sink_.end(waiting);
       event = transport.streams().record_compute();
     }
     after(event);
@@ -318,20 +314,18 @@ std::shared_ptr<Transfer> Hops::post(Hop& hop, Usage& source, Usage& target, con
   source.before_read(after_hop, after);
   memory = HopMemory::target;
   target.before_write(after_hop, after);
-  const EventHandle posting = trace_.begin_posting(pass, position, traced);
-  trace_.depart(traced, hop);
+  const EventHandle posting = sink_.begin_posting(pass, position, traced);
+  sink_.depart(traced, hop);
   if (delay_.count() > 0) {
     transport.delay(hop, std::chrono::microseconds(random_() % static_cast<uint64_t>(delay_.count() + 1)));
   }
   const size_t kind = static_cast<size_t>(hop.channel);
-  const uint64_t recorded = trace_.recorder().post(hop, counts_[kind]);
-  const std::shared_ptr<Transfer> transfer = trace_.follow(traced, hop, transport.post(hop));
-  transfer->record(trace_.recorder(), recorded);
+  const std::shared_ptr<Transfer> transfer = sink_.post(traced, hop, counts_[kind]);
   source.record_send(transfer);
   target.record_receive(transfer);
   ++counts_[kind];
   for (const Span& span : hop.send) bytes_[kind] += static_cast<int64_t>(span.bytes);
-  trace_.end(posting);
+  sink_.end(posting);
   return transfer;
 }
 

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "base/blocks.h"
-#include "engine/hops/trace.h"
 #include "schedule/footprint.h"
 #include "schedule/uses.h"
 #include "transport/transport.h"
@@ -137,7 +136,7 @@ class SlotPool {
 // Posts and counts the hops of one ring.
 class Hops {
  public:
-  Hops(std::shared_ptr<Transport> transport, Trace& trace) : transport_(std::move(transport)), trace_(trace) {}
+  Hops(std::shared_ptr<Transport> transport, Sink& sink) : transport_(std::move(transport)), sink_(sink) {}
 
   // Posts a hop after the last write of its source and all uses of its target, and records it in both. `traced`: the
   // trace event of the hop. `pass`, `position`: of the step that posts it, in the trace.
@@ -170,7 +169,7 @@ class Hops {
   void mark(Hop& hop);
 
   std::shared_ptr<Transport> transport_;
-  Trace& trace_;
+  Sink& sink_;
   uint64_t updates_ = 0;
   bool updated_ = false;  // since the last hop
   at::Tensor meeting_;    // what a collective's hop sends, and where one arrives

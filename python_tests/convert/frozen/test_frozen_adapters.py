@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import on_ranks
 from pretended_hosts import pretend_hosts
 from reference import adamw, assert_same, differs, full
 from test_checksum import Rings, told_of_a_flip, unnoticed
@@ -84,8 +84,8 @@ def _compare(cases, what, converted, plain, rank, ranks, tolerance):
             optimizer.zero_grad()
 
 
-def _adapters(rank, ranks):
-    cases = Cases()
+@on_ranks([2, 3])
+def test_adapters(rank, ranks, cases):
     for format, targets, options in (
         ("nf4", "all-linear", {"transport": "shm"}),
         ("mxfp4", ["down_proj"], {"transport": "tcp"}),  # q, k and v travel together
@@ -123,12 +123,6 @@ def _adapters(rank, ranks):
         refused = pytest.raises(ValueError, match=r"got DoRA around .*q_proj \(Linear\), .*pass use_dora=False")
         with cases.case(f"DoRA {options}"), refused:
             rtp_ext.fully_rotate(_model(dora=True), **options)
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_adapters(ranks):
-    run_ranks(_adapters, ranks)
 
 
 def _checkpointed(model: nn.Module) -> nn.Module:
@@ -138,8 +132,8 @@ def _checkpointed(model: nn.Module) -> nn.Module:
     return model
 
 
-def _combined(rank, ranks):
-    cases = Cases()
+@on_ranks(2, timeout=25.0)
+def test_combinations(rank, ranks, cases):
     plain = _model()
     model = rtp_ext.fully_rotate(_checkpointed(_model()), frozen="nf4", transport="shm")
     values = {name.replace("_checkpoint_wrapped_module.", ""): w for name, w in rtp_ext.frozen_weights(model).items()}
@@ -181,20 +175,15 @@ def _combined(rank, ranks):
     with cases.case("a policy"):
         assert abs(_loss(model, rank, 0).item() - wanted.item()) < 0.02
     rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-def test_combinations():
-    run_ranks(_combined, 2, timeout=25.0)
 
 
 def _adapter_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full(p.grad) for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _together(rank, ranks):
+@on_ranks(2, timeout=120.0)
+def test_checkpointing_with_everything(rank, ranks, cases):
     """Both kinds of checkpointing, with prefetch, checksums and accumulation, once under autocast, once compiled."""
-    cases = Cases()
     for reentrant, narrow in ((False, False), (True, False), (True, True)):
         with rtp_ext.Ring(transport="shm", checksum=True, timeout=60.0) as ring:
             model = rtp_ext.fully_rotate(_model(), frozen="nf4", mesh=ring)
@@ -220,16 +209,12 @@ def _together(rank, ranks):
                 assert once > plan["forward_bytes"] + plan["backward_bytes"], "layers were computed again"
                 assert ring.prefetched()[1] > 0
             torch._dynamo.reset()
-    cases.finish()
 
 
-def test_checkpointing_with_everything():
-    run_ranks(_together, 2, timeout=120.0)
-
-
-def _flipped(rank, ranks):
+@on_ranks(2)
+def test_a_flipped_bit_of_a_block_is_found(ranks, cases):
     """A bit of a block that flips on the way."""
-    cases, x = Cases(), torch.ones(3, 64)
+    x = torch.ones(3, 64)
 
     def act(ring):
         layer = nn.Linear(64, 96, bias=False).requires_grad_(False)
@@ -243,15 +228,10 @@ def _flipped(rank, ranks):
         found, ring = unnoticed(rings, "weight", ranks, act)
         assert any(ring.exchange(not torch.allclose(found, expected)))
         ring.close()
-    cases.finish()
 
 
-def test_a_flipped_bit_of_a_block_is_found():
-    run_ranks(_flipped, 2)
-
-
-def _meshes(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_replicas_and_two_levels(rank, ranks, cases):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ring"))
     dims = rtp_ext.RotationDims(ring="ring", replicate="dp")
     model = rtp_ext.fully_rotate(_model(), mesh=mesh, dims=dims, frozen="nf4", transport="shm")
@@ -264,8 +244,3 @@ def _meshes(rank, ranks):
         assert rtp_ext.ring_of(model).hop_route == "two-level"
     _compare(cases, "two levels", model, _model(), rank, ranks, TOLERANCE)
     rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-def test_replicas_and_two_levels():
-    run_ranks(_meshes, 4)

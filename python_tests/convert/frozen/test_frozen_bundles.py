@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from pretended_hosts import pretend_hosts
 from reference import assert_same, differs, full, local
 from torch import nn
@@ -147,8 +147,8 @@ def _swap_codes(weights):
         codes.copy_(codes << 4 | codes >> 4)
 
 
-def _parts(rank, ranks):
-    cases = Cases()
+@on_ranks([1, 2, 3, 4])
+def test_experts_and_mlps(rank, ranks, cases):
     with rtp_ext.Ring(timeout=60.0, **RINGS[ranks]) as ring:
         for place, what in enumerate(MODELS):
             for format in few(FORMATS[(place + ranks) % 3 :][:1], FORMATS):
@@ -168,63 +168,51 @@ def _parts(rank, ranks):
         with rtp_ext.Ring(route="two-level", timeout=60.0) as ring:
             for what in ("experts", "mlp"):
                 _one(cases, ring, rank, what, "nf4")
-    cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_experts_and_mlps(ranks):
-    run_ranks(_parts, ranks)
-
-
-def _biases(rank, ranks):
+@on_ranks(3, transport="shm", ring_timeout=60.0)
+def test_trained_biases(rank, ranks, ring, cases):
     """Trained biases travel with frozen weights in blocks, and their gradients come back."""
-    cases = Cases()
     mlp = nn.Sequential(nn.Linear(24, 192, bias=False), nn.GELU(), nn.Linear(192, 24)).requires_grad_(False)
-    with rtp_ext.Ring(transport="shm", timeout=60.0) as ring:
-        for what, plain, features, bundles in (("experts", _gpt_oss(), 32, set()), ("mlp", mlp, 24, {"mlp"})):
-            for name, parameter in plain.named_parameters():
-                parameter.requires_grad_("bias" in name)
-            model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=ring, frozen="nf4")
-            for name, value in rtp_ext.frozen_weights(model).items():
-                plain.get_parameter(name).data.copy_(value)
-            batches = [torch.randn(TOKENS, features, generator=torch.Generator().manual_seed(n)) for n in range(ranks)]
-            y, wanted = model(batches[rank]), [plain(x) for x in batches]
-            y.square().sum().backward()
-            (sum(each.square().sum() for each in wanted) / ranks).backward()
-            with cases.case(what):
-                assert {bundle.kind for bundle in rtp_ext.explain(model).bundles} == bundles
-                assert_same(y, wanted[rank], TOLERANCE, "output")
-                trained = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
-                assert len(trained) == (2 if what == "experts" else 1)
-                for name, gradient in trained.items():
-                    assert_same(full(model.get_parameter(name).grad), gradient, 2 * TOLERANCE, name)
-        for features in (64, 48):
-            head = nn.Linear(features, 99)
-            head.weight.requires_grad_(False)
-            model = rtp_ext.fully_rotate(nn.Sequential(copy.deepcopy(head)), mesh=ring, frozen="nf4")
-            head.weight.data.copy_(rtp_ext.frozen_weights(model)["0.weight"])
-            batches = [torch.randn(TOKENS, features, generator=torch.Generator().manual_seed(n)) for n in range(ranks)]
-            targets = torch.arange(TOKENS) * 8
-            arguments = batches[rank], model[0].weight, targets, model[0].bias
-            if features == 48:  # groups of 4 rows, between which the bias is not cut
-                with (
-                    cases.case("a head"),
-                    pytest.raises(ValueError, match=r"rows that fill whole blocks .* got rows of 48"),
-                ):
-                    rotated_linear_cross_entropy(*arguments, ring=ring)
-                continue
-            loss = rotated_linear_cross_entropy(*arguments, ring=ring)
-            loss.backward()
-            wanted = [nn.functional.cross_entropy(head(x), targets) for x in batches]
-            (sum(wanted) / ranks).backward()
-            with cases.case("a head"):
-                assert abs(loss.item() - wanted[rank].item()) <= TOLERANCE * loss.item()
-                assert_same(full(model[0].bias.grad), head.bias.grad, 2 * TOLERANCE, "bias")
-    cases.finish()
-
-
-def test_trained_biases():
-    run_ranks(_biases, 3)
+    for what, plain, features, bundles in (("experts", _gpt_oss(), 32, set()), ("mlp", mlp, 24, {"mlp"})):
+        for name, parameter in plain.named_parameters():
+            parameter.requires_grad_("bias" in name)
+        model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=ring, frozen="nf4")
+        for name, value in rtp_ext.frozen_weights(model).items():
+            plain.get_parameter(name).data.copy_(value)
+        batches = [torch.randn(TOKENS, features, generator=torch.Generator().manual_seed(n)) for n in range(ranks)]
+        y, wanted = model(batches[rank]), [plain(x) for x in batches]
+        y.square().sum().backward()
+        (sum(each.square().sum() for each in wanted) / ranks).backward()
+        with cases.case(what):
+            assert {bundle.kind for bundle in rtp_ext.explain(model).bundles} == bundles
+            assert_same(y, wanted[rank], TOLERANCE, "output")
+            trained = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+            assert len(trained) == (2 if what == "experts" else 1)
+            for name, gradient in trained.items():
+                assert_same(full(model.get_parameter(name).grad), gradient, 2 * TOLERANCE, name)
+    for features in (64, 48):
+        head = nn.Linear(features, 99)
+        head.weight.requires_grad_(False)
+        model = rtp_ext.fully_rotate(nn.Sequential(copy.deepcopy(head)), mesh=ring, frozen="nf4")
+        head.weight.data.copy_(rtp_ext.frozen_weights(model)["0.weight"])
+        batches = [torch.randn(TOKENS, features, generator=torch.Generator().manual_seed(n)) for n in range(ranks)]
+        targets = torch.arange(TOKENS) * 8
+        arguments = batches[rank], model[0].weight, targets, model[0].bias
+        if features == 48:  # groups of 4 rows, between which the bias is not cut
+            with (
+                cases.case("a head"),
+                pytest.raises(ValueError, match=r"rows that fill whole blocks .* got rows of 48"),
+            ):
+                rotated_linear_cross_entropy(*arguments, ring=ring)
+            continue
+        loss = rotated_linear_cross_entropy(*arguments, ring=ring)
+        loss.backward()
+        wanted = [nn.functional.cross_entropy(head(x), targets) for x in batches]
+        (sum(wanted) / ranks).backward()
+        with cases.case("a head"):
+            assert abs(loss.item() - wanted[rank].item()) <= TOLERANCE * loss.item()
+            assert_same(full(model[0].bias.grad), head.bias.grad, 2 * TOLERANCE, "bias")
 
 
 def _language_model(tied: bool = False, features: int = 64) -> nn.Module:
@@ -253,8 +241,8 @@ def _loss(model, rank, **options):
     return model(input_ids=ids, labels=ids, **options).loss
 
 
-def _heads(rank, ranks):
-    cases = Cases()
+@on_ranks(few([3], [1, 2, 3, 4]), timeout=40.0)
+def test_language_models(rank, ranks, cases):
     for features, format in ((64, "nf4"), (48, "nf4"), (64, "mxfp4"))[: 3 if ranks == 3 else 2]:
         plain = _language_model(features=features)
         model = rtp_ext.fully_rotate(
@@ -305,9 +293,3 @@ def _heads(rank, ranks):
         with cases.case(what):
             wide = {row.name.split(".")[-2]: row.wide for row in plan.parameters if row.wide is not None}
             assert wide["lm_head"] == reason
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", few([3], [1, 2, 3, 4]))
-def test_language_models(ranks):
-    run_ranks(_heads, ranks, timeout=40.0)

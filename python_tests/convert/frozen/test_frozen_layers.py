@@ -1,10 +1,9 @@
 """Layers with frozen weights in blocks: outputs bitwise those of one process with the same values, input and bias
 gradients, bytes on the wire and at rest, and memory."""
 
-import pytest
 import torch
 import torch.distributed as dist
-from harness import Cases, run_ranks
+from harness import on_ranks
 from reference import TOLERANCE, assert_same, differs, full, local
 from torch import nn
 from torch.nn.functional import linear
@@ -87,8 +86,8 @@ def _one(cases, ring, rank, format, outputs, inputs, bias, dtype):
         assert sum(row.shard_sizes) == outputs and row.held_bytes == local(model.linear.weight).numel()
 
 
-def _layers(rank, ranks):
-    cases = Cases()
+@on_ranks([1, 2, 3, 4])
+def test_layers(rank, ranks, cases):
     with rtp_ext.Ring(timeout=60.0, **RINGS[ranks]) as ring:
         for number, (outputs, inputs) in enumerate(SIZES):
             for place, format in enumerate(FORMATS):
@@ -104,9 +103,3 @@ def _layers(rank, ranks):
         with cases.case("to(bfloat16)"):
             assert weight.dtype == y.dtype == torch.bfloat16 and model.linear.weight.dtype == torch.uint8
             assert_same(y, linear(x, weight, bias), TOLERANCE[torch.bfloat16], "output")
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_layers(ranks):
-    run_ranks(_layers, ranks)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from grids import few, schedules
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from reference import assert_same, differs, full
 from safetensors.torch import save_file
 from torch import nn
@@ -68,8 +68,8 @@ def _loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (y - target).square().mean()
 
 
-def _pipelines(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_stages_of_a_pipeline(cases):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ring"))
     place, stage_of = mesh.get_local_rank("ring"), mesh.get_local_rank("pp")
     for schedule, count in schedules(few(SCHEDULES[1:], SCHEDULES), SCHEDULES):
@@ -108,11 +108,6 @@ def _pipelines(rank, ranks):
     with cases.case("tensor parallelism"), pytest.raises(ValueError, match="cannot be combined with tensor parallel"):
         options = {"mesh": mesh, "dims": rtp_ext.RotationDims(), "transport": "shm"}
         rtp_ext.fully_rotate(parallel.requires_grad_(False), frozen="nf4", **options)
-    cases.finish()
-
-
-def test_stages_of_a_pipeline():
-    run_ranks(_pipelines, 4)
 
 
 @pytest.mark.parametrize("what", ["offload", "in place"])
@@ -140,8 +135,8 @@ def _size(parameters: list, ranks: int, bundle: bool) -> _native.OperationSize:
     )
 
 
-def _slots(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_slots(rank, ranks, cases):
     for transport, what in few([("shm", "experts"), ("c10d", "mlp"), ("c10d", "head")], SLOTS):
         with rtp_ext.Ring(transport=transport, timeout=60.0) as ring:
             model = {"experts": lambda: _experts(32, 24, 6), "mlp": lambda: _mlp(24, 640), "head": nn.Linear}[what]
@@ -192,11 +187,6 @@ def _slots(rank, ranks):
                         assert_same(value, wanted, 2 * TOLERANCE, what)
                 assert counts[0].peak_bytes == planned.weight.peak_bytes > 0 and counts[1].bytes == 0
                 assert counts[2].peak_bytes == planned.scratch.peak_bytes
-    cases.finish()
-
-
-def test_slots():
-    run_ranks(_slots, 4)
 
 
 def _model(seed: int) -> nn.Module:

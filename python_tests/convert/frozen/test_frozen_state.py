@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from live_bytes import LiveBytes
 from reference import assert_same, full, local
 from safetensors.torch import save_file
@@ -115,9 +115,9 @@ def _stack() -> nn.Module:
     return model.requires_grad_(False)
 
 
-def _memory(rank, ranks):
+@on_ranks(4)
+def test_bytes_and_memory(ranks, cases):
     """Blocks at home and on the wire take 0.5625 bytes a weight; a step holds two slots of them and one wide shard."""
-    cases = Cases()
     weights, shard = LAYERS * WIDE * WIDE, WIDE * WIDE // ranks
     for transport in ("shm", "c10d"):
         with rtp_ext.Ring(transport=transport, timeout=60.0) as ring:
@@ -146,15 +146,10 @@ def _memory(rank, ranks):
                 activations = 4 * 4 * WIDE * (4 * LAYERS)
                 assert peak - resting <= activations, f"{peak - resting} bytes beyond slots, scratch and blocks"
                 assert activations < 4 * shard, "control: a second wide shard"
-    cases.finish()
 
 
-def test_bytes_and_memory():
-    run_ranks(_memory, 4)
-
-
-def _refusals(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_refusals(ranks, cases):
     mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "ring"))
     dims = {"mesh": mesh, "dims": rtp_ext.RotationDims(ring="ring", replicate="dp")}
     tied = _model()
@@ -206,8 +201,3 @@ def _refusals(rank, ranks):
         after = {row.name: row.wide for row in rtp_ext.explain(model).parameters if row.wide is not None}
         assert after == wide
         rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-def test_refusals():
-    run_ranks(_refusals, 2)

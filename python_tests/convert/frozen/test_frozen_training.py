@@ -5,7 +5,7 @@ import copy
 
 import peft
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from matrix_optimizers import Muon as StockMuon
 from reference import assert_same, differs, full
 from rounded_travel import computing_with, cuts_of
@@ -55,8 +55,8 @@ def _train(cases, what, converted, plain, optimizers, rank, ranks, travel=None):
     return start
 
 
-def _rounded(rank, ranks):
-    cases = Cases()
+@on_ranks(3)
+def test_other_weights_travel_in_8_bits(rank, ranks, cases):
     for format, options, offload in ROUNDED:
         with rtp_ext.Ring(timeout=60.0, **options) as ring:
             model = rtp_ext.fully_rotate(_model(["q_proj", "down_proj"]), mesh=ring, frozen=format, **offload)
@@ -65,16 +65,11 @@ def _rounded(rank, ranks):
             _train(cases, f"{format} {options}", model, plain, optimizers, rank, ranks, "int8")
             if options is AHEAD:
                 assert ring.prefetched()[1] > 0
-    cases.finish()
 
 
-def test_other_weights_travel_in_8_bits():
-    run_ranks(_rounded, 3)
-
-
-def _muon(rank, ranks):
+@on_ranks(3)
+def test_muon_on_adapters(rank, ranks, cases):
     """Adapters from before the conversion, whose matrices are cut, and from after it, which are whole."""
-    cases = Cases()
     for later in (False, True):
         with rtp_ext.Ring(timeout=60.0, transport="shm", prefetch=2) as ring:
             plain = _model()
@@ -97,8 +92,3 @@ def _muon(rank, ranks):
                     with cases.case(f"later {later} {name}"):
                         assert_same(full(model.get_parameter(name)), parameter, TOLERANCE, name)
                         assert differs(start.get_parameter(name), parameter, 100 * TOLERANCE), "control"
-    cases.finish()
-
-
-def test_muon_on_adapters():
-    run_ranks(_muon, 3)

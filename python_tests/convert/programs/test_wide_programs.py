@@ -5,7 +5,7 @@ import programs
 import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks, run_ranks
 from programs import faults
 from programs.drawn import BACKENDS, POLICIES, SWAPS, TWINS, WIDE_ACTIONS
 
@@ -14,18 +14,14 @@ SAMPLE = {2: (3, 10, 23), 4: (10, 18, 19, 20, 22), 6: (0, 3, 11, 12, 22)}
 FAULTS = few([(4, 0), (3, 3)], [(ranks, seed) for ranks in (2, 3, 4) for seed in range(20)])
 
 
-def _run(rank, ranks, seeds, brief):
-    cases = Cases()
+@on_ranks(SAMPLE, timeout=3000.0)
+def test_wide_programs(rank, ranks, cases):
+    seeds = few([*SAMPLE[ranks]], [*range(100)])
+    brief = True
     for seed in seeds:
         with cases.case(f"seed {seed}, {ranks} ranks"):
             torch._dynamo.reset()
             programs.check(rank, ranks, seed, brief, wide=True)
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", SAMPLE)
-def test_wide_programs(ranks):
-    run_ranks(_run, ranks, few([*SAMPLE[ranks]], [*range(100)]), True, timeout=3000.0)
 
 
 @pytest.mark.parametrize(("ranks", "seed"), FAULTS)
@@ -46,10 +42,10 @@ CHANGES = [
 ]
 
 
-def _wrong(rank, ranks):
+@on_ranks(2)
+def test_wrong_numbers_are_found(rank, ranks, cases):
     """The plain workers omit the rule between replicas or the moving average, or a weight is wrong by a
     ten-thousandth."""
-    cases = Cases()
     for policy, change in CHANGES:
         program = programs.Program.draw(1, ranks, brief=True, wide=True)
         program.dtype, program.policy, program.replicas, program.backend = torch.float64, policy, 2, None
@@ -80,11 +76,6 @@ def _wrong(rank, ranks):
         torch.distributed.all_gather_object(told, len(found))
         with cases.case(f"{policy}, another {change}"):
             assert any(told) == (change is not None), (told, found)
-    cases.finish()
-
-
-def test_wrong_numbers_are_found():
-    run_ranks(_wrong, 2)
 
 
 def test_faults_that_are_not_told_are_found():

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks
 from models import make_batch, make_model
 from reference import assert_same, random
 from torch import nn
@@ -133,15 +133,11 @@ def _compile(rank, ranks):
     cases.finish()
 
 
-def _compiled(rank, ranks):
+@on_ranks(few([2], [2, 3]), timeout=240.0)
+def test_a_compiled_model_is_the_eager_one(rank, ranks):
     """Runs in one start, since the imports of the compiler take longer than either case."""
     _parts(rank, ranks)
     _compile(rank, ranks)
-
-
-@pytest.mark.parametrize("ranks", few([2], [2, 3]))
-def test_a_compiled_model_is_the_eager_one(ranks):
-    run_ranks(_compiled, ranks, timeout=240.0)
 
 
 def _dual(function, x):
@@ -169,8 +165,8 @@ REFUSED = {
 }
 
 
-def _refuse(rank, ranks):
-    cases = Cases()
+@on_ranks(few([3], [2, 3]))
+def test_what_cannot_be_traced_is_refused_and_the_ring_lives_on(rank, cases):
     plain = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 6)).double()
     with torch.no_grad():
         for number, parameter in enumerate(plain.parameters()):
@@ -206,9 +202,3 @@ def _refuse(rank, ranks):
     y, expected = model(x), plain(x)
     assert_same(y, expected, 1e-12, "an eager pass afterwards")
     y.sum().backward()
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", few([3], [2, 3]))
-def test_what_cannot_be_traced_is_refused_and_the_ring_lives_on(ranks):
-    run_ranks(_refuse, ranks)

@@ -2,15 +2,15 @@
 hops and gathers are the same, so nothing hangs, and all train like one process."""
 
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import batch_loss, make_model, mean_loss
 from reference import assert_same, differs, whole_gradients
 
 import rtp_ext
 
 
-def _beside(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_compiled_on_one_rank_alone(rank, ranks, cases):
     for checkpointed, inside, odd in ((True, True, 0), (False, False, 1)):
         with cases.case(f"checkpointed {checkpointed}, inside {inside}, compiled on rank {odd}"):
             torch._dynamo.reset()
@@ -33,8 +33,3 @@ def _beside(rank, ranks):
                     assert_same(found[name], expected, 1e-9, f"step {step}: {name}")
             assert differs(found["norm.weight"], plain.norm.weight.grad * (1 + 1e-6), 1e-9), "control"
             rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-def test_compiled_on_one_rank_alone():
-    run_ranks(_beside, 2)

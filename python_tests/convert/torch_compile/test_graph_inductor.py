@@ -9,7 +9,7 @@ import pytest
 import torch
 from graph_cases import compare, in_graphs, step
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import make_batch
 from reference import assert_same, differs, random
 from torch import nn
@@ -110,8 +110,10 @@ def _writes_inside(rank, cases, batches):
         rtp_ext.ring_of(model).close()
 
 
-def _with_inductor(rank, ranks, folder):
-    cases = Cases()
+@in_graphs
+@on_ranks(few([2], [2, 3]), timeout=600.0)
+def test_inductor_cold_warm_and_written_to(rank, cases, tmp_path):
+    folder = str(tmp_path)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # here: ranks do not have the parent's environment
     torch._inductor.config.compile_threads = 1  # no pool of processes, each of which would import torch
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -128,10 +130,3 @@ def _with_inductor(rank, ranks, folder):
         assert found["fxgraph_cache_bypass"] + found["fxgraph_cache_hit"] > 0, counters
     for check in few([_writes], [_writes, _writes_inside]):
         check(rank, cases, batches)
-    cases.finish()
-
-
-@in_graphs
-@pytest.mark.parametrize("ranks", few([2], [2, 3]))
-def test_inductor_cold_warm_and_written_to(ranks, tmp_path):
-    run_ranks(_with_inductor, ranks, str(tmp_path), timeout=600.0)

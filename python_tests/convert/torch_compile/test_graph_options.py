@@ -8,7 +8,7 @@ import pytest
 import torch
 from graph_cases import Mixed, compare, in_graphs, step
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import make_batch
 from reference import assert_same, differs
 from torch import nn
@@ -86,8 +86,11 @@ ENOUGH = ["mp_policy", "gathered layers", MANY]
 CHANGES = ("autocast", "mp_policy", "rotated, then adapters", "travel bfloat16", "travel int8")  # what comes out
 
 
-def _options(rank, ranks, backend, names):
-    cases = Cases()
+@in_graphs
+@on_ranks(few([3], [2, 3]), timeout=600.0)
+def test_options_in_one_graph(rank, cases):
+    backend = "aot_eager"
+    names = few(ENOUGH, list(OPTIONS))
     batch = [make_batch(rank, 0, 6)[0]]
     outputs = {}
     for name in names:
@@ -112,7 +115,6 @@ def _options(rank, ranks, backend, names):
         for name in {"checksum", "gradient_travel int8"} & set(names):
             assert_same(outputs[name], expected, 0.0, f"{name} changes nothing of what comes out")
     _divided(cases, backend, batch[0])
-    cases.finish()
 
 
 def _divided(cases, backend, batch):
@@ -140,12 +142,6 @@ def _divided(cases, backend, batch):
 def _under(autocast, call, *arguments):
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         return call(*arguments)
-
-
-@in_graphs
-@pytest.mark.parametrize("ranks", few([3], [2, 3]))
-def test_options_in_one_graph(ranks):
-    run_ranks(_options, ranks, "aot_eager", few(ENOUGH, list(OPTIONS)), timeout=600.0)
 
 
 class Together(nn.Module):
@@ -176,8 +172,10 @@ class Together(nn.Module):
         return y * z
 
 
-def _between(rank, ranks, backend):
-    cases = Cases()
+@on_ranks(2, timeout=600.0)
+@in_graphs
+def test_what_happens_between_layers_that_travel_together(rank, cases):
+    backend = "aot_eager"
     x = torch.randn(4, 10, generator=torch.Generator().manual_seed(60 + rank))
     for between in ("nothing", "no_grad", "autocast", "weight", "bias", "first weight"):
         torch._dynamo.reset()
@@ -209,9 +207,3 @@ def _between(rank, ranks, backend):
                 assert model.q_proj.together.shared is (between in ("nothing", "first weight")), "who travels together"
         for each in (eager, model):
             rtp_ext.ring_of(each).close()
-    cases.finish()
-
-
-@in_graphs
-def test_what_happens_between_layers_that_travel_together():
-    run_ranks(_between, 2, "aot_eager", timeout=600.0)

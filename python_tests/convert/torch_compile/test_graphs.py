@@ -4,7 +4,7 @@ import pytest
 import torch
 from graph_cases import Mixed, compare, in_graphs
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import make_batch, make_model
 from reference import assert_same, random
 from torch import nn
@@ -22,8 +22,10 @@ def _compare(cases, name, make, compiled, batches):
     compare(cases, name, lambda: rtp_ext.fully_rotate(make(), timeout=TIMEOUT), compiled, batches)
 
 
-def _graphs(rank, ranks, backend):
-    cases = Cases()
+@in_graphs
+@on_ranks(few([3], [2, 3]), timeout=600.0)
+def test_one_graph_is_the_eager_model(rank, ranks, cases):
+    backend = "aot_eager"
     batches = [make_batch(rank, step, tokens)[0] for step, tokens in enumerate((6, 8, 5))]
     whole = {"backend": backend, "fullgraph": True}
 
@@ -45,17 +47,11 @@ def _graphs(rank, ranks, backend):
     if ranks == 2:
         _compare(cases, "a function around a model", small, inside, batches[:1])
         _compare(cases, "blocks", small, blocks, batches[:1])
-    cases.finish()
 
 
+@on_ranks(2, timeout=600.0)
 @in_graphs
-@pytest.mark.parametrize("ranks", few([3], [2, 3]))
-def test_one_graph_is_the_eager_model(ranks):
-    run_ranks(_graphs, ranks, "aot_eager", timeout=600.0)
-
-
-def _refused(rank, ranks):
-    cases = Cases()
+def test_what_cannot_be_in_a_graph_breaks_it_or_is_refused(rank, cases):
     layer = nn.Linear(6, 6).double()
     x = random(4, 6, dtype=torch.float64, seed=50 + rank)
     with rtp_ext.Ring(timeout=TIMEOUT) as ring:
@@ -82,12 +78,6 @@ def _refused(rank, ranks):
         assert ring.alive
     with cases.case("a ring that is gone"), pytest.raises(rtp_ext.RotationError, match="closed"):
         compiled(x)
-    cases.finish()
-
-
-@in_graphs
-def test_what_cannot_be_in_a_graph_breaks_it_or_is_refused():
-    run_ranks(_refused, 2, timeout=600.0)
 
 
 class Written(nn.Module):
@@ -109,8 +99,10 @@ class Written(nn.Module):
         return y * self.v_proj(x)
 
 
-def _written(rank, ranks, backend):
-    cases = Cases()
+@on_ranks(2, timeout=600.0)
+@in_graphs
+def test_an_input_that_is_written_to_between_layers_that_travel_together(rank, cases):
+    backend = "aot_eager"
     x = random(4, 10, dtype=torch.float64, seed=60 + rank)
     for writes in (False, True):
         torch._dynamo.reset()
@@ -130,9 +122,3 @@ def _written(rank, ranks, backend):
                 with cases.case(f"{what}, with gradients"), pytest.raises(RuntimeError, match="inplace operation"):
                     call(x).sum().backward()
         rtp_ext.ring_of(model).close()
-    cases.finish()
-
-
-@in_graphs
-def test_an_input_that_is_written_to_between_layers_that_travel_together():
-    run_ranks(_written, 2, "aot_eager", timeout=600.0)

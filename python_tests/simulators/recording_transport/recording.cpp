@@ -16,7 +16,8 @@
 #include "../../../csrc/schedule/direct_gradients.cpp"
 #include "../../../csrc/schedule/schedule.cpp"
 #include "../../../csrc/schedule/two_level.cpp"
-#include "../../../csrc/transport/recorder.cpp"
+#include "../../../csrc/transport/record.cpp"
+#include "../../../csrc/transport/sink.cpp"
 #include "../../../csrc/transport/transport.cpp"
 
 namespace {

@@ -31,7 +31,6 @@ from rtp_ext.dtensor_hooks import patch_generate
 from rtp_ext.outer import ZeroOuter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
-from rtp_ext.ring.inference import InferenceRing
 from rtp_ext.ring.links.agree import expect_same, expect_success
 
 _CACHES = ("cache", "past_key_values")  # names of the argument with keys and values since and before transformers 5.24
@@ -98,9 +97,9 @@ def _ring_of(model: Any) -> Ring | None:
     """Returns the ring of a model's rotating parts; None where its forwards wait for no other rank."""
     parts = model.modules() if isinstance(model, nn.Module) else ()
     ring = next((ring for part in parts if (ring := ring_of_module(part)) is not None), None)
-    if isinstance(ring, InferenceRing):
+    if ring is None or ring.mesh is None or ring.pulls_from is not None:
         return None
-    if ring is None or ring.mesh is None or (ring.size == 1 and _replicas_of(model) is None):
+    if ring.size == 1 and _replicas_of(model) is None:
         return None
     return ring
 

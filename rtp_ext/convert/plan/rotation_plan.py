@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from rtp_ext._native import shard_sizes
+from rtp_ext._native import ParameterFacts, shard_sizes
 from rtp_ext.convert.plan.format_table import table
 from rtp_ext.convert.plan.traffic import (
     Passes,
     RingFacts,
-    Shards,
     Traffic,
     gathered_traffic,
     rotation_traffic,
@@ -26,7 +25,6 @@ from rtp_ext.families.blocks import MLPBlock
 from rtp_ext.functional._operation import OPERATIONS, Operation
 from rtp_ext.functional.convolution import Convolution
 from rtp_ext.functional.cross_entropy import LinearCrossEntropy
-from rtp_ext.functional.experts import Experts
 from rtp_ext.functional.linear import Linears, PartialLinear
 from rtp_ext.functional.mlp import MLP
 from rtp_ext.parameters.frozen import FrozenWeight
@@ -238,7 +236,7 @@ class RotationPlan:
     def parameters(self) -> tuple[ParameterPlan, ...]:
         found: dict[str, list[ParameterPlan]] = {}
         for title, passes, members in self._operations():
-            traffic = rotation_traffic(passes, [shards for _, _, shards in members], self.ring)
+            traffic = rotation_traffic(passes, [each for _, _, each in members], self.ring)
             for (module, owned, _), each in zip(members, traffic, strict=True):
                 row = self._row(module, owned, title, passes, each)
                 known = found.setdefault(row.name, [])
@@ -260,7 +258,7 @@ class RotationPlan:
         rows = self.parameters
         slots = {}
         if self.ring.pulls is not None:
-            sizes = (slot_bytes(p, [s for _, _, s in members], self.ring) for _, p, members in self._operations())
+            sizes = (slot_bytes(p, [each for _, _, each in members], self.ring) for _, p, members in self._operations())
             slots["slot_bytes"] = 2 * max(sizes, default=0)
         return slots | {
             "held_bytes": sum(row.held_bytes for row in rows),
@@ -286,7 +284,7 @@ class RotationPlan:
 
     # -- operations --------------------------------------------------------------------------------------------------
 
-    def _operations(self) -> Iterator[tuple[str, Passes, list[tuple[ModulePlan, Owned, Shards]]]]:
+    def _operations(self) -> Iterator[tuple[str, Passes, list[tuple[ModulePlan, Owned, Any]]]]:
         """Yields all rotated operations: title, kind of rotation, and the parameters that travel together."""
         together = {layer: bundle for bundle in self.bundles for layer in bundle.layers}
         modules = {module.name: module for module in self.modules}
@@ -313,7 +311,7 @@ class RotationPlan:
         if passes is not None and owned.moved == ROTATED:
             route, _ = facts.route_of(passes.name, passes.is_planned)
             gradient_route = "direct" if facts.gradients.direct(route, passes.reduce_dtype) else "chain"
-            bias = len(owned.shape) < (3 if passes.operation is Experts else 2)
+            bias = len(owned.shape) < passes.operation.kind.dims
             narrow = facts.travel == "int8" or (facts.travel == "bfloat16" and passes.compute_dtype.itemsize > 2)
             travel = facts.travel if narrow and not bias and ranks > 1 else _name(passes.compute_dtype)
             if owned.frozen is not None:
@@ -387,20 +385,19 @@ def _passes(module: ModulePlan, operation: type[Operation], name: str, in_blocks
     )
 
 
-def _members(module: ModulePlan) -> list[tuple[ModulePlan, Owned, Shards]]:
-    """Returns the parameters of a module that travel with its rotation."""
-    dims = 3 if module.layer == "experts" else 2
+def _members(module: ModulePlan) -> list[tuple[ModulePlan, Owned, Any]]:
+    """Returns the parameters of a module that travel with its rotation, each with its ParameterFacts."""
     found = []
     for owned in module.parameters:
         if module.layer == "attention" and owned.moved != ROTATED:
             if owned.key == "in_proj_bias":  # gathered, then split like the three weights that it belongs to
-                part = Shards((owned.shape[0] // 3,), 0, True, owned.trained)
+                part = ParameterFacts((owned.shape[0] // 3,), trained=owned.trained)
                 found += [(module, owned, part)] * 3
             continue
         if owned.moved == ROTATED and owned.dim is not None:
-            is_bias = len(owned.shape) < dims
-            shards = Shards(owned.ring_shape, owned.dim, is_bias, owned.trained, owned.frozen)
-            found.append((module, owned, shards))
+            facts = owned.frozen and owned.frozen.facts
+            facts = facts or ParameterFacts(owned.ring_shape, owned.dim, trained=owned.trained)
+            found.append((module, owned, facts))
     return found
 
 

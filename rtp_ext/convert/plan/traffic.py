@@ -1,26 +1,22 @@
 """Bytes that one rank sends in a training step, counted from the engine's own schedules.
 
-A training step is one forward and one backward of every rotated operation. The rules are those of csrc/ops: which
-parameters of an operation travel in which pass, in which dtype, and how shards above the slot cap are split.
+A training step is one forward and one backward of every rotated operation. The rules are those of csrc/schedule.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from rtp_ext import _native
-from rtp_ext._native import SLOT_CAP, shard_sizes
+from rtp_ext._native import SLOT_CAP
 from rtp_ext.functional._operation import Operation
 from rtp_ext.functional.linear import Linears
-from rtp_ext.parameters.frozen import FrozenWeight
 from rtp_ext.ring import Ring
-from rtp_ext.ring.inference import InferenceRing
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 
 _ALIGNMENT = 16  # bytes; alignment of a parameter in the flat buffer of a gather, see rtp_ext.parameters.gather
@@ -93,7 +89,7 @@ class RingFacts:
             gradient_halves=halves,
             slot_cap=ring.slot_cap,
             receives_anywhere=_receives_anywhere(ring.transport),
-            pulls=ring.pulls_from if isinstance(ring, InferenceRing) else None,
+            pulls=ring.pulls_from,
             offloaded=ring.host_memory is not None,
             layer_routes=tuple((name, *taken) for name, taken in sorted(routes.items()) if taken != usual),
         )
@@ -167,34 +163,6 @@ def _receives_anywhere(transport: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Shards:
-    """A parameter that an operation moves: its shape, which the ring shards along `dim`."""
-
-    shape: tuple[int, ...]
-    dim: int
-    is_bias: bool  # a bias always travels in the compute dtype
-    trained: bool
-    frozen: FrozenWeight | None = None  # it travels in blocks
-
-    def elements(self, owner: int, ranks: int, chunk: int = 0, rows: int = 0, half: int = 0) -> int:
-        """Returns the count of numbers in the shard of `owner`, in a chunk of at most `rows` of its rows, or in a half
-        of that (1, 2)."""
-        shape = [*self.shape]
-        shape[self.dim] = _sizes(shape[self.dim], ranks)[owner]
-        if rows:
-            shape[0] = min(max(shape[0] - chunk * rows, 0), rows)
-        if half:
-            first = (shape[0] + 1) // 2
-            shape[0] = first if half == 1 else shape[0] - first
-        return math.prod(shape)
-
-    def blocks_of(self, owner: int, ranks: int) -> int:
-        """Returns the bytes of the shard of `owner` in blocks."""
-        assert self.frozen is not None, "the caller has looked"
-        return self.frozen.travelling_bytes(self.frozen.shard_rows(ranks)[owner])
-
-
-@dataclass(frozen=True)
 class Passes:
     """The rotation of an operation.
 
@@ -229,74 +197,45 @@ class Traffic:
         return self.forward + self.backward + self.gradients
 
 
-def rotation_traffic(passes: Passes, shards: Sequence[Shards], facts: RingFacts) -> list[Traffic]:
-    """Returns the traffic of each parameter of one operation. Its input requires a gradient, except for embeddings."""
+def rotation_traffic(passes: Passes, parameters: Sequence[Any], facts: RingFacts) -> list[Traffic]:
+    """Returns the traffic of each parameter, a ParameterFacts, of one operation. Its input requires a gradient, except
+    for embeddings."""
     if facts.pulls is not None:
-        return [Traffic(_pulled(each, passes, facts.pulls, facts.ranks)) for each in shards]
+        return [Traffic(_pulled(each, passes, facts.pulls, facts.ranks)) for each in parameters]
     route, halves = facts.route_of(passes.name, passes.is_planned)
-    count, rows = _chunks(passes, shards, route, facts)
-    alone = count == 1
-    if not alone and route == "gather":
-        route = "direct"
     direct = facts.gradients.direct(route, passes.reduce_dtype)
-    compute, reduce = passes.compute_dtype.itemsize, passes.reduce_dtype.itemsize
-    quantized = direct and facts.gradients.travel == "int8"
-    cast = passes.compute_dtype != passes.weight_dtype or facts.travel is not None
-    in_place = passes.in_place and alone and route != "gather" and not cast and facts.receives_anywhere
-    bundle = passes.operation.bundle
-    trains = any(each.trained for each in shards)
-    common = {"route": route, "hosts": facts.hosts, "in_place": in_place}
-    forward = _hops(facts.ranks, facts.rank, "weight", pass_="forward", **common)
-    backward = {
-        **common,
-        "pass_": "backward",
-        "dgrad": passes.operation.dgrad,
-        "wgrad": trains,
-        "bundle": bundle,
-        "halves": halves and not direct,
-        "gradient_route": "direct" if direct else "chain",
-        "narrow": direct and (quantized or facts.gradients.local_dtype(route, passes.reduce_dtype).itemsize > reduce),
-    }
-    weights = _hops(facts.ranks, facts.rank, "weight", **backward)
-    gradients = _hops(facts.ranks, facts.rank, "gradient", **backward)
-
-    def sent(each: Shards, hops: Counter[tuple[int, int]], travel: str | None, itemsize: int) -> int:
-        total = 0
-        for (owner, half), times in hops.items():
-            if each.frozen is not None:
-                total += times * each.blocks_of(owner, facts.ranks)
-                continue
-            for chunk in range(count):
-                numbers = each.elements(owner, facts.ranks, chunk, 0 if alone else rows, half)
-                total += times * _native.wire_bytes(numbers, travel, itemsize)
-        return total
-
-    found = []
-    for each in shards:
-        travel = None if each.is_bias else facts.travel
-        returns = bundle or not each.is_bias
-        found.append(
-            Traffic(
-                sent(each, forward, travel, compute),
-                sent(each, weights, travel, compute) if returns else 0,
-                sent(each, gradients, "int8" if quantized else None, reduce) if each.trained else 0,
-            )
-        )
-    return found
+    sent = _native.traffic(
+        _native.OperationFacts(passes.operation.key, parameters),
+        facts.rank,
+        ranks=facts.ranks,
+        in_place=passes.in_place,
+        sends_anywhere=True,
+        receives_anywhere=facts.receives_anywhere,
+        cast=passes.compute_dtype != passes.weight_dtype,
+        compute_bytes=passes.compute_dtype.itemsize,
+        reduce_bytes=passes.reduce_dtype.itemsize,
+        sum_bytes=facts.gradients.local_dtype(route, passes.reduce_dtype).itemsize,
+        slot_cap=facts.slot_cap,
+        route=route,
+        hosts=facts.hosts,
+        gradient_route="direct" if direct else "chain",
+        gradients_quantized=direct and facts.gradients.travel == "int8",
+        travel=facts.travel,
+        halves=halves,
+    )
+    return [Traffic(*each) for each in sent]
 
 
-def _pulled(each: Shards, passes: Passes, owners: Sequence[int], ranks: int) -> int:
-    """Returns the bytes of the shards of some owners, in the dtype in which they are kept."""
-    if each.frozen is not None:
-        return sum(each.blocks_of(owner, ranks) for owner in owners)
-    return sum(each.elements(owner, ranks) for owner in owners) * passes.weight_dtype.itemsize
+def _pulled(parameter: Any, passes: Passes, owners: Sequence[int], ranks: int) -> int:
+    """Returns the bytes of the shards of some owners, as they are kept."""
+    return sum(parameter.travelling_bytes(ranks, owner, passes.weight_dtype.itemsize) for owner in owners)
 
 
-def slot_bytes(passes: Passes, shards: Sequence[Shards], facts: RingFacts) -> int:
+def slot_bytes(passes: Passes, parameters: Sequence[Any], facts: RingFacts) -> int:
     """Returns the bytes of a slot for the shards of one operation, of any owner; 0 where none is pulled."""
     owners = range(facts.ranks if facts.pulls else 0)
     return max(
-        (sum(_native.aligned(_pulled(each, passes, [owner], facts.ranks)) for each in shards) for owner in owners),
+        (sum(_native.aligned(_pulled(each, passes, [owner], facts.ranks)) for each in parameters) for owner in owners),
         default=0,
     )
 
@@ -313,37 +252,7 @@ def gathered_traffic(
     ring algorithms: an all-gather and a reduce-scatter of shards of equal size; an all-reduce of a replicated one."""
     gathered, reduced = 0, 2 * (ranks - 1) * -(-math.prod(shape) // ranks) * reduce_dtype.itemsize
     if dim is not None:
-        largest = Shards(tuple(shape), dim, True, trained).elements(0, ranks)
+        largest = math.prod(_native.ParameterFacts(shape, dim).shard(ranks, 0))
         gathered = (ranks - 1) * (-(-largest * compute_dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)
         reduced = (ranks - 1) * largest * reduce_dtype.itemsize
     return Traffic(gathered, 0, reduced if trained else 0)
-
-
-def _chunks(passes: Passes, shards: Sequence[Shards], route: str, facts: RingFacts) -> tuple[int, int]:
-    """Returns the number of chunks in which the shards travel, and the rows of the largest."""
-    capped = passes.operation.in_chunks and sum(not each.is_bias for each in shards) == 1
-    if not capped or passes.transposed or passes.in_blocks:
-        return 1, 0
-    parts = []
-    for each in shards:
-        shape = [*each.shape]
-        shape[each.dim] = _sizes(shape[each.dim], facts.ranks)[0]
-        parts.append((shape[0], math.prod(shape[1:]), True))
-    size = _native.OperationSize(parts, passes.operation.bundle, True)
-    home = facts.gradients.local_dtype(route, passes.reduce_dtype)
-    count, rows = size.chunks(max(passes.compute_dtype.itemsize, home.itemsize), facts.slot_cap)
-    return count, rows
-
-
-@functools.lru_cache(maxsize=4096)
-def _sizes(extent: int, ranks: int) -> list[int]:
-    return shard_sizes(extent, ranks)
-
-
-@functools.lru_cache(maxsize=1024)
-def _hops(ranks: int, rank: int, channel: str, **options: object) -> Counter[tuple[int, int]]:
-    """Counts how often one pass of this rank sends the shard of an owner: by owner, and half (0: whole, 1, 2)."""
-    schedule = _native.make_schedule(ranks, rank, **options)
-    return Counter(
-        (step.send_owner, step.half) for step in schedule.steps if step.action == "hop" and step.channel == channel
-    )

@@ -33,7 +33,6 @@ from rtp_ext.outer import AllReduce
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.wrappers import type_name
-from rtp_ext.ring.inference import InferenceRing
 
 _MANAGERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
 
@@ -174,7 +173,7 @@ def _refuse_foreign(request: Request) -> None:
                     "of the two, or pass its parameters as ignored_params"
                 )
         ring = ring_of_module(part)
-        if isinstance(ring, InferenceRing):
+        if ring is not None and ring.pulls_from is not None:
             raise ValueError(
                 f"fully_rotate: expected a model that can train, got {label}, which rotate_for_inference has converted"
             )

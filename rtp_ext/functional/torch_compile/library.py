@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +22,9 @@ from rtp_ext.functional.torch_compile.operators import (
     keep_for_backward,
     operator,
 )
-from rtp_ext.parameters.gather import GatherPlan
 from rtp_ext.ring.registry import owner_of
 
 # -- whole parameters of modules that do not rotate --------------------------------------------------------------------
-
-
-class Gathering(Protocol):
-    """The registered object of the `number` argument of `gather` and `reduce`."""
-
-    def _gather_plan(self) -> GatherPlan: ...
 
 
 def _gather(number: Tensor, ring: str, shards: list[Tensor], shapes: Sequence[int], dtypes: Any) -> list[Tensor]:
@@ -94,12 +87,6 @@ def _reduced(ctx: Any, gradients: list[Tensor | None]) -> tuple:
 
 
 # -- forwards of models ------------------------------------------------------------------------------------------------
-
-
-class Model(Protocol):
-    """The registered object of the `number` argument of `scope`."""
-
-    def in_graph_event(self, event: str, split: bool, autocast: torch.dtype | None) -> None: ...
 
 
 def _scope(number: Tensor, ring: str, event: str, split: bool, autocast: torch.dtype | None) -> None:

@@ -48,7 +48,15 @@ def estimate_memory(
     strategy.check(model, cluster, global_batch)
     micro_batches = strategy.micro_batches(global_batch)
     stages = tuple(
-        stage_memory(model, strategy, stage, micro_batches, layer_activation_bytes, strategy.hosts(cluster))
+        stage_memory(
+            model,
+            strategy,
+            stage,
+            micro_batches,
+            layer_activation_bytes,
+            hosts=strategy.hosts(cluster),
+            cpus=cluster.cpus,
+        )
         for stage in range(strategy.pp)
     )
     return MemoryReport(
@@ -86,10 +94,12 @@ def stage_memory(
     stage: int,
     micro_batches: int,
     traced: float | None = None,
+    *,
     hosts: int = 1,
+    cpus: bool = False,
 ) -> StageMemory:
     """Computes one GPU of one stage; `traced` as layer_activation_bytes of `estimate_memory`, `hosts` of a two-level
-    ring."""
+    ring, `cpus` as in `Cluster`."""
     counts = parameter_counts(model, strategy, stage)
     chunks = chunks_in_flight(strategy, stage, micro_batches)
     tokens = strategy.micro_batch * model.seq // strategy.cp
@@ -101,7 +111,7 @@ def stage_memory(
         *_moment_terms(model, strategy, stage, micro_batches, tokens, traced),
         *buffer_terms(model, strategy, stage, counts, hosts),
         term("workspaces", "of GEMM libraries", "constants.json", bytes=memory_constant("workspace_bytes")),
-        *_outside_terms(strategy),
+        *([] if cpus else _outside_terms(strategy)),
     ]
     between: list[Term] = []
     if strategy.pp > 1:
@@ -212,7 +222,7 @@ def _rotated_loss_terms(model: ModelSpec, strategy: Strategy, tokens: int) -> li
     """
     source, widest = "csrc/ops/bundles/cross_entropy.cpp", max(strategy.param_bytes, strategy.reduce_bytes)
     head = RotatedOperation("head", (Weight((padded_vocab(model, strategy) // strategy.tp, model.hidden)),))
-    _, rows = head.size(strategy.rtp).chunks(widest, engine().SLOT_CAP)
+    _, rows = head.facts.chunks(strategy.rtp, widest, engine().SLOT_CAP)
     chunk = max(min(_LOGIT_CHUNK_BYTES // (4 * rows), -(-tokens // _LOGIT_LEAST_CHUNKS)), _LOGIT_LEAST_ROWS)
     size = {"bytes_per_value": 4, "tokens_at_once": min(chunk, tokens), "vocabulary_at_once": rows}
     return [

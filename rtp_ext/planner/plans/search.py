@@ -156,16 +156,17 @@ def _divisors(number: int, largest: int) -> list[int]:
     return [divisor for divisor in range(1, min(number, largest) + 1) if number % divisor == 0]
 
 
-def _base(layout: Layout, **changes: Any) -> Strategy:
+def _base(cluster: Cluster, layout: Layout, **changes: Any) -> Strategy:
     tp, pp, cp, rtp, dp, zero = layout
     fields = {"tp": tp, "pp": pp, "cp": cp, "rtp": rtp, "dp": dp, "zero": zero, "sequence_parallel": tp > 1}
-    return Strategy(**{**fields, "fused_loss": True, **changes})
+    stack = {"stack": "torch"} if cluster.cpus and rtp == 1 and zero < 3 else {}  # else by itself
+    return Strategy(**{**fields, "fused_loss": True, **stack, **changes})
 
 
 def _states_fit(model: ModelSpec, cluster: Cluster, layout: Layout) -> bool:
     """Returns whether a lower bound fits: two bytes per weight, and the sharded states."""
     try:
-        strategy = _base(layout)
+        strategy = _base(cluster, layout)
         strategy.check(model, cluster)
     except ValueError:
         return False
@@ -197,7 +198,7 @@ def _variants(model: ModelSpec, cluster: Cluster, layout: Layout, global_batch: 
     for micro_batch in _MICRO_BATCHES:
         for chunks in _CHUNKS if layout[1] > 1 else (1,):
             more = {"schedule": "interleaved", "interleave": chunks} if chunks > 1 else {}
-            strategies = [_base(layout, micro_batch=micro_batch, **more, **mode) for mode in modes]
+            strategies = [_base(cluster, layout, micro_batch=micro_batch, **more, **mode) for mode in modes]
             try:
                 strategies[0].check(model, cluster, global_batch)
             except ValueError:

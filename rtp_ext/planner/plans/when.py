@@ -118,8 +118,15 @@ def contenders(gpus: int) -> Iterator[tuple[str, Strategy]]:
 
 
 def links_of(base: str) -> tuple[str, ...]:
-    """Returns the links to compare for a preset of a GPU: NVLink only where it joins a node of it."""
-    return LINKS if constants()["gpus"][base].get("link", "nvlink") == "nvlink" else LINKS[1:]
+    """Returns the links to compare for a preset of a GPU: NVLink only where it joins a node of it.
+
+    Raises:
+        ValueError: the preset has no GPUs.
+    """
+    preset = constants()["gpus"][base]
+    if preset.get("cpus"):
+        raise ValueError(f"when: expected a preset of GPUs, whose links are compared, got {base}: sockets of CPUs")
+    return LINKS if preset.get("link", "nvlink") == "nvlink" else LINKS[1:]
 
 
 def compare(model: str | ModelSpec, gpus: int, link: str, tokens: int, base: str = BASE) -> Cell:

@@ -15,7 +15,8 @@ from rtp_ext.planner.constants import check_at_least, check_known
 from rtp_ext.planner.native import engine
 from rtp_ext.planner.specs.model import ModelSpec
 
-KINDS = ("linear", "embedding", "bundle", "head")
+# by kind: the operation, in the table of csrc/schedule/operations.h
+KINDS = {"linear": "linear", "embedding": "embedding", "bundle": "mlp", "head": "linear cross-entropy"}
 
 
 @dataclass(frozen=True)
@@ -40,40 +41,27 @@ class Weight:
                 f"rotation: expected a frozen weight of 2 or 3 dimensions that is cut along the first, got "
                 f"{self.shape} cut along {self.dim}"
             )
-        if len(self.shape) == 3 and self._group > 1:
+        if len(self.shape) == 3 and self.facts.rows_of_group > 1:
             raise ValueError(
                 f"rotation: expected experts that fill whole blocks of {self.frozen}, got {math.prod(self.shape[1:])} "
                 f"numbers in each of {self.shape}"
             )
 
+    @functools.cached_property
+    def facts(self) -> Any:
+        """It in the engine's form (csrc/schedule/operations.h)."""
+        return engine().ParameterFacts(self.shape, self.dim, self.frozen, trained=self.trained)
+
     def shard_shape(self, ranks: int, rank: int = 0) -> tuple[int, ...]:
         """Returns the shape of one rank's shard. Rank 0 has the largest."""
-        if not self.shape:
-            return ()
-        if self.frozen is not None:
-            group, (rows, *rest) = self._group, self.shape
-            before = sum(engine().shard_size(-(-rows // group), ranks, other) for other in range(rank)) * group
-            own = engine().shard_size(-(-rows // group), ranks, rank) * group
-            return max(min(rows - before, own), 0), *rest
-        size = engine().shard_size(self.shape[self.dim], ranks, rank)
-        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+        return tuple(self.facts.shard(ranks, rank))
 
     def shard_elements(self, ranks: int, rank: int = 0) -> int:
-        return math.prod(self.shard_shape(ranks, rank))
+        return math.prod(self.facts.shard(ranks, rank))
 
     def held_bytes(self, ranks: int, rank: int, element_bytes: int) -> int:
         """Returns the bytes of one rank's shard at rest."""
-        if self.frozen is None:
-            return self.shard_elements(ranks, rank) * element_bytes
-        numbers, size = engine().block_layout(self.frozen)
-        group = self._group
-        groups = engine().shard_size(-(-self.shape[0] // group), ranks, rank)
-        return groups * group * math.prod(self.shape[1:]) // numbers * size
-
-    @property
-    def _group(self) -> int:
-        """The fewest rows, or experts, that fill whole blocks."""
-        return engine().rows_of_blocks(self.frozen, math.prod(self.shape[1:]))
+        return self.facts.held_bytes(ranks, rank, element_bytes)
 
     def travelling_bytes(self, ranks: int, value_bytes: float) -> float:
         """Returns the bytes of the largest shard in a hop. value_bytes: of a value that is not in blocks."""
@@ -121,9 +109,20 @@ class RotatedOperation:
             return len(weight.shape) == 3
         return self.kind != "embedding" and len(weight.shape) == 2 and not (self.kind == "head" and self.shared)
 
+    @functools.cached_property
+    def facts(self) -> Any:
+        """It in the engine's form: `travels(place, pass)` is whether a weight travels in a pass, `late` whether its
+        gradients may arrive after its pass."""
+        key, matrices = KINDS[self.kind], [weight for weight in self.weights if not weight.is_bias]
+        if self.kind == "bundle" and any(len(weight.shape) == 3 for weight in self.weights):
+            key = "experts"
+        elif self.kind == "linear" and any(weight.dim > 0 for weight in matrices):
+            key = "partial linear"
+        return engine().OperationFacts(key, [weight.facts for weight in self.weights], self.input_gradient)
+
     @property
     def bundle(self) -> bool:
-        return self.kind in ("bundle", "head")
+        return self.facts.kind.bundle
 
     @property
     def trains(self) -> bool:
@@ -133,40 +132,11 @@ class RotatedOperation:
     @property
     def backward_weights(self) -> tuple[Weight, ...]:
         """Weights that travel in backward: all of a bundle, otherwise those that the input gradient needs."""
-        if self.bundle:
-            return self.weights
-        if self.kind == "embedding" or not self.input_gradient:
-            return ()
-        return tuple(weight for weight in self.weights if not weight.is_bias)
-
-    @property
-    def late(self) -> bool:
-        """Whether its gradients may arrive after its pass: for linear layers and MLPs, which deliver them deferred,
-        without frozen weights in blocks."""
-        plain = all(len(weight.shape) < 3 and weight.frozen is None for weight in self.weights)
-        return self.kind in ("linear", "bundle") and plain
-
-    def size(self, ranks: int) -> Any:
-        """Returns the largest shards as numbers, in the form of csrc/schedule/footprint.h.
-
-        Single weights above the slot cap travel in chunks of rows. Bundles, several layers together, and layers that
-        are cut along their inputs do not.
-        """
-        matrices, travelling = [weight for weight in self.weights if not weight.is_bias], self.backward_weights
-        frozen = {place: weight.frozen for place, weight in enumerate(self.weights) if weight.frozen is not None}
-        whole = self.kind == "bundle" or len(matrices) != 1 or len(matrices[0].shape) != 2 or bool(frozen)
-        in_chunks = not whole and (self.kind != "linear" or matrices[0].dim == 0)
-        parts = []
-        for weight in self.weights:
-            rows, *rest = weight.shard_shape(ranks) or (1,)
-            parts.append((rows, math.prod(rest), weight in travelling))
-        dims = 3 if any(len(weight.shape) == 3 for weight in self.weights) else 2  # weights of experts have 3
-        biases = [place for place, weight in enumerate(self.weights) if len(weight.shape) < dims]
-        return engine().OperationSize(parts, self.bundle, in_chunks, biases, self.late, frozen)
+        return tuple(weight for place, weight in enumerate(self.weights) if self.facts.travels(place, "backward"))
 
     def chunks(self, ranks: int, element_bytes: int) -> int:
         """Returns the number of chunks of each shard under the default slot cap of a ring."""
-        return self.size(ranks).chunks(element_bytes, engine().SLOT_CAP)[0]
+        return self.facts.chunks(ranks, element_bytes, engine().SLOT_CAP)[0]
 
 
 @dataclass(frozen=True)
@@ -252,7 +222,6 @@ def rtp_bytes(
         "sends_anywhere": sends_anywhere,
         "receives_anywhere": receives_anywhere,
     }
-    sizes = {rotation: rotation.size(ranks) for rotation in set(steps)}
     pools = functools.partial(
         engine().footprint,
         ranks=ranks,
@@ -270,8 +239,8 @@ def rtp_bytes(
         prefetch=prefetch,
         **reach,
     )
-    held = pools([sizes[rotation] for rotation in steps])
-    training = [sizes[rotation] for rotation in steps if rotation.trains]
+    held = pools([rotation.facts for rotation in steps])
+    training = [rotation.facts for rotation in steps if rotation.trains]
     gradients = held if len(training) == len(steps) else pools(training)
 
     resident = [weight for rotation in steps if not rotation.shared for weight in rotation.weights]

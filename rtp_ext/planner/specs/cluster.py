@@ -33,6 +33,7 @@ class Cluster:
             by ranks and bytes; empty: latency and bandwidth are used.
         peer_access: whether the GPUs of a node access each other's memory. Transport `ce` needs that; otherwise hops
             inside a node take NCCL.
+        cpus: whether a rank is a socket of CPUs: it has neither a CUDA context nor NCCL's buffers.
         fp8_achievable_flops_per_s: as bf16_achievable_flops_per_s, for eight-bit products; 0: unsupported or unknown.
 
     Raises:
@@ -56,6 +57,7 @@ class Cluster:
     host_bytes_per_s: float = 0.0
     all_reduce: str = ""
     peer_access: bool = True
+    cpus: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -70,7 +72,8 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str, *, gpus: int = 8, gpus_per_node: int | None = None, link: str | None = None) -> Cluster:
-        """Returns nodes of `a100-80gb`, `h100-80gb`, `h200-141gb`, `b200-180gb`, `gb200-186gb`, ... (constants.json).
+        """Returns nodes of `a100-80gb`, `h100-80gb`, `h200-141gb`, `b200-180gb`, `gb200-186gb`, ... (constants.json);
+        of CPUs without GPUs, `xeon-8452y-512gb`, one rank a socket.
 
         Args:
             gpus_per_node: GPUs of a node, joined by `link`; default: the preset's own, 8 or 72.
@@ -134,6 +137,10 @@ def _preset(name: str, link: str | None) -> dict[str, Any]:
     """Returns the fields of a preset except its name and the number of GPUs."""
     check_known("GPU", name, constants()["gpus"])
     own = {"gpus_per_node": 8, "link": "nvlink", **constants()["gpus"][name]}
+    if own.get("cpus"):
+        if link is not None:
+            raise ValueError(f"GPU {name}: expected no link, since its ranks are sockets of CPUs, got {link!r}")
+        return {key: value for key, value in own.items() if key != "link"}
     sheet = data_sheet(own.pop("data_sheet"))
     if sheet is None:
         raise ValueError(f"GPU {name}: constants.json names a data sheet that rtp_ext.gpu_rates does not have")

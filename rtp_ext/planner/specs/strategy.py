@@ -328,6 +328,10 @@ class Strategy:
                 f"strategy: dp * tp * pp * cp * rtp = {self.dp} * {self.tp} * {self.pp} * {self.cp} * {self.rtp} = "
                 f"{self.gpus} GPUs, but the cluster has {cluster.gpus}"
             )
+        if cluster.cpus and self.effective_stack == "megatron":
+            raise ValueError(
+                f"strategy: expected stack 'torch' on {cluster.name}, whose ranks are sockets of CPUs, got 'megatron'"
+            )
         chunks = self.pp * self.interleave
         divisible = [
             ("heads", model.heads, "tp", self.tp),

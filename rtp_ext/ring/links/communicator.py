@@ -133,6 +133,11 @@ class Communicator:
     # -- liveness ----------------------------------------------------------------------------------------------------
 
     @property
+    def alive(self) -> bool:
+        """Whether the executor and the groups can still be used."""
+        return self.executor.alive and not self.orphaned
+
+    @property
     def orphaned(self) -> bool:
         """Whether the default process group of the groups was destroyed."""
         return self.world is not None and self.world is not dist.group.WORLD

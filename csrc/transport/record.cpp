@@ -1,5 +1,3 @@
-#include "transport/recorder.h"
-
 #include <fcntl.h>
 #include <signal.h>
 #include <time.h>
@@ -14,12 +12,10 @@
 #include <stdexcept>
 
 #include "base/checks.h"
-#include "transport/transport.h"
+#include "transport/sink.h"
 
 namespace rtp {
 namespace {
-
-constexpr int64_t kShort = 5000;  // nanoseconds: shorter waits are not recorded
 
 int64_t clock_ns(clockid_t clock) noexcept {
   timespec now{};
@@ -27,10 +23,8 @@ int64_t clock_ns(clockid_t clock) noexcept {
   return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
 }
 
-int64_t now_ns() noexcept { return clock_ns(CLOCK_MONOTONIC); }  // same clock as std::chrono::steady_clock
-
-// The recorders that the signal handler writes.
-std::array<std::atomic<Recorder*>, 256> recorders{};
+// The sinks whose records the signal handler writes.
+std::array<std::atomic<Sink*>, 256> sinks{};
 std::atomic<int> asking{0};
 
 void copy_text(char* to, size_t bytes, const std::string& from) {
@@ -53,7 +47,7 @@ bool write_all(int file, const void* data, size_t bytes) noexcept {
 }  // namespace
 
 // The header of a file. Names follow, then entries.
-struct Recorder::Header {
+struct Sink::Header {
   char magic[8];
   uint32_t header_bytes, names, name_bytes, entries, entry_bytes;
   int32_t rank, ranks, pid;
@@ -67,24 +61,22 @@ struct Recorder::Header {
   char ring[64], transport[32], host[128], reason[1024];
 };
 
-Recorder::Recorder() : entries_(new Entry[kEntries]{}), names_(new char[kNames * kNameBytes]{}) {
-  known_.reserve(kNames);
-  name("other operations");
-  for (auto& place : recorders) {
-    Recorder* none = nullptr;
+void Sink::enlist() {
+  for (auto& place : sinks) {
+    Sink* none = nullptr;
     if (place.compare_exchange_strong(none, this)) break;  // with more rings than places, the signal skips this one
   }
 }
 
-Recorder::~Recorder() {
-  for (auto& place : recorders) {
-    Recorder* self = this;
+void Sink::strike() {
+  for (auto& place : sinks) {
+    Sink* self = this;
     place.compare_exchange_strong(self, nullptr);
   }
   while (asking.load() > 0) usleep(100);  // a handler on another thread may still use this object
 }
 
-void Recorder::identify(const Place& place) {
+void Sink::identify(const Place& place) {
   place_ = place;
   const char* wish = std::getenv("RTP_RECORD_DIR");
   const char* temporary = std::getenv("TMPDIR");
@@ -96,109 +88,7 @@ void Recorder::identify(const Place& place) {
   copy_text(path_, kPathBytes, path);
 }
 
-uint16_t Recorder::name(const std::string& operation) {
-  if (named_ != nullptr && named_->first == operation) return named_->second;
-  auto found = known_.find(operation);
-  if (found == known_.end()) {
-    const size_t number = known_.size();
-    if (number >= kNames) return 0;
-    copy_text(names_.get() + number * kNameBytes, kNameBytes, operation);
-    found = known_.emplace(operation, static_cast<uint16_t>(number)).first;
-  }
-  named_ = &*found;
-  return found->second;
-}
-
-Recorder::Entry* Recorder::add(Kind kind) {
-  const uint64_t number = next_.fetch_add(1, std::memory_order_relaxed);
-  Entry& entry = entries_[number % kEntries];
-  entry.number = 0;
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-  entry = Entry{};
-  entry.kind = kind;
-  entry.begin = now_ns();
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-  entry.number = number;
-  return &entry;
-}
-
-uint64_t Recorder::begin_pass(const std::string& operation) {
-  if (!on_) return 0;
-  Entry* entry = add(Kind::pass);
-  entry->operation = name(operation);
-  return entry->number;
-}
-
-uint64_t Recorder::begin_compute(uint64_t pass, const Step& step) {
-  if (!on_ || pass == 0) return 0;
-  Entry* entry = add(Kind::compute);
-  const Entry& whole = entries_[pass % kEntries];
-  if (whole.number == pass) entry->operation = whole.operation;
-  const bool computes = step.action == Action::compute;
-  entry->from = static_cast<int16_t>(computes ? step.owner : step.send_owner);
-  entry->what = computes ? static_cast<uint8_t>(step.compute) : kMove;
-  return entry->number;
-}
-
-uint64_t Recorder::begin_collective(const std::string& operation) {
-  if (!on_) return 0;
-  Entry* entry = add(Kind::collective);
-  entry->operation = name(operation);
-  return entry->number;
-}
-
-void Recorder::end(uint64_t number) {
-  Entry& entry = entries_[number % kEntries];
-  if (number != 0 && entry.number == number) entry.end = now_ns();
-}
-
-uint64_t Recorder::post(const Hop& hop, int64_t before) {
-  const size_t channel = static_cast<size_t>(hop.channel);
-  posted_[channel] = static_cast<uint32_t>(before + 1);
-  if (!on_) return 0;
-  Entry* entry = add(Kind::hop);
-  entry->operation = name(hop.operation);
-  entry->channel = hop.channel;
-  entry->count = static_cast<uint32_t>(before);
-  entry->to = static_cast<int16_t>(hop.to);
-  entry->from = static_cast<int16_t>(hop.from);
-  entry->index = static_cast<int16_t>(hop.index);
-  entry->hops = static_cast<int16_t>(hop.count);
-  for (const Span& span : hop.send) entry->bytes += span.bytes;
-  return entry->number;
-}
-
-int64_t Recorder::begin_wait(uint64_t hop, End which) {
-  if (!on_ || hop == 0) return 0;
-  const int64_t begin = now_ns();
-  waiting_since_ = begin;
-  waiting_end_ = which;
-  waiting_for_ = hop;
-  return begin;
-}
-
-void Recorder::end_wait(uint64_t hop, End which, int64_t begin) {
-  if (begin == 0) return;
-  waiting_for_ = 0;
-  const int64_t end = now_ns();
-  Entry& posted = entries_[hop % kEntries];
-  if (posted.number != hop) return;
-  int64_t& seen = which == End::received ? posted.end : posted.sent;
-  if (seen == 0) seen = end;
-  if (end - begin < kShort) return;
-  const Entry awaited = posted;  // the new entry may overwrite it
-  Entry* entry = add(Kind::wait);
-  const uint64_t number = entry->number;
-  *entry = awaited;  // copies its operation, channel and peers
-  entry->number = number;
-  entry->kind = Kind::wait;
-  entry->what = static_cast<uint8_t>(which);
-  entry->begin = begin;
-  entry->end = end;
-  entry->sent = 0;
-}
-
-std::string Recorder::last_hop() const {
+std::string Sink::last_hop() const {
   const uint64_t next = next_.load(std::memory_order_relaxed);
   for (uint64_t number = next - 1; number > 0 && number + kEntries >= next; --number) {
     const Entry& entry = entries_[number % kEntries];
@@ -211,13 +101,13 @@ std::string Recorder::last_hop() const {
   return "";
 }
 
-std::string Recorder::dump(const std::string& reason) {
+std::string Sink::write_record(const std::string& reason) {
   if (path_[0] == '\0') throw std::runtime_error("a record needs a ring with a name");
   if (!write(reason.c_str())) throw std::runtime_error(concat("cannot write ", path_, ": ", std::strerror(errno)));
   return path_;
 }
 
-const std::string& Recorder::fail(std::string& reason) noexcept {
+const std::string& Sink::fail(std::string& reason) noexcept {
   if (path_[0] != '\0' && on_failure_) {
     note_ = write(reason.c_str()) ? concat("; what this rank did last: ", path_)
                                   : concat("; the record of this rank could not be written to ", path_);
@@ -237,7 +127,7 @@ const std::string& Recorder::fail(std::string& reason) noexcept {
 #if defined(__SANITIZE_THREAD__) || RTP_HAS_FEATURE(thread_sanitizer)
 __attribute__((no_sanitize("thread")))
 #endif
-bool Recorder::write(const char* reason) const noexcept {
+bool Sink::write(const char* reason) const noexcept {
   const int before = errno;
   Header header{};
   std::memcpy(header.magic, "RTPREC01", 8);
@@ -250,7 +140,7 @@ bool Recorder::write(const char* reason) const noexcept {
   header.ranks = place_.ranks;
   header.pid = getpid();
   header.next = next_.load(std::memory_order_relaxed);
-  header.steady = now_ns();
+  header.steady = clock_ns(CLOCK_MONOTONIC);  // the clock of entries
   header.wall = clock_ns(CLOCK_REALTIME);
   std::memcpy(header.posted, posted_, sizeof posted_);
   header.waiting_for = waiting_for_;
@@ -277,24 +167,24 @@ bool Recorder::write(const char* reason) const noexcept {
   return good;
 }
 
-void Recorder::on_signal(int) noexcept {
+void Sink::on_signal(int) noexcept {
   const int before = errno;
   ++asking;
-  for (const auto& place : recorders) {
-    const Recorder* recorder = place.load();
-    if (recorder != nullptr && recorder->path_[0] != '\0') recorder->write("asked for by SIGUSR1");
+  for (const auto& place : sinks) {
+    const Sink* sink = place.load();
+    if (sink != nullptr && sink->path_[0] != '\0') sink->write("asked for by SIGUSR1");
   }
   --asking;
   errno = before;
 }
 
-bool Recorder::take_signal() {
+bool Sink::take_signal() {
   struct sigaction now{};
   if (sigaction(SIGUSR1, nullptr, &now) != 0) return false;
-  if ((now.sa_flags & SA_SIGINFO) == 0 && now.sa_handler == &Recorder::on_signal) return true;
+  if ((now.sa_flags & SA_SIGINFO) == 0 && now.sa_handler == &Sink::on_signal) return true;
   if ((now.sa_flags & SA_SIGINFO) != 0 || now.sa_handler != SIG_DFL) return false;
   struct sigaction mine{};
-  mine.sa_handler = &Recorder::on_signal;
+  mine.sa_handler = &Sink::on_signal;
   mine.sa_flags = SA_RESTART;
   sigemptyset(&mine.sa_mask);
   return sigaction(SIGUSR1, &mine, nullptr) == 0;

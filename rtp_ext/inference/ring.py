@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
+import hashlib
 import logging
-import threading
-import time
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -22,27 +18,25 @@ from torch.distributed.tensor import DTensor
 from rtp_ext import _native
 from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext.compilers import keep_compilers_out
+from rtp_ext.inference.forwards import Forwards, InTurn
 from rtp_ext.options import RingOptions
+from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import as_gradient
 from rtp_ext.ring.bootstrap import agree_on, join_ranks, refused_together
+from rtp_ext.ring.links.agree import expect_same_lines, expect_success, in_words
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.host_address import own_address
 from rtp_ext.ring.links.transports import Candidate, ce_refusal, choose, refuse_any, unique_ids
 from rtp_ext.ring.mesh import resolve_mesh
-from rtp_ext.ring.op_runner import OpRunner
-from rtp_ext.ring.prepared import Agreement
-from rtp_ext.ring.ring import Ring
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 from rtp_ext.ring.routes.plan import RoutePlan
 from rtp_ext.words import InferenceTransport
 
 logger = logging.getLogger("rtp_ext")
 
-INFERENCE = "_rtp_inference"  # attribute of a model: its InferenceRing
 TRANSPORTS: tuple[str, ...] = get_args(InferenceTransport)
 _ALIGNMENT = 64  # bytes; of a shard in the memory that other ranks read
 _CALLER = "rotate_for_inference"
-_POLL = 0.05  # seconds
 
 
 def _candidates(ring: Communicator, offload: bool) -> list[Candidate]:
@@ -70,119 +64,7 @@ def _candidates(ring: Communicator, offload: bool) -> list[Candidate]:
     ]
 
 
-class _Running:
-    """A forward in a thread, or a pass outside of any. It ends with its thread, where nothing else ends it."""
-
-
-class _Gate:
-    """Holds forwards back while the weights change, and the change until the running forwards have ended.
-
-    Attributes:
-        partly_new: the error of a change that has failed half-way; empty: the weights are old or new.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._forwards: Any = weakref.WeakSet()
-        self._passes: Any = weakref.WeakSet()
-        self._writer: int | None = None  # the thread that changes the weights
-        self.partly_new = ""
-
-    def enter(self, outermost: bool) -> _Running:
-        """Waits until no change is under way. `outermost`: a forward; otherwise one pass, which a running forward of
-        another thread may wait for."""
-        self.expect_outside("a forward")
-        with self._changed:
-            while self._writer is not None and (outermost or not self._forwards):
-                self._changed.wait()
-            if self.partly_new:
-                raise RotationError(f"the weights are partly new, update_weights again: {self.partly_new}")
-            running = _Running()
-            (self._forwards if outermost else self._passes).add(running)
-            return running
-
-    def expect_outside(self, what: str) -> None:
-        """Raises RotationError in the thread that changes the weights."""
-        if self._writer == threading.get_ident():
-            raise RotationError(f"{what} within update_weights, whose weights are partly new: expected none")
-
-    def leave(self, running: _Running) -> None:
-        with self._changed:
-            self._forwards.discard(running)
-            self._passes.discard(running)
-            self._changed.notify_all()
-
-    def close(self, timeout: float) -> None:
-        """Waits for the ends of earlier changes and of all forwards. Raises RingTimeout after so many seconds."""
-        deadline = time.monotonic() + timeout
-        with self._changed:
-            while self._writer is not None:
-                self._changed.wait()
-            self._writer = threading.get_ident()
-            while self._forwards or self._passes:
-                if time.monotonic() > deadline:
-                    raise RingTimeout(f"update_weights: a forward of this rank did not end (waited {timeout} s)")
-                self._changed.wait(_POLL)  # the end of a thread notifies nothing
-
-    def open(self) -> None:
-        """Lets forwards run, if this thread has closed the gate."""
-        with self._changed:
-            if self._writer == threading.get_ident():
-                self._writer = None
-                self._changed.notify_all()
-
-
-class _Forwards(Agreement):
-    """The running forwards of a rank, each in a thread of its own. Ranks compare nothing after the conversion."""
-
-    _phases = itertools.count(1)
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._own = threading.local()
-        self.gate = _Gate()
-        super().__init__(communicator)
-
-    @property
-    def forward_phase(self) -> int:  # type: ignore[override]
-        return getattr(self._own, "phase", 0)
-
-    @forward_phase.setter
-    def forward_phase(self, phase: int) -> None:
-        self._own.phase = phase
-
-    def begin_forward(self) -> None:
-        self._own.running = self.gate.enter(outermost=True)
-        self.forward_phase = next(self._phases)
-
-    def end_forward(self) -> None:
-        self.forward_phase = 0
-        if (running := self._own.__dict__.pop("running", None)) is not None:
-            self.gate.leave(running)
-
-    def postpone(self, *_: Any) -> bool:
-        return True
-
-
-class _InTurn(OpRunner):
-    """Runs the operations of several threads one after the other: they share slots and connections."""
-
-    _agreement: _Forwards
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.turn = threading.Lock()
-
-    def run(self, *arguments: Any, **keywords: Any) -> Any:
-        alone = None if self._agreement.forward_phase else self._agreement.gate.enter(outermost=False)
-        try:
-            with self.turn:
-                return super().run(*arguments, **keywords)
-        finally:
-            if alone is not None:
-                self._agreement.gate.leave(alone)
-
-
-class InferenceRing(Ring):
+class InferenceRing:
     """Ranks that read each other's shards without taking part in each other's forwards: see `rotate_for_inference`.
 
     Over `shm` a forward computes with the shard of another rank where it lies: no hop, no slot, no copy; the memory of
@@ -194,17 +76,15 @@ class InferenceRing(Ring):
     and copy engines copy every one, this rank's own too. Only `share`, `exchange` and `update_weights` are collective.
     Threads may run forwards at a time; their layers take turns.
 
+    It has the attributes and methods of its Ring, too.
+
     Attributes:
+        ring: the Ring of its layers.
         shard_bytes: bytes of this rank's shards.
         whole_bytes: bytes of the parameters that are whole on every rank.
     """
 
-    traceable = False
     shard_bytes = whole_bytes = 0
-    agreement: _Forwards
-    _op_runner: _InTurn
-    _agreement_type = _Forwards
-    _runner_type = _InTurn
 
     def __init__(
         self,
@@ -220,16 +100,22 @@ class InferenceRing(Ring):
         with refused_together(meshes, timeout=timeout):
             options = RingOptions.of({**fixed, "timeout": timeout})
             _check_device(meshes.hops.device_type, transport, offload)
-        self.mesh = self.parameter_mesh = meshes.hops
-        ring = join_ranks(meshes, options)
         self._source: Any = None
+        ring = join_ranks(meshes, options)
         with ring.released_on_error():
             token = agree_on(options, ring)
             connection = choose(ring, transport, _candidates(ring, offload), _CALLER)
             routes = RoutePlan.of(options, "direct", GradientRoutes("chain", None, "there are none"))
-            self._compose(ring, options, connection, routes, token)
-            if offload:
-                self.offload(CPUOffloadPolicy(pin_memory=False))  # `share` moves the shards to memory that is pinned
+            self.ring = Ring.composed(
+                ring, options, connection, routes, token, mesh=meshes.hops, agreement=Forwards, runner=InTurn
+            )
+            self.ring.traceable = False
+            if offload:  # `share` moves the shards to memory that is pinned
+                self.ring.offload(CPUOffloadPolicy(pin_memory=False))
+            self.ring.pulls_from = _pulls_from(self.ring)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ring, name)
 
     def share(self, parameters: Sequence[DTensor]) -> list[torch.Tensor]:
         """Moves the local shards of parameters into memory that other ranks read, and connects the ranks. Collective.
@@ -290,24 +176,6 @@ class InferenceRing(Ring):
         """Raises RotationError with the problems of all ranks, if any. Collective."""
         refuse_any(self.exchange(problem), _CALLER)
 
-    def begin_forward(self) -> None:
-        """Starts the phase of a model's forward in this thread, whose passes are expected in the order of the one
-        before. Waits while weights are updated. Raises RotationError where an update has failed half-way."""
-        self.communicator.check_alive("a forward")  # first: a forked process may have no gate that opens
-        if self.agreement.forward_phase:  # of a forward that KeyboardInterrupt has left
-            self.end_forward()
-        self.agreement.begin_forward()
-
-    def end_forward(self) -> None:
-        """Ends the phase that `begin_forward` started. Drops the shards that were pulled ahead, and those that other
-        ranks of the host may take: they may change."""
-        try:
-            if self.alive:  # in a forked process no thread may be there to wait for
-                with self._op_runner.turn:
-                    self.communicator.executor.end_forward()
-        finally:
-            self.agreement.end_forward()
-
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
         """Has no forward of this rank run within the body, which changes weights, and compares with the other ranks at
@@ -325,19 +193,32 @@ class InferenceRing(Ring):
         finally:
             self.agreement.gate.open()
 
+    def agree_on_update(self, failure: Exception | None, tensors: list[str], *, written: bool) -> None:
+        """Raises where an update has failed on a rank, or where `tensors`, lines that describe what is updated,
+        differ between ranks. Collective.
+
+        failure: that of this rank, which is raised here. written: this rank may have written weights. Where one has,
+        the failure of another rank is a RotationError here, and forwards are refused until an update succeeds;
+        otherwise it is a ValueError.
+        """
+        answers = self.exchange((in_words(failure), hashlib.sha256(repr(tensors).encode()).hexdigest(), written))
+        failures, digests, wrote = zip(*answers, strict=True)
+        partly_new, gate = any(wrote), self.agreement.gate
+        raises: type[Exception] = RotationError if partly_new else ValueError
+        hint = ", the weights are partly new" if partly_new else ", no weight has changed"
+        try:
+            expect_success("update_weights", failures, failure, raises=raises, hint=hint)
+            if len(set(digests)) > 1:
+                expect_same_lines("update_weights, the tensors of all ranks", self.exchange(tensors))
+        except Exception as error:
+            gate.partly_new = str(error) if partly_new else gate.partly_new
+            raise
+        gate.partly_new = "" if partly_new else gate.partly_new
+
     def synchronize(self) -> None:
         """Waits until this rank's device has read and written all shards of its calls so far."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    @property
-    def pulls_from(self) -> tuple[int, ...]:
-        """The ranks whose shards this one pulls, or gets from another rank of its host that has pulled them; offloaded
-        ones come from memory of the host. It reads those of the others where they lie."""
-        if self.host_memory is not None:
-            return tuple(range(self.size))
-        per_host = {"shm": self.size, "shm+tcp": self.size // (self.hosts or 1)}.get(self.transport, 1)
-        return tuple(owner for owner in range(self.size) if owner // per_host != self.rank // per_host)
 
     @property
     def pulled_bytes(self) -> int:
@@ -362,11 +243,11 @@ class InferenceRing(Ring):
             return
         source, self._source = self._source, None
         over = source is not None and self._all_close()
-        super().close()
+        self.ring.close()
         if source is not None:
             if over:
                 source.close()
-            with self._op_runner.turn:  # a forward of another thread may be reading a shard
+            with self.agreement.turn:  # a forward of another thread may be reading a shard
                 self.communicator.executor.take_from(None)
 
     def _all_close(self) -> bool:
@@ -381,6 +262,18 @@ class InferenceRing(Ring):
             logger.warning("%s: the shards stay in memory, since not all ranks have closed: %s", _CALLER, error)
             return False
 
+    def __enter__(self) -> InferenceRing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, _memo: dict) -> InferenceRing:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.ring.__reduce_ex__(protocol)
+
     def __repr__(self) -> str:
         place = "here" if self.host_memory is None else "in pinned memory of the host"
         return (
@@ -389,13 +282,13 @@ class InferenceRing(Ring):
         )
 
 
-def end_left_forwards(module: nn.Module) -> None:
-    """Ends the forward that KeyboardInterrupt may have left in this thread, before new values are loaded into a module:
-    other ranks of the host would copy old shards from the slots of this one. Does nothing to a model that trains."""
-    found = (part.__dict__.get("ring") for part in module.modules())
-    for ring in {each for each in found if isinstance(each, InferenceRing)}:
-        if ring.alive:
-            ring.end_forward()
+def _pulls_from(ring: Ring) -> tuple[int, ...]:
+    """Returns the ranks whose shards this one pulls, or gets from another rank of its host that has pulled them;
+    offloaded ones come from memory of the host. It reads those of the others where they lie."""
+    if ring.host_memory is not None:
+        return tuple(range(ring.size))
+    per_host = {"shm": ring.size, "shm+tcp": ring.size // (ring.hosts or 1)}.get(ring.transport, 1)
+    return tuple(owner for owner in range(ring.size) if owner // per_host != ring.rank // per_host)
 
 
 def _check_device(device: str, transport: str, offload: bool) -> None:
