@@ -77,6 +77,7 @@ class RingKeywords(TypedDict, total=False):
     gradient_route: GradientRoute
     gradient_travel: GradientTravel | None
     graphs: Graphs
+    in_place: bool
     checksum: bool
     transport_options: Mapping[str, Any] | None
 
@@ -125,6 +126,9 @@ class RingOptions:
             default until a graph has run on a GPU. A pass is captured once for its shapes, after it has run, and
             replayed where its tensors have the same addresses; otherwise it is enqueued hop by hop. With graphs
             `prefetch` is 0. See `graphs`.
+        in_place: local shards themselves travel and return to their owners, with one slot instead of two. Where a cast
+            copy travels anyway, and over shm, whose hops arrive in slots only, this saves nothing and copies travel.
+            Not on route two-level, and not with travel.
         checksum: every hop carries a CRC-32C; a changed one raises a RotationError that names the hop. For CPUs.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: SMs that NCCL may take for each of two communicators
             (default of the maximum: 8; 0: NCCL chooses). `blocking`: no thread for each group of NCCL's calls (default:
@@ -144,6 +148,7 @@ class RingOptions:
     gradient_route: GradientRoute = "auto"
     gradient_travel: GradientTravel | None = None
     graphs: Graphs = "off"
+    in_place: bool = False
     checksum: bool = False
     transport_options: TransportOptions = None  # type: ignore[assignment]
 
@@ -176,6 +181,8 @@ class RingOptions:
         if late is not None and (isinstance(late, bool) or late < 0):
             raise ValueError(f"Ring: expected late_gradients >= 0 or None, got {late!r}")
         check_travel(self.travel, self.route)
+        if self.in_place:
+            check_in_place("Ring", self.travel, self.route)
 
     def __str__(self) -> str:
         return ", ".join(f"{each.name} {getattr(self, each.name)}" for each in fields(self))

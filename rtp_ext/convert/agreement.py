@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import logging
 import re
@@ -24,7 +23,7 @@ from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import frozen_of, held
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import FROZEN, computes_plainly
-from rtp_ext.ring.links.agree import expect_same
+from rtp_ext.ring.links.agree import differing, expect_same
 
 logger = logging.getLogger("rtp_ext")
 
@@ -91,7 +90,7 @@ def want_gradients(arguments: Any) -> bool | None:
 def facts_of(modules: Iterable[nn.Module], named: Named) -> tuple[list[tuple], list[Any]]:
     """Returns the properties of a model that may change between two forwards and decide their hops: those of its
     parameters, and how its modules rotate. Cheap: called in every forward."""
-    return _parameters(named), _rotations(modules)
+    return _parameters(named), _policies(modules)
 
 
 def agree_on_model(
@@ -103,18 +102,18 @@ def agree_on_model(
     The ranks compare names, shapes, dtypes and requires_grad of parameters; the class name of every module; settings of
     torch's layers (the arguments of their constructors: strides, heads, eps, p, ...); the `extra_repr` of other
     classes, except ranks, devices and the like; names, shapes and dtypes of buffers that are saved (others are caches,
-    which may grow with a rank's own batch); which blocks rotate as bundles, in which dtypes, in place or not; and the
+    which may grow with a rank's own batch); which blocks rotate as bundles, in which dtypes; and the
     state of torch.autocast; and `settings`, (name, value) in words. Operations of the model's modules then need no
     comparison before their forwards. Collective.
     """
     modes = [("torch.autocast", str(mode.autocast)), ("offload_policy", repr(ring.offload_policy))]
+    modes.append(("in_place", repr(ring.in_place)))
     mine = (_parameters(root.named_parameters()), [*modes, *settings, *_modules(root)])
-    answers = ring.exchange(hashlib.sha256(repr(mine).encode()).digest())
-    differ = any(theirs != answers[0] for theirs in answers)
-    every = ring.exchange(mine) if differ else [mine]
+    answers = differing(ring, mine)
+    every = answers or [mine]
     for rank, (parameters, _) in enumerate(every):
         on_meta = [] if allow_meta else [entry[0] for entry in parameters if entry[4]]
-        _refuse_meta(root, on_meta, f" on rank {rank}" if differ else "")
+        _refuse_meta(root, on_meta, f" on rank {rank}" if answers else "")
     for part in range(2):
         for rank, theirs in enumerate(every):
             if theirs[part] != every[0][part]:
@@ -223,9 +222,7 @@ def _modules(root: nn.Module) -> Iterator[tuple[str, str]]:
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield f"buffer {key} of {label}", _shape_of(buffer)
         if isinstance(module, ShardedModule):
-            [(policy, in_place)] = _rotations([module])
-            yield f"mp_policy of {label}", repr(policy)
-            yield f"in_place of {label}", repr(in_place)
+            yield f"mp_policy of {label}", repr(*_policies([module]))
             together = module.__dict__.get("together")
             if together is not None:
                 yield f"one rotation of {label} with its neighbours", repr(together.shared)
@@ -234,13 +231,13 @@ def _modules(root: nn.Module) -> Iterator[tuple[str, str]]:
             yield f"bundle of {label}", f"{intact}, recompute={module.mlp_recompute}" if intact else "False"
 
 
-def _rotations(modules: Iterable[nn.Module | ShardedModule]) -> list[tuple[MixedPrecisionPolicy | None, bool]]:
-    """Returns for each rotated module the policy of its shards, and whether the local shards themselves travel."""
+def _policies(modules: Iterable[nn.Module | ShardedModule]) -> list[MixedPrecisionPolicy | None]:
+    """Returns for each rotated module the policy of its shards."""
     found = []
     for module in modules:
         if isinstance(module, ShardedModule):
             scope = module.__dict__.get("_rtp_scope", module)  # gathered modules have a scope
-            found.append((scope.__dict__.get("mp_policy"), module.__dict__.get("in_place", False)))
+            found.append(scope.__dict__.get("mp_policy"))
     return found
 
 

@@ -142,7 +142,6 @@ class Application:
             self.ring,
             name=module.label,
             memo=self.memo,
-            in_place=module.in_place,
             mp_policy=self.request.mp_policy,
             **options,
         )

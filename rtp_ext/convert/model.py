@@ -60,7 +60,7 @@ def fully_rotate(module: _Given, **keywords: Unpack[RotateKeywords]) -> _Given:
     >>> optimizer = torch.optim.AdamW(model.parameters())
 
     Parts of a model may be converted before it, one by one, as with fully_shard: each keeps its own mp_policy (and
-    in_place, bundle, ignored_params), which applies inside it, and is called on its own or within the model. All move
+    bundle and ignored_params), which applies inside it, and is called on its own or within the model. All move
     to one ring, that of the first part; to create only one ring, pass a Ring to every call.
 
     A list of modules, none inside another, is one part with several members: they may share parameters
@@ -93,7 +93,7 @@ def fully_rotate(module: _Given, **keywords: Unpack[RotateKeywords]) -> _Given:
         gather: modules, or their names in named_modules(), that are gathered while in use instead of rotated, with all
             modules in them: for code that reads the weight of a layer without calling it. Where a forward does so by
             names (F.linear(x, self.proj.weight)), it is found without this option.
-        in_place: the local shards themselves travel, with one slot instead of two.
+        in_place: see Ring. A Ring that is given gets the option, for all of its models.
         bundle: rotate MLP blocks (torch's transformer layers, nn.Sequential of linear, activation, linear, and modules
             of transformers that compute an MLP) as bundles, and layers that its modules call with one input, such as
             the q, k and v projections of attention, together; "recompute": bundled MLPs and experts keep no hidden
@@ -161,8 +161,8 @@ def _ring_for(request: Request) -> Ring:
     ring = place.ring
     if ring is None:
         ring = Ring(resolve_mesh(options.mesh, options.dims, place.tensor), **options.ring)  # type: ignore[arg-type]
-        if options.in_place:
-            ring.expect_in_place("fully_rotate")  # ranks on several hosts may give it the route two-level
+    if place.in_place and not ring.in_place:
+        ring.move_in_place("fully_rotate")
     if ring.offload_policy is None:
         ring.offload(request.offload)
     return ring
@@ -198,7 +198,7 @@ def _convert(plan: RotationPlan, request: Request, ring: Ring) -> None:
     install_save_pretrained(root, ring)
     synchronize_generate()
     compare_weights(values, ring)
-    if request.options.in_place:
+    if ring.in_place:
         _log_in_place(ring, mp_policy)
 
 

@@ -33,7 +33,6 @@ class OperationPlan:
     """The plan of an operation, derived from its parameters and options; the value of one key of a Prepared."""
 
     name: str
-    in_place: bool
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     shapes: list[tuple[int, ...]]  # whole shapes of the parameters
@@ -55,7 +54,7 @@ class OperationPlan:
             route=route,
             halves=halves,
             slot_cap=ring.slot_cap,
-            in_place=self.in_place,
+            in_place=ring.in_place,
             compute_dtype=self.compute_dtype,
             reduce_dtype=self.reduce_dtype,
             late=self.late,
@@ -68,7 +67,6 @@ class Call:
 
     ring: Ring
     name: str
-    in_place: bool
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     needs: tuple[bool, ...] = ()  # inputs, then parameters, that need gradients; empty: `prepare` fills it in
@@ -87,15 +85,12 @@ class Call:
         *,
         ring: Ring,
         name: str,
-        in_place: bool,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         autocasts: bool = True,
     ) -> Call:
         """Returns a call with its dtypes: that of torch.autocast if enabled, else the arguments, else the weight's."""
         ring.check_alive(name)
-        if in_place:
-            ring.expect_in_place(name)
         dtype: Any = getattr(weight, "dtype", type(weight))
         if dtype is torch.uint8 and (frozen := frozen_of(weight)) is not None:  # blocks are bytes
             dtype = frozen.dtype
@@ -106,7 +101,7 @@ class Call:
         if autocasts and torch.is_autocast_enabled(kind) and dtype != torch.float64:
             compute = torch.get_autocast_dtype(kind)
         reduce = reduce_dtype or (torch.float64 if compute == torch.float64 else torch.float32)
-        return cls(ring, name, in_place, compute, reduce)
+        return cls(ring, name, compute, reduce)
 
     def run(self, function: Any, *arguments: Any) -> Any:
         ring = self.ring
@@ -267,7 +262,7 @@ def prepare(
     identified = prepared is not None or not plain or ring.alone
     table = (ring.common if prepared is None else prepared) if identified else Prepared()
     dtypes = (call.compute_dtype, call.reduce_dtype)
-    key = (operation, ring.serial, call.name, dtypes, call.in_place, facts, call.needs, *looks)
+    key = (operation, ring.serial, call.name, dtypes, ring.in_place, facts, call.needs, *looks)
     last, ready = table.last
     if last != key:
         ready = table.found.get(key)
@@ -281,7 +276,7 @@ def prepare(
         table.last = key, ready
     if tokens is not None and prepared is not None and tokens > prepared.seen:
         prepared.seen = tokens
-    if call.in_place and not ring.transport.startswith("shm"):  # over shm copies travel
+    if ring.in_place and not ring.transport.startswith("shm"):  # over shm copies travel
         _reserve_largest(call, ready, params)
     if ready.late:
         call.deferred = ring, ring.deferred_after()
@@ -315,7 +310,7 @@ def _agree(
     words = [
         f"dtype {call.compute_dtype}",
         f"reduce_dtype {call.reduce_dtype}",
-        f"in_place {call.in_place}",
+        f"in_place {ring.in_place}",
         f"gradients of inputs {call.needs[: -len(params)]}",
         f"gradients of {', '.join(param.what for param in params)} {call.needs[-len(params) :]}",
         *(f"{name} {value}" for name, value in facts),
@@ -333,7 +328,7 @@ def _agree(
         locals_ = [theirs[2][index][1] for theirs in answers]
         shapes.append(whole or _assemble(f"{call.name}: {param.what}", locals_, param.dim))
     layer = None if size is None else size(shapes)
-    ready = OperationPlan(call.name, call.in_place, call.compute_dtype, call.reduce_dtype, shapes, serial, layer)
+    ready = OperationPlan(call.name, call.compute_dtype, call.reduce_dtype, shapes, serial, layer)
     # A gradient may arrive late only if no code reads it before the node of its shard: no cast, no plain tensor.
     arrives = ring.gradients.local_dtype(ring.hop_route, call.reduce_dtype)
     unread = all(isinstance(param.tensor, DTensor) and param.tensor.dtype == arrives for param in params)

@@ -26,7 +26,6 @@ class Options(NamedTuple):
     """The keyword arguments that all rotated operations have in common; see `rotated_linear`."""
 
     ring: Ring
-    in_place: bool
     prepared: Prepared | None
     compute_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
@@ -147,7 +146,7 @@ def rotate(use: Operation, inputs: Sequence[Any], owner: Any = None) -> list[Ten
 def in_graph(use: Operation, inputs: Sequence[Any], owner: Any) -> list[Tensor] | None:
     """Puts an operator into the graph that a compiler traces. None where it cannot be part of one."""
     options, parameters = use.options, use.parameters()
-    if options.in_place:
+    if options.ring.in_place:
         return None
     dtype = options.compute_dtype or parameters[0].dtype
     device = options.ring.device

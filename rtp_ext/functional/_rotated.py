@@ -19,7 +19,6 @@ def run(use: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
         use.given[0],
         ring=options.ring,
         name=options.name,
-        in_place=options.in_place,
         compute_dtype=options.compute_dtype,
         reduce_dtype=options.reduce_dtype,
         autocasts=use.autocasts,

@@ -196,7 +196,6 @@ def rotated_convolution(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     padding_mode: PaddingMode = "zeros",
-    in_place: bool = False,
     prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -228,7 +227,6 @@ def rotated_convolution(
         weight,
         ring=ring,
         name=name,
-        in_place=in_place,
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
     )

@@ -57,7 +57,7 @@ class LinearCrossEntropy(Operation):
         if bias is not None:
             params.append(ShardedParameter("bias", bias, 0, 1))
         frozen = frozen_of(weight)
-        expect_takes_blocks(call.name, [frozen], transposed, call.in_place)
+        expect_takes_blocks(call.name, [frozen], transposed, call.ring.in_place)
 
         def derive(shapes: list[tuple[int, ...]]) -> dict[str, Any]:
             whole = shapes[0] if frozen is None else frozen.shape
@@ -140,7 +140,6 @@ def rotated_linear_cross_entropy(
     soft_cap: float | None = None,
     z_loss: float = 0.0,
     transposed: bool = False,
-    in_place: bool = False,
     prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -171,5 +170,5 @@ def rotated_linear_cross_entropy(
     """
     loss = Loss(ignore_index, label_smoothing, reduction, soft_cap, z_loss)
     check_settings(name, loss)
-    options = Options(ring, in_place, prepared, compute_dtype, reduce_dtype, name)
+    options = Options(ring, prepared, compute_dtype, reduce_dtype, name)
     return rotate(LinearCrossEntropy(options, weight, bias, loss, transposed), [x, targets])[0]

@@ -75,7 +75,6 @@ def rotated_embedding(
     ring: Ring,
     shard_dim: int = 0,
     padding_idx: int | None = None,
-    in_place: bool = False,
     prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -94,5 +93,5 @@ def rotated_embedding(
     """
     if shard_dim not in (0, 1):
         raise ValueError(f"{name}: expected shard_dim 0 or 1, got {shard_dim}")
-    options = Options(ring, in_place, prepared, compute_dtype, reduce_dtype, name)
+    options = Options(ring, prepared, compute_dtype, reduce_dtype, name)
     return rotate(Embedding(options, weight, shard_dim, padding_idx), [ids])[0]

@@ -66,7 +66,7 @@ class Experts(Operation):
             if tensor is not None
         ]
         frozen = tuple([frozen_of(param.tensor) for param in params])
-        expect_takes_blocks(name, frozen, False, call.in_place)
+        expect_takes_blocks(name, frozen, False, call.ring.in_place)
         formats = {param.what: each.format for param, each in zip(params, frozen, strict=True) if each is not None}
 
         def derive(shapes: list[tuple[int, ...]]) -> _Experts:
@@ -178,7 +178,6 @@ def rotated_experts(
     limit: float = 7.0,
     recompute: bool = False,
     ring: Ring,
-    in_place: bool = False,
     prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -217,7 +216,7 @@ def rotated_experts(
         raise ValueError(f"{name}: expected an activation of {', '.join(_ACTIVATIONS)}, got {activation!r}")
     if interleaved and not _ACTIVATIONS[activation][1]:
         raise ValueError(f"{name}: interleaved expected an activation with a gate, got {activation!r}")
-    options = Options(ring, in_place, prepared, compute_dtype, reduce_dtype, name)
+    options = Options(ring, prepared, compute_dtype, reduce_dtype, name)
     use = Experts(
         options,
         (up, up_bias, down, down_bias),

@@ -171,7 +171,6 @@ def rotated_flyweight(
     combine: Combine = "cat",
     dim: int = -1,
     added_once: Collection[str] = (),
-    in_place: bool = False,
     prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -201,7 +200,7 @@ def rotated_flyweight(
             times, and a shard does not have its shape: copy j gets a whole bias that is zero outside shard j.
         compute_dtype: shards are cast to it before they travel; default: their own. Under autocast they travel in
             their own dtype and the operations of the module cast them, as without a ring.
-        in_place, reduce_dtype, name: as in `rotated_linear`.
+        reduce_dtype, name: as in `rotated_linear`.
 
     A copy does not run if all its shards are empty. Raises ValueError or TypeError if names, shapes, dtypes or
     outputs are not as expected, RingTimeout if a neighbour does not answer. Collective.
@@ -222,7 +221,6 @@ def rotated_flyweight(
         parameters[names[0]],
         ring=ring,
         name=name,
-        in_place=in_place,
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
         autocasts=False,

@@ -32,7 +32,7 @@ class PartialLinear(Operation):
     def prepare(self, call: Call, inputs: Sequence[torch.Tensor]) -> Any:
         weight, bias = self.given
         frozen, transposed = frozen_of(weight), self.transposed
-        expect_takes_blocks(call.name, [frozen], transposed, call.in_place)
+        expect_takes_blocks(call.name, [frozen], transposed, call.ring.in_place)
         params = _local_shards([weight], [bias], 0 if transposed else 1)
 
         def derive(shapes: list[tuple[int, ...]]) -> Any:
@@ -111,7 +111,7 @@ class Linears(Operation):
             projections = tuple(map(tuple, projections))  # type: ignore[arg-type]
         frozen = tuple(map(frozen_of, weights))
         if in_blocks := any(frozen):
-            expect_takes_blocks(call.name, frozen, transposed, call.in_place)
+            expect_takes_blocks(call.name, frozen, transposed, call.ring.in_place)
 
         def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
             return _bundle(call, params, shapes, biases, len(inputs), projections, transposed)
@@ -180,7 +180,6 @@ def rotated_linear(
     ring: Ring,
     shard_dim: int = 0,
     transposed: bool = False,
-    in_place: bool = False,
     prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -207,8 +206,6 @@ def rotated_linear(
     Args:
         shard_dim: the dimension of W [O, I] that is cut, independent of `transposed`.
         transposed: the weight is stored as [I, O].
-        in_place: the local shard itself travels and returns to its owner, with one slot instead of two. If a cast copy
-            travels anyway, or over shm, whose hops arrive in slots only, this saves nothing and copies travel.
         prepared: caches the plan of this layer, which makes later calls cheap; see Prepared.
         compute_dtype: weights are cast to it before they travel; default: torch.autocast's if enabled, else the
             weight's own.
@@ -220,7 +217,7 @@ def rotated_linear(
     """
     if shard_dim not in (0, 1):
         raise ValueError(f"{name}: expected shard_dim 0 or 1, got {shard_dim}")
-    options = Options(ring, in_place, prepared, compute_dtype, reduce_dtype, name)
+    options = Options(ring, prepared, compute_dtype, reduce_dtype, name)
     if shard_dim == 1:
         return rotate(PartialLinear(options, weight, bias, transposed), [x])[0]
     return rotate(Linears(options, [weight], [bias], transposed=transposed), [x])[0]
@@ -234,7 +231,6 @@ def rotated_linears(
     ring: Ring,
     projections: Sequence[tuple[int, int, int, int]] | None = None,
     transposed: bool = False,
-    in_place: bool = False,
     prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -264,7 +260,7 @@ def rotated_linears(
         raise ValueError(f"{name}: expected at least one input and one weight, got {len(inputs)} and {len(weights)}")
     if len(weights) != len(biases):
         raise ValueError(f"{name}: expected as many biases as weights, got {len(biases)} and {len(weights)}")
-    options = Options(ring, in_place, prepared, compute_dtype, reduce_dtype, name)
+    options = Options(ring, prepared, compute_dtype, reduce_dtype, name)
     return tuple(rotate(Linears(options, weights, biases, projections, transposed), inputs))
 
 

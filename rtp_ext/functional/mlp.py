@@ -74,7 +74,7 @@ class MLP(Operation):
         frozen = tuple([frozen_of(param.tensor) for param in params])
         weights = [block for block, param in zip(frozen, params, strict=True) if param.dims > 1]
         formats = {None if block is None else block.format for block in weights}
-        expect_takes_blocks(call.name, frozen, transposed, call.in_place)
+        expect_takes_blocks(call.name, frozen, transposed, call.ring.in_place)
         if any(frozen) and len(formats) > 1:
             raise ValueError(
                 f"{call.name}: expected weights of one format for frozen weights in blocks, got formats "
@@ -172,7 +172,6 @@ def rotated_mlp(
     recompute: bool = False,
     ring: Ring,
     transposed: bool = False,
-    in_place: bool = False,
     prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -207,5 +206,5 @@ def rotated_mlp(
     if gated and (gate_bias is None) != (up_bias is None):
         raise ValueError(f"{name}: expected biases of both gate and up or of neither")
     shards = MLPParameters(up, down, gate, up_bias, down_bias, gate_bias)
-    options = Options(ring, in_place, prepared, compute_dtype, reduce_dtype, name)
+    options = Options(ring, prepared, compute_dtype, reduce_dtype, name)
     return rotate(MLP(options, shards, activation, recompute, transposed), [x])[0]

@@ -32,8 +32,8 @@ def copy_from(source: nn.Module, model: nn.Module, ring: InferenceRing, bucket_b
         found = _copies(source, tensors_of(model))
     except Exception as error:  # user code may run in state_dict
         failure = error
-    looks = [(name, shape_of(value), str(value.dtype), way.__name__) for name, value, _, way in found]
-    ring.agree_on_update(failure, (looks, bucket_bytes), written=False)
+    looks = [f"{name} {shape_of(value)} {value.dtype} by {way.__name__}" for name, value, _, way in found]
+    ring.agree_on_update(failure, [f"buckets of {bucket_bytes} bytes", *looks], written=False)
     sizes = (value.nbytes for _, value, _, way in found if way is not _copy_local)
     with ring.communicator.ended_by_errors("update_weights"):  # others may be waiting for this rank's part
         buffer = torch.empty(min(bucket_bytes, max(sizes, default=0)), dtype=torch.uint8)
@@ -43,7 +43,7 @@ def copy_from(source: nn.Module, model: nn.Module, ring: InferenceRing, bucket_b
             except ValueError as error:  # of this rank's part, which has come: the other ranks go on
                 failure = failure or ValueError(f"update_weights: {name}: {error}")
     ring.synchronize()  # other ranks read without waiting for this one's streams
-    ring.agree_on_update(failure, len(found), written=bool(found))
+    ring.agree_on_update(failure, [f"{len(found)} tensors"], written=bool(found))
     return len(found)
 
 

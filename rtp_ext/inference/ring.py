@@ -23,6 +23,7 @@ from rtp_ext.options import RingOptions
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import as_gradient
 from rtp_ext.ring.bootstrap import agree_on, join_ranks, refused_together
+from rtp_ext.ring.links.agree import expect_same_lines, expect_success, in_words
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.host_address import own_address
 from rtp_ext.ring.links.transports import Candidate, ce_refusal, choose, refuse_any, unique_ids
@@ -192,31 +193,27 @@ class InferenceRing:
         finally:
             self.agreement.gate.open()
 
-    def agree_on_update(self, failure: Exception | None, tensors: Any, *, written: bool) -> None:
-        """Raises where an update has failed on a rank, or where `tensors`, a description of what is updated, differs
-        between ranks. Collective.
+    def agree_on_update(self, failure: Exception | None, tensors: list[str], *, written: bool) -> None:
+        """Raises where an update has failed on a rank, or where `tensors`, lines that describe what is updated,
+        differ between ranks. Collective.
 
         failure: that of this rank, which is raised here. written: this rank may have written weights. Where one has,
         the failure of another rank is a RotationError here, and forwards are refused until an update succeeds;
         otherwise it is a ValueError.
         """
-        problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-        answers = self.exchange((problem, hashlib.sha256(repr(tensors).encode()).hexdigest(), written))
-        partly_new = any(theirs for _, _, theirs in answers)
-        error = failure
-        for rank, (theirs, digest, _) in enumerate(answers):
-            if error is None and theirs is not None and partly_new:
-                error = RotationError(f"update_weights failed on rank {rank}, the weights are partly new: {theirs}")
-            elif error is None and theirs is not None:
-                error = ValueError(f"update_weights failed on rank {rank}, no weight has changed: {theirs}")
-            elif error is None and digest != answers[0][1]:
-                error = ValueError(
-                    f"update_weights: expected the tensors of rank 0 on every rank, got others on rank {rank}"
-                )
-        if partly_new:
-            self.agreement.gate.partly_new = "" if error is None else str(error)
-        if error is not None:
-            raise error
+        answers = self.exchange((in_words(failure), hashlib.sha256(repr(tensors).encode()).hexdigest(), written))
+        failures, digests, wrote = zip(*answers, strict=True)
+        partly_new, gate = any(wrote), self.agreement.gate
+        raises: type[Exception] = RotationError if partly_new else ValueError
+        hint = ", the weights are partly new" if partly_new else ", no weight has changed"
+        try:
+            expect_success("update_weights", failures, failure, raises=raises, hint=hint)
+            if len(set(digests)) > 1:
+                expect_same_lines("update_weights, the tensors of all ranks", self.exchange(tensors))
+        except Exception as error:
+            gate.partly_new = str(error) if partly_new else gate.partly_new
+            raise
+        gate.partly_new = "" if partly_new else gate.partly_new
 
     def synchronize(self) -> None:
         """Waits until this rank's device has read and written all shards of its calls so far."""

@@ -26,12 +26,10 @@ class RotatedModule(ShardedModule):
 
     Attributes:
         ring: the Ring that the parameters are sharded over.
-        in_place: whether the local shards themselves travel.
         qualified_name: the module's name within its model, for messages.
     """
 
     ring: Ring
-    in_place: bool
     qualified_name: str
     mp_policy: MixedPrecisionPolicy
     _prepared: Prepared  # plans of its operation
@@ -44,7 +42,6 @@ class RotatedModule(ShardedModule):
         ring: Ring,
         shard_dims: dict[str, int],
         *,
-        in_place: bool = False,
         name: str | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
         memo: dict[int, nn.Parameter] | None = None,
@@ -56,7 +53,6 @@ class RotatedModule(ShardedModule):
         assert isinstance(self, nn.Module)
         draw_as_whole()
         self.ring = ring
-        self.in_place = in_place
         self.qualified_name = name or type(self).__name__
         self.mp_policy = mp_policy or MixedPrecisionPolicy()
         self.shard_dims = shard_dims
@@ -89,7 +85,6 @@ class RotatedModule(ShardedModule):
         policy = self.mp_policy
         return Options(
             self.ring,
-            self.in_place,
             prepared or self._prepared,
             policy.param_dtype,
             policy.reduce_dtype,

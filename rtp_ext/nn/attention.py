@@ -51,7 +51,6 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
 
     Args: those of nn.MultiheadAttention, and
         ring: the ranks to shard the parameters over. Collective: use the same seed on every rank.
-        in_place: the local shards themselves travel.
 
     Inputs, masks and results are those of nn.MultiheadAttention, of this rank's own batch; see `forward`.
     """
@@ -71,7 +70,6 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
         *,
         ring: Ring,
-        in_place: bool = False,
     ) -> None:
         values = construct(
             self,
@@ -88,17 +86,15 @@ class RotatedMultiheadAttention(RotatedModule, nn.MultiheadAttention):
             device,
             dtype,
         )
-        self._rotate(ring, in_place=in_place)
+        self._rotate(ring)
         values.fill(ring)
 
     @classmethod
-    def from_module(
-        cls, module: nn.MultiheadAttention, ring: Ring, *, in_place: bool = False
-    ) -> RotatedMultiheadAttention:
+    def from_module(cls, module: nn.MultiheadAttention, ring: Ring) -> RotatedMultiheadAttention:
         """Returns a rotated copy of `module` (meta device included), which does not change."""
         twin = cls._from(module, nn.MultiheadAttention)
         twin._modules = {**module._modules, "out_proj": shallow_copy(module.out_proj)}
-        twin._rotate(ring, in_place=in_place)
+        twin._rotate(ring)
         return twin
 
     @staticmethod

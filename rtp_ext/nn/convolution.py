@@ -35,18 +35,17 @@ class _RotatedConvolution(RotatedModule):
         dtype: torch.dtype | None = None,
         *,
         ring: Ring,
-        in_place: bool = False,
     ) -> None:
         shape = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
         values = construct(self, super().__init__, *shape, device, dtype)  # type: ignore[arg-type]
-        self._rotate(ring, in_place=in_place)
+        self._rotate(ring)
         values.fill(ring)
 
     @classmethod
-    def from_module(cls, module: Any, ring: Ring, *, in_place: bool = False) -> Any:
+    def from_module(cls, module: Any, ring: Ring) -> Any:
         """A rotated twin of `module` (meta device included), which is left as it is."""
         twin = cls._from(module, cls._plain)
-        twin._rotate(ring, in_place=in_place)
+        twin._rotate(ring)
         return twin
 
     def _rotate(self, ring: Ring, **options: Any) -> None:
@@ -75,7 +74,6 @@ class RotatedConv1d(_RotatedConvolution, nn.Conv1d):
 
     Args: those of nn.Conv1d, and
         ring: the ranks to shard the parameters over. Collective: use the same seed on every rank.
-        in_place: the local shards themselves travel.
 
     Input [N, C, L] or [C, L], this rank's own batch; output [N, O, L'] or [O, L']. See functional.rotated_convolution.
     """

@@ -24,7 +24,6 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
             seed on every rank.
         ignore_index, label_smoothing, reduction: as in nn.CrossEntropyLoss.
         soft_cap, z_loss: see functional.rotated_linear_cross_entropy.
-        in_place: the local shards themselves travel.
 
     forward(input [..., D], target [...]) -> loss, a scalar, or [...] where reduction is "none"; this rank's own batch.
     See functional.rotated_linear_cross_entropy.
@@ -44,7 +43,6 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
         reduction: Reduction = "mean",
         soft_cap: float | None = None,
         z_loss: float = 0.0,
-        in_place: bool = False,
     ) -> None:
         values = construct(self, super().__init__, in_features, out_features, bias, device, dtype)
         self._rotate(
@@ -54,7 +52,6 @@ class RotatedLinearCrossEntropy(RotatedModule, nn.Linear):
             reduction=reduction,
             soft_cap=soft_cap,
             z_loss=z_loss,
-            in_place=in_place,
         )
         values.fill(ring)
 

@@ -20,7 +20,6 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
     Args: those of nn.Embedding (max_norm, scale_grad_by_freq and sparse must be off), and
         ring: the ranks to shard the table over. Collective: use the same seed on every rank.
         shard_dim: cut the table [num_embeddings, embedding_dim] along the vocabulary (0) or the features (1).
-        in_place: the local shard itself travels.
 
     Input [...] of ids, this rank's own batch; output [..., embedding_dim]. See functional.rotated_embedding.
     """
@@ -41,7 +40,6 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
         *,
         ring: Ring,
         shard_dim: int = 0,
-        in_place: bool = False,
     ) -> None:
         values = construct(
             self,
@@ -58,16 +56,14 @@ class RotatedEmbedding(RotatedModule, nn.Embedding):
             device,
             dtype,
         )
-        self._rotate(ring, shard_dim=shard_dim, in_place=in_place)
+        self._rotate(ring, shard_dim=shard_dim)
         values.fill(ring)
 
     @classmethod
-    def from_module(
-        cls, module: nn.Embedding, ring: Ring, *, shard_dim: int = 0, in_place: bool = False
-    ) -> RotatedEmbedding:
+    def from_module(cls, module: nn.Embedding, ring: Ring, *, shard_dim: int = 0) -> RotatedEmbedding:
         """Returns a rotated copy of `module` (meta device included), which does not change."""
         twin = cls._from(module, nn.Embedding)
-        twin._rotate(ring, shard_dim=shard_dim, in_place=in_place)
+        twin._rotate(ring, shard_dim=shard_dim)
         return twin
 
     @staticmethod

@@ -30,7 +30,6 @@ class RotatedExperts(RotatedModule, nn.Module):
         bias: whether both layers of every expert have one.
         recompute: save no hidden values for backward, but recompute them from the visiting shard.
         ring: the ranks to shard the experts over. Collective: use the same seed on every rank.
-        in_place: the local shards themselves travel.
 
     Parameters, named as in `MixtralExperts` of transformers:
 
@@ -64,7 +63,6 @@ class RotatedExperts(RotatedModule, nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
         ring: Ring,
-        in_place: bool = False,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -86,13 +84,11 @@ class RotatedExperts(RotatedModule, nn.Module):
             self.reset_parameters()
 
         values = construct(self, plain)
-        self._rotate(ring, activation=activation, recompute=recompute, in_place=in_place)
+        self._rotate(ring, activation=activation, recompute=recompute)
         values.fill(ring)
 
     @classmethod
-    def from_module(
-        cls, module: nn.Module, ring: Ring, *, in_place: bool = False, recompute: bool = False
-    ) -> RotatedExperts:
+    def from_module(cls, module: nn.Module, ring: Ring, *, recompute: bool = False) -> RotatedExperts:
         """Returns a rotated copy of an experts module of transformers, or of a compatible one (meta device included).
 
         `module` does not change. The copy is an instance of its class too. Raises ValueError if `refusal(module)` is
@@ -103,7 +99,7 @@ class RotatedExperts(RotatedModule, nn.Module):
         _check(module)
         twin: Any = shallow_copy(module)
         twin.__class__ = mixed_class(cls, type(module))
-        twin._rotate(ring, in_place=in_place, recompute=recompute)
+        twin._rotate(ring, recompute=recompute)
         return twin
 
     @staticmethod

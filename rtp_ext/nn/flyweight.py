@@ -44,7 +44,6 @@ class Flyweight(ShardedModule, nn.Module):
         combine: "cat" along `dim` of the outputs, or "sum".
         added_once: parameters that the module adds to its output, as a bias, and that a sum would add R times, such as
             "down.bias" above with 0 in shard_dims: copy j gets zeros outside shard j.
-        in_place: the local shards themselves travel.
         mp_policy: param_dtype is the dtype of travel and compute of shards, reduce_dtype that of travelling gradients.
 
     The parameters keep the names of the module: `state_dict` has "module.up.weight", and so on. Random numbers in
@@ -64,12 +63,10 @@ class Flyweight(ShardedModule, nn.Module):
         combine: Combine = "cat",
         dim: int = -1,
         added_once: Collection[str] = (),
-        in_place: bool = False,
         mp_policy: MixedPrecisionPolicy | None = None,
     ) -> None:
         super().__init__()
         self.ring = ring
-        self.in_place = in_place
         self.qualified_name = f"Flyweight({type(module).__name__})"
         self.mp_policy = mp_policy or MixedPrecisionPolicy()
         self.shard_dims = dict(shard_dims)
@@ -112,7 +109,6 @@ class Flyweight(ShardedModule, nn.Module):
             combine=self.combine,
             dim=self.dim,
             added_once=self.added_once,
-            in_place=self.in_place,
             prepared=self._prepared,
             compute_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,

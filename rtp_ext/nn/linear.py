@@ -20,7 +20,6 @@ class RotatedLinear(RotatedModule, nn.Linear):
     Args: those of nn.Linear, and
         ring: the ranks to shard the parameters over. Collective: use the same seed on every rank.
         shard_dim: cut the weight [out_features, in_features] along its output (0) or input (1) features.
-        in_place: the local shards themselves travel.
 
     Input [..., in_features], this rank's own batch; output [..., out_features]. See functional.rotated_linear.
     """
@@ -37,17 +36,16 @@ class RotatedLinear(RotatedModule, nn.Linear):
         *,
         ring: Ring,
         shard_dim: int = 0,
-        in_place: bool = False,
     ) -> None:
         values = construct(self, super().__init__, in_features, out_features, bias, device, dtype)
-        self._rotate(ring, shard_dim=shard_dim, in_place=in_place)
+        self._rotate(ring, shard_dim=shard_dim)
         values.fill(ring)
 
     @classmethod
-    def from_module(cls, module: nn.Linear, ring: Ring, *, shard_dim: int = 0, in_place: bool = False) -> RotatedLinear:
+    def from_module(cls, module: nn.Linear, ring: Ring, *, shard_dim: int = 0) -> RotatedLinear:
         """Returns a rotated copy of `module` (meta device included), which does not change."""
         twin = cls._from(module, nn.Linear)
-        twin._rotate(ring, shard_dim=shard_dim, in_place=in_place)
+        twin._rotate(ring, shard_dim=shard_dim)
         return twin
 
     def _rotate(self, ring: Ring, *, shard_dim: int = 0, **options: Any) -> None:

@@ -44,7 +44,6 @@ class RotatedMLP(ShardedModule, nn.Module):
         bias: whether all layers have a bias.
         recompute: save no hidden values for backward, but recompute them from the visiting shard.
         ring: the ranks to shard the parameters over. Collective: use the same seed on every rank.
-        in_place: the local shards themselves travel.
 
     The layers are RotatedLinear modules named `gate_proj` (with a gate), `up_proj` and `down_proj`; `down_proj` is cut
     along its input features. Input [..., I], this rank's own batch; output [..., O]. See functional.rotated_mlp.
@@ -62,13 +61,12 @@ class RotatedMLP(ShardedModule, nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
         ring: Ring,
-        in_place: bool = False,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"RotatedMLP: expected an activation of {', '.join(ACTIVATIONS)}, got {activation!r}")
         gated = ACTIVATIONS[activation][1]
-        options: dict[str, Any] = {"device": device, "dtype": dtype, "ring": ring, "in_place": in_place}
+        options: dict[str, Any] = {"device": device, "dtype": dtype, "ring": ring}
         if gated:
             self.gate_proj = RotatedLinear(in_features, hidden_features, bias, **options)
         self.up_proj = RotatedLinear(in_features, hidden_features, bias, **options)
@@ -80,9 +78,7 @@ class RotatedMLP(ShardedModule, nn.Module):
         self._rtp_number = register(self)
 
     @classmethod
-    def from_module(
-        cls, module: nn.Module, ring: Ring, *, recompute: bool = False, in_place: bool = False
-    ) -> RotatedMLP:
+    def from_module(cls, module: nn.Module, ring: Ring, *, recompute: bool = False) -> RotatedMLP:
         """Returns a rotated copy of an MLP block (meta device included), which does not change.
 
         Supports nn.Sequential(linear, activation, linear), and blocks of models that `fully_rotate` supports if they
@@ -98,10 +94,10 @@ class RotatedMLP(ShardedModule, nn.Module):
         nn.Module.__init__(twin)
         spec, layer = block.spec, RotatedLinear.from_module
         if spec.gate is not None:
-            twin.gate_proj = layer(module.get_submodule(spec.gate), ring, in_place=in_place)  # type: ignore[arg-type]
-        twin.up_proj = layer(module.get_submodule(spec.up), ring, in_place=in_place)  # type: ignore[arg-type]
+            twin.gate_proj = layer(module.get_submodule(spec.gate), ring)  # type: ignore[arg-type]
+        twin.up_proj = layer(module.get_submodule(spec.up), ring)  # type: ignore[arg-type]
         down: Any = module.get_submodule(spec.down)
-        twin.down_proj = layer(down, ring, shard_dim=1, in_place=in_place)
+        twin.down_proj = layer(down, ring, shard_dim=1)
         twin.spec = MLPSpec("up_proj", "down_proj", spec.activation, spec.gate and "gate_proj")
         twin.recompute = recompute
         twin._prepared = Prepared(sharded=True)

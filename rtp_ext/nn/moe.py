@@ -26,7 +26,6 @@ class RotatedMoE(ShardedModule, nn.Module):
             the T local tokens; see below.
         activation, bias, recompute: settings of RotatedExperts. The router has no bias.
         ring: the ranks to shard the parameters over. Collective: use the same seed on every rank.
-        in_place: the local shards themselves travel.
 
     Modules: `gate`, a RotatedLinear(D, E), and `experts`, a RotatedExperts. Input [..., D], this rank's own batch;
     output [..., D]. With p = softmax(gate(x)) over the experts, in float32 or wider:
@@ -66,7 +65,6 @@ class RotatedMoE(ShardedModule, nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
         ring: Ring,
-        in_place: bool = False,
     ) -> None:
         super().__init__()
         for what, size in (("hidden", hidden), ("inner", inner), ("experts", experts)):
@@ -79,7 +77,7 @@ class RotatedMoE(ShardedModule, nn.Module):
         self.hidden, self.inner, self.num_experts = hidden, inner, experts
         self.top_k, self.capacity_factor = top_k, capacity_factor
         self._agree(ring)
-        options: dict[str, Any] = {"device": device, "dtype": dtype, "ring": ring, "in_place": in_place}
+        options: dict[str, Any] = {"device": device, "dtype": dtype, "ring": ring}
         self.gate = RotatedLinear(hidden, experts, bias=False, **options)
         self.experts = RotatedExperts(
             experts, hidden, inner, activation=activation, bias=bias, recompute=recompute, **options

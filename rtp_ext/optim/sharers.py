@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from rtp_ext._native import RotationError
 from rtp_ext.optim.layout import Layout
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import gradient_handler_of
-from rtp_ext.ring.links.agree import expect_same_lines
+from rtp_ext.ring.links.agree import differing, expect_same_lines
 from rtp_ext.ring.links.companion import Companion
 from rtp_ext.ring.mesh import live_ring
 
@@ -41,11 +40,9 @@ class Sharers(Companion):
     def agree(self, facts: Sequence[str]) -> None:
         """Raises ValueError on every rank if ranks are about to take different steps. `facts`: lines that describe the
         step. Collective."""
-        digest = hashlib.sha256("\n".join(facts).encode()).digest()
-        if len(set(self.exchange(digest))) == 1:
-            return
-        every = self.exchange(list(facts))
-        expect_same_lines("Muon, the step of all ranks that share matrices", every, self.members, "nothing")
+        answers = differing(self, list(facts))
+        named = [f"rank {member}" for member in self.members].__getitem__
+        expect_same_lines("Muon, the step of all ranks that share matrices", answers, named=named)
 
     def all_to_all(self, received: Tensor, sent: Tensor, arriving: list[int], leaving: list[int]) -> None:
         """Sends `leaving[k]` bytes of `sent` to rank k, and receives `arriving[k]` bytes from it. Collective."""

@@ -98,13 +98,15 @@ class AllReduce(MicroBatches):
     def verify(self) -> None:
         if self._compression is not None and self._verified != self.fingerprint():
             answers = self.exchange((repr(self._compression.compressor), self._compression.digest()))
-            if any(theirs[0] != answers[0][0] for theirs in answers):
-                raise ValueError(f"replicas disagree on the compressor: got {', '.join(one[0] for one in answers)}")
-            if any(theirs != answers[0] for theirs in answers):
-                raise ValueError(
-                    f"replicas disagree on the shared state of {answers[0][0]}: expected every rank to load the "
-                    "same checkpoint, or none"
-                )
+            compressors, digests = zip(*answers, strict=True)
+            expect_same("replicas disagree on the compressor", compressors, named="replica {}".format)
+            hint = ": every rank has to load the same checkpoint, or none"
+            expect_same(
+                f"replicas disagree on the shared state of {compressors[0]}, its digest",
+                digests,
+                named="replica {}".format,
+                hint=hint,
+            )
         super().verify()
 
     def state_dict(self) -> dict[str, Any]:
@@ -293,13 +295,10 @@ class AllReduce(MicroBatches):
         models = {theirs.model for theirs in answers}
         hint = ", of a model with other parameters or settings" if len(models) > 1 else ""
         hint += ": every rank has to call backward the same number of times, with the same settings"
-        try:
+        with self._ended_by_differences():
             expect_same(
-                "replicas disagree", answers, key=lambda each: each.comparable(), member="in replica", hint=hint
+                "replicas disagree", answers, key=lambda each: each.comparable(), named="replica {}".format, hint=hint
             )
-        except ValueError as error:
-            self.replicas.end(error)  # sums that one of them has begun never end
-            raise
         while current.launched < max(theirs.launched for theirs in answers):
             self._launch_next(current)
         return answers

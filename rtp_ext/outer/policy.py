@@ -22,6 +22,7 @@ from rtp_ext.parameters.pieces import is_piece, local_shape
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import GRADIENT_HANDLER, summing_dtype, unrounded
+from rtp_ext.ring.links.agree import expect_same
 
 logger = logging.getLogger("rtp_ext")
 
@@ -291,16 +292,21 @@ class OuterPolicy:
         Collective."""
         assert self.replicas is not None, "one replica exchanges nothing"
         answers = self.replicas.exchange(value)
-        for replica, theirs in enumerate(answers):
-            if type(theirs) is not type(answers[0]):
-                error = ValueError(
-                    f"replicas disagree on what comes next: replica 0 is at {answers[0]}, replica {replica} at "
-                    f"{theirs}: every rank has to do the same with its model, at the same step: "
-                    "optimizer steps, freezing and thawing, loading of checkpoints"
-                )
-                self.replicas.end(error)  # sums that one of them has begun never end
-                raise error
+        hint = ": every rank has to do the same with its model, at the same step: "
+        hint += "optimizer steps, freezing and thawing, loading of checkpoints"
+        with self._ended_by_differences():
+            expect_same("replicas disagree on what comes next", answers, key=type, named="replica {}".format, hint=hint)
         return answers
+
+    @contextlib.contextmanager
+    def _ended_by_differences(self) -> Iterator[None]:
+        """Ends the replicas where one does other things than the others: sums that it has begun never end."""
+        try:
+            yield
+        except ValueError as error:
+            assert self.replicas is not None, "one replica differs from none"
+            self.replicas.end(error)
+            raise
 
     def verify(self) -> None:
         """Raises ValueError on every rank if replicas hold different models or weights. Collective over all ranks.

@@ -44,6 +44,7 @@ from rtp_ext.parameters.pieces import (
 )
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import GRADIENT_HANDLER, as_gradient
+from rtp_ext.ring.links.agree import expect_same
 from rtp_ext.ring.mesh import piece_dim, ring_dim
 
 
@@ -193,13 +194,14 @@ class ZeroOuter(AllReduce):
         wanted = {i: parameter for i, parameter in sorted(parameters.items()) if self._dims[i] is not None}
         changed = self._changed(wanted)
         answers = self.exchange(_ChangeMessage(self.fingerprint(), tuple(wanted), changed))
-        for replica, theirs in enumerate(answers):
-            if (theirs.model, theirs.wanted) != (answers[0].model, answers[0].wanted):
-                names = [", ".join(self._members[i].name for i in each.wanted[:5]) for each in (answers[0], theirs)]
-                raise ValueError(
-                    f"replicas disagree on which weights they need: expected those of {names[0]}, ... (replica 0), got "
-                    f"those of {names[1]}, ... in replica {replica}: every rank has to call the same modules"
-                )
+        expect_same(
+            "replicas disagree on which weights they need",
+            answers,
+            key=lambda each: (each.model, each.wanted),
+            show=lambda each: f"those of {', '.join(self._members[i].name for i in each.wanted[:5])}, ...",
+            named="replica {}".format,
+            hint=": every rank has to call the same modules",
+        )
         gathered = sorted({index for theirs in answers for index in theirs.changed})
         with torch.inference_mode(False), torch.no_grad():
             sizes = ((index, wanted[index].dtype, self._members[index].numel) for index in gathered)

@@ -21,6 +21,7 @@ from rtp_ext.parameters.sharding import held, keep_hooks, take_shard
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import as_gradient, as_parameter, computes_plainly, expect_memory
+from rtp_ext.ring.links.agree import expect_same
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _AGREED = "_rtp_agreed"  # attribute of a module: by key, the shapes and dtypes that all ranks send
@@ -168,14 +169,13 @@ def agree(extended: Sequence[Extended]) -> None:
     if new:
         answers = ring.exchange([each.answers() for each in new])
         for place, each in enumerate(new):
-            kinds = [[(len(shape), shape[1:], dtype) for shape, dtype in theirs[place]] for theirs in answers]
-            other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
-            if other is not None:
-                raise ValueError(
-                    f"{each.name}: expected {_PRE} to give the same tensors but for their rows on every rank, got "
-                    f"{answers[0][place]} on rank 0 and {answers[other][place]} on rank {other}"
-                )
-            each.known[each.key] = [theirs[place] for theirs in answers]
+            sent = [theirs[place] for theirs in answers]
+            expect_same(
+                f"{each.name}: the tensors of {_PRE}, all but their rows",
+                sent,
+                key=lambda kinds: [(len(shape), shape[1:], dtype) for shape, dtype in kinds],
+            )
+            each.known[each.key] = sent
     for each in extended:
         every = each.known[each.key]
         if every[ring.rank] != each.answers():

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rtp_ext import _native
 from rtp_ext.options import RingOptions
-from rtp_ext.ring.links.agree import expect_same
+from rtp_ext.ring.links.agree import expect_same, expect_success
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.failure_report import FailureReport, this_process
 from rtp_ext.ring.links.groups import lacks_room
@@ -79,11 +79,7 @@ def compare_calls(
     reasons, every, values = zip(
         *ring.exchange((None if refusal is None else str(refusal), options, value)), strict=True
     )
-    if refusal is not None:
-        raise refusal
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            raise ValueError(f"Ring: the call failed on rank {rank} of {ring.size}: {reason}")
+    expect_success("Ring: the call", reasons, refusal, hint=f" of {ring.size}")
     expect_same("Ring: ranks disagree", every)
     return list(values)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 from typing import Any, Protocol
 
 import torch
 
-from rtp_ext.ring.links.agree import expect_same_lines
+from rtp_ext.ring.links.agree import differing, expect_same_lines
 from rtp_ext.ring.links.communicator import Communicator
 
 __all__ = ["Agreement", "Prepared"]
@@ -124,14 +123,10 @@ class Agreement:
         if not self.open:
             return
         entries, self.open = self.open, []
-        mine = [text for _, _, text in entries]
-        digests = self._communicator.exchange(hashlib.sha256(repr(mine).encode()).digest())
-        if all(theirs == digests[0] for theirs in digests):
-            return
-        for table, key, _ in entries:
+        answers = differing(self._communicator, [text for _, _, text in entries])
+        for table, key, _ in entries if answers else ():
             table.pop(key, None)
-        every, ranks = self._communicator.exchange(mine), range(self._communicator.size)
-        expect_same_lines("the ranks of the ring disagree", every, ranks, "no other operation")
+        expect_same_lines("the ranks of the ring disagree", answers, nothing="no other operation")
 
     def settle_in_backward(self) -> None:
         """Runs the postponed comparisons before a gather in a backward or a recomputation, as `Ring.run` does before a

@@ -159,6 +159,7 @@ class Ring:
         gradient_route: PassGradientRoute = "chain",
         gradient_travel: GradientTravel | None = None,
         graphs: Graphs = "off",
+        in_place: bool = False,
     ) -> Ring:
         """Returns a ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
 
@@ -216,7 +217,9 @@ class Ring:
         ring.executor = executor = make_executor(ring, options, connection, late)
         self.options, self.token = dataclasses.replace(options, late_gradients=late), token
         self.rank, self.size, self.device, self.timeout = ring.rank, ring.size, ring.device, options.timeout
-        self.slot_cap = options.slot_cap
+        self.slot_cap, self.in_place = options.slot_cap, options.in_place
+        if options.in_place:
+            routes.expect_in_place("Ring")  # ranks on several hosts may have the route two-level
         self.transport, self.transport_reason = connection.name, connection.reason + routes.missed
         self.communicator, self.placed, self.hosts, self.per_host = ring, ring.placed, ring.hosts, ring.per_host
         self.alone, self.failure_report = ring.alone, ring.failure_report
@@ -283,7 +286,6 @@ class Ring:
 
     # -- routes ------------------------------------------------------------------------------------------------------
 
-    expect_in_place = _of("route_plan", RoutePlan.expect_in_place)
     deferred_after = _of("_late", LateGradients.deferred_after)
     land = _of("_late", LateGradients.land)
 
@@ -374,6 +376,12 @@ class Ring:
         if tensor is not None:
             placements[-2] = tensor
         return placements
+
+    def move_in_place(self, name: str) -> None:
+        """Has local shards themselves travel, for all models of the ring. name: of the caller, for the ValueError where
+        they cannot."""
+        self.route_plan.expect_in_place(name)
+        self.in_place = True
 
     def offload(self, policy: OffloadPolicy) -> None:
         """Sets whether local shards stay on the host, for all models of the ring."""

@@ -179,7 +179,7 @@ def compressed_state_cases(rank, ranks, cases, folder):
             loss.backward()
         model = replicated((2, 2), outer=AllReduce(TopK(0.1 + 0.1 * (rank // 2))))
         loss = batch_loss(model, rank, 0)
-        with pytest.raises(ValueError, match=r"disagree on the compressor: got TopK\(0.1, .*TopK\(0.2"):
+        with pytest.raises(ValueError, match=r"disagree on the compressor: expected TopK\(0.1, .*got TopK\(0.2"):
             loss.backward()
     with cases.case("a checkpoint on one replica only"):
         first = Replica(rank, (2, 2), AllReduce(RandomK(0.5)), attach=False)

@@ -294,7 +294,7 @@ def local_training_refusals(rank, ranks, cases):
     unattached(Gossip())
     with cases.case("the policies differ"):
         replica = Replica(rank, SHAPE, LocalSGD(1 + rank // 2))
-        with pytest.raises(ValueError, match=r"disagree on the policy: got LocalSGD\(period=1.*LocalSGD\(period=2"):
+        with pytest.raises(ValueError, match=r"on the policy: expected LocalSGD\(period=1.*LocalSGD\(period=2"):
             replica.train(1)
     with cases.case("weights differ at the start"):
         model = Tiny()
@@ -360,13 +360,15 @@ def local_training_refusals(rank, ranks, cases):
         replica.model.mixes = rank < 2
         replica.train(1)
         for act in (replica.policy.state_dict, replica.policy.average):
-            with pytest.raises(ValueError, match=r"step of mix.bias 2.0 in replica 0 and 1.0 in replica 1"):
+            with pytest.raises(ValueError, match=r"step of mix.bias 2.0 \(replica 0\), got .*bias 1.0 in replica 1"):
                 act()
         replica = Replica(rank, SHAPE, LocalSGD(1), momentum)
         replica.train(1)
         replica.policy.state_dict()
         replica.optimizer.param_groups[0]["lr"] *= 1 + rank // 2
-        with pytest.raises(ValueError, match=r"lr of group 0 of optimizer 0 0.05 in replica 0 and 0.1 in replica 1"):
+        with pytest.raises(
+            ValueError, match=r"expected lr of group 0 of .* 0.05 \(replica 0\), got lr of .* 0.1 in rep"
+        ):
             replica.policy.state_dict()
 
 

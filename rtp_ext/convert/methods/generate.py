@@ -31,6 +31,7 @@ from rtp_ext.dtensor_hooks import patch_generate
 from rtp_ext.outer import ZeroOuter
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
+from rtp_ext.ring.links.agree import expect_same, expect_success
 
 _CACHES = ("cache", "past_key_values")  # names of the argument with keys and values since and before transformers 5.24
 # Arguments of a forward that do not decide which layers run, and that a call of one token does not need.
@@ -209,16 +210,9 @@ class _Generation:
         seen = frozenset(key for key, value in self._inputs.items() if key[1] != _CROSS or _is_filled(value))
         turns = self._exchange(_Turn(type(self.model).__name__, call, seen))
         self._others_failed = True  # unless all is well
-        for rank, turn in enumerate(turns):
-            if turn.problem is not None:
-                raise RuntimeError(
-                    f"generate of {type(self.model).__name__} failed on {self._named(rank)}: {turn.problem}"
-                )
-            if turn.model != turns[0].model:
-                raise ValueError(
-                    f"generate: the ranks generate with different models: expected {turns[0].model} "
-                    f"({self._named(0)}), got {turn.model} on {self._named(rank)}"
-                )
+        problems, models = [turn.problem for turn in turns], [turn.model for turn in turns]
+        expect_success(f"generate of {type(self.model).__name__}", problems, raises=RuntimeError, named=self._named)
+        expect_same("generate, the models of all ranks", models, named=self._named)
         wanted = {turn.call: rank for rank, turn in reversed([*enumerate(turns)]) if turn.call is not None}
         for chosen in sorted(wanted, key=wanted.__getitem__):
             if all(turn.can_join(chosen) for turn in turns):

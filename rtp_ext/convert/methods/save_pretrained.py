@@ -19,6 +19,7 @@ from rtp_ext.convert.scopes import ring_of_module
 from rtp_ext.parameters.full_state_dict import whole_state
 from rtp_ext.parameters.sharded_module import plain_class
 from rtp_ext.ring import Ring
+from rtp_ext.ring.links.agree import expect_success, in_words
 
 
 def install_save_pretrained(root: nn.Module, ring: Ring) -> None:
@@ -76,12 +77,8 @@ def _gather_and_write(method: Any, model: Any, given: dict[str, Any]) -> None:
             _write(method, model, given)
     except Exception as error:
         failure = error
-    answers = ring.exchange(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    for rank, problem in enumerate(answers):
-        if problem is not None:
-            raise RuntimeError(f"save_pretrained of {type(model).__name__} failed on rank {rank}: {problem}")
+    failures = ring.exchange(in_words(failure))
+    expect_success(f"save_pretrained of {type(model).__name__}", failures, failure, raises=RuntimeError)
 
 
 def whole_to_save(model: nn.Module, keep: bool, options: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:

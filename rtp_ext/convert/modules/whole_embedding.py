@@ -59,7 +59,6 @@ class WholeEmbedding(ShardedModule):
             self.weight,
             ring=self.ring,
             name=self.qualified_name,
-            in_place=False,
             compute_dtype=self.mp_policy.param_dtype,
             reduce_dtype=self.mp_policy.reduce_dtype,
             autocasts=False,

@@ -316,7 +316,6 @@ class Inspection:
             layer=layer,
             parameters=tuple(rows),
             policy=None if plain else self.request.mp_policy,
-            in_place=self.request.options.in_place and moved == ROTATED,
             transposed=transposed,
             style=style,
             reason=reason,

@@ -106,7 +106,7 @@ class Kept:
             for key, parameter in own_parameters(part).items()
         ]
         kind, layer = plain_class(part).__name__, layer_of(type(part))
-        return ModulePlan(name, kind, ROTATED, layer, tuple(rows), part.mp_policy, part.in_place)
+        return ModulePlan(name, kind, ROTATED, layer, tuple(rows), part.mp_policy)
 
     def _flyweight(self, name: str, part: Flyweight) -> ModulePlan:
         rows = []
@@ -116,7 +116,7 @@ class Kept:
                 rows.append(self._owned(name, key, parameter, REPLICATED, None, SMALL))
             else:
                 rows.append(self._owned(name, key, parameter, ROTATED, dim % parameter.dim()))
-        return ModulePlan(name, type(part).__name__, ROTATED, "flyweight", tuple(rows), part.mp_policy, part.in_place)
+        return ModulePlan(name, type(part).__name__, ROTATED, "flyweight", tuple(rows), part.mp_policy)
 
     def _added(self, name: str, key: str, parameter: Any) -> Owned:
         """Returns the row of a parameter that no conversion has planned."""

@@ -70,7 +70,6 @@ class Options:
     offload_policy: OffloadPolicy | None = None
     ignored_params: Any = None
     gather: Any = None
-    in_place: bool = False
     bundle: bool | Bundle = True
     loss_head: LossHead | None = None
     frozen: Format | None = None
@@ -112,6 +111,11 @@ class Place:
     @property
     def device(self) -> str:
         return self.facts.device
+
+    @property
+    def in_place(self) -> bool:
+        """Whether local shards themselves travel."""
+        return self.facts.in_place
 
 
 @dataclass(frozen=True)

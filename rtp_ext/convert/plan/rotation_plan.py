@@ -81,7 +81,6 @@ class ModulePlan:
         transposed: whether a linear layer's weight is stored as [in_features, out_features].
         style: the style of tensor parallelism: `colwise`, `rowwise`, `replicated`; None: without.
         policy: the dtypes of its computes and gradients; None: a module that is left as it is.
-        in_place: whether the local shards themselves travel.
         reason: why it does not rotate.
         notice: what to log: `refused`, `unlike` its base class, a layer of torch (warnings), or `kept` from rotating,
             which it could; None: nothing.
@@ -94,7 +93,6 @@ class ModulePlan:
     layer: str | None
     parameters: tuple[Owned, ...]
     policy: MixedPrecisionPolicy | None = None
-    in_place: bool = False
     transposed: bool = False
     style: str | None = None
     reason: str | None = field(default=None, compare=False)
@@ -379,7 +377,6 @@ def _passes(module: ModulePlan, operation: type[Operation], name: str, in_blocks
         weight_dtype=module.parameters[0].dtype,
         compute_dtype=module.compute_dtype,
         reduce_dtype=module.reduce_dtype,
-        in_place=module.in_place,
         transposed=module.transposed,
         in_blocks=in_blocks,
     )

@@ -39,6 +39,7 @@ class RingFacts:
         travel: the dtype in which weights travel; None: the compute dtype.
         gradient_halves: whether gradients of linear layers travel in two halves.
         slot_cap: bytes; larger shards of single layers travel in chunks. 0: no cap.
+        in_place: whether local shards themselves travel.
         receives_anywhere: whether hops can land outside slots, so that local shards can travel in place.
         offloaded: whether local shards lie on the host of a GPU.
         pulls: for a model that computes forwards only: the ranks whose shards this one pulls; it reads those of the
@@ -64,6 +65,7 @@ class RingFacts:
     receives_anywhere: bool
     pulls: tuple[int, ...] | None = None
     offloaded: bool = False
+    in_place: bool = False
     layer_routes: tuple[tuple[str, str, bool], ...] = ()
     assumed: bool = field(default=False, compare=False)
 
@@ -91,6 +93,7 @@ class RingFacts:
             receives_anywhere=_receives_anywhere(ring.transport),
             pulls=ring.pulls_from,
             offloaded=ring.host_memory is not None,
+            in_place=ring.in_place,
             layer_routes=tuple((name, *taken) for name, taken in sorted(routes.items()) if taken != usual),
         )
 
@@ -109,6 +112,7 @@ class RingFacts:
         gradient_route: str = "auto",
         gradient_travel: str | None = None,
         travel: str | None = None,
+        in_place: bool = False,
     ) -> RingFacts:
         """Returns the facts of a new ring with these options, with all ranks on one host. No communication."""
         if transport == "auto":
@@ -138,6 +142,7 @@ class RingFacts:
             gradient_halves=False,
             slot_cap=SLOT_CAP,
             receives_anywhere=_receives_anywhere(transport),
+            in_place=in_place,
             assumed=True,
         )
 
@@ -174,7 +179,6 @@ class Passes:
     weight_dtype: torch.dtype
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    in_place: bool
     transposed: bool = False
     in_blocks: bool = False  # a weight is frozen in blocks
 
@@ -208,7 +212,7 @@ def rotation_traffic(passes: Passes, parameters: Sequence[Any], facts: RingFacts
         _native.OperationFacts(passes.operation.key, parameters),
         facts.rank,
         ranks=facts.ranks,
-        in_place=passes.in_place,
+        in_place=facts.in_place,
         sends_anywhere=True,
         receives_anywhere=facts.receives_anywhere,
         cast=passes.compute_dtype != passes.weight_dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Collection, Mapping
 from types import NoneType
@@ -28,7 +29,7 @@ from rtp_ext.convert.plan.request import (
 )
 from rtp_ext.convert.scopes import is_inside, state_of
 from rtp_ext.convert.tensor_parallel import tensor_dimensions
-from rtp_ext.options import DEFAULTS, RingOptions, check_gradients, check_in_place
+from rtp_ext.options import DEFAULTS, RingOptions, check_gradients
 from rtp_ext.outer import AllReduce, OuterPolicy
 from rtp_ext.parameters.frozen import FORMATS
 from rtp_ext.ring import Ring, RotationDims
@@ -69,23 +70,23 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
     not_ours = ignored | ignored_in(parts)
     _refuse_uninitialized(root, not_ours)
     place = alone or _place_of(options, parts, _tensor_dimension(root, options, not_ours))
+    if options.ring.get("in_place"):  # forwarded to the ring, where there is one
+        place = dataclasses.replace(place, facts=dataclasses.replace(place.facts, in_place=True))
     policy = _policy_of(options.outer, parts, place)
-    if options.in_place and not policy.allows_in_place:
+    if place.in_place and not policy.allows_in_place:
         raise ValueError(
             f"fully_rotate: in_place=True cannot be combined with {type(policy).__name__}, whose shards are made of "
             "the pieces of all replicas: expected in_place=False, or another outer policy"
         )
     offload = _offload_of(options.offload_policy, place)
     if isinstance(offload, CPUOffloadPolicy):
-        _refuse_offload(place, policy, options.in_place)
+        _refuse_offload(place, policy)
     if place.ring is None:
-        of_ring = RingOptions.of(options.ring)
-        if options.in_place:
-            check_in_place("fully_rotate", of_ring.travel, of_ring.route)
+        RingOptions.of(options.ring)
     else:
         _check_options(place.ring, options.ring)
-        if options.in_place:
-            place.ring.expect_in_place("fully_rotate")
+        if place.in_place:
+            place.ring.route_plan.expect_in_place("fully_rotate")
     return Request(
         options=options,
         members=members,
@@ -257,7 +258,7 @@ def _check_options(ring: Ring, asked: Mapping[str, Any]) -> None:
     route, travel = ({**DEFAULTS, **asked}[name] for name in ("gradient_route", "gradient_travel"))
     check_gradients("Ring", route, travel, ring.hop_route, ring.options.gradient_halves)
     for name, value in asked.items():
-        if value == DEFAULTS[name]:
+        if value == DEFAULTS[name] or name == "in_place":
             continue
         made = getattr(ring.options, name)
         actual = getattr(ring, name, made)
@@ -327,9 +328,9 @@ def _offload_of(given: OffloadPolicy | None, place: Place) -> OffloadPolicy:
 OFFLOAD = "fully_rotate: offload_policy=CPUOffloadPolicy() cannot be combined with"
 
 
-def _refuse_offload(place: Place, outer: OuterPolicy, in_place: bool) -> None:
+def _refuse_offload(place: Place, outer: OuterPolicy) -> None:
     """Raises ValueError where local shards cannot stay on the host."""
-    if in_place:
+    if place.in_place:
         raise ValueError(
             f"{OFFLOAD} in_place=True, by which the shards themselves travel: expected in_place=False, since copies on "
             "the device travel, or no offload_policy"

@@ -77,8 +77,8 @@ def _check_frozen(plan: RotationPlan, request: Request, modules: dict[str, nn.Mo
     place, options = request.place, request.options
     what = "weights in 4 bits of another package" if options.frozen is None else f"frozen={options.frozen!r}"
     other = None
-    if options.in_place or (place.ring is None and options.ring.get("route") == "gather") or place.facts.gathers:
-        other = "in_place=True" if options.in_place else "route='gather'"
+    if place.in_place or (place.ring is None and options.ring.get("route") == "gather") or place.facts.gathers:
+        other = "in_place=True" if place.in_place else "route='gather'"
     elif request.keeps_on_host and request.trains:
         other = "offload_policy=CPUOffloadPolicy()"
     elif place.tensor_mesh is not None:

@@ -88,7 +88,7 @@ def forward(given: Forward) -> list[Tensor]:
     reduce = options.reduce_dtype or (torch.float64 if dtype == torch.float64 else torch.float32)
     differentiable = [each for each, x in enumerate(inputs) if x.is_floating_point()]
     wanted = tuple(needs[each] for each in (*differentiable, *range(len(inputs), len(needs))))
-    call = Call(options.ring, options.name, options.in_place, dtype, reduce, needs=wanted)
+    call = Call(options.ring, options.name, dtype, reduce, needs=wanted)
     with torch.no_grad():
         settings = use.prepare(call, [inputs[each] for each in differentiable])
         _expect_registered(call, params)

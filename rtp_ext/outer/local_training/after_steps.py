@@ -48,6 +48,7 @@ from rtp_ext.outer.policy import Unit
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
 from rtp_ext.ring.dtensor_parameters import register_mesh
+from rtp_ext.ring.links.agree import differing, expect_same, expect_same_lines
 
 
 class AfterSteps(Means):
@@ -183,12 +184,12 @@ class AfterSteps(Means):
         refuse_scaler(self)
         self._note_trained()
         if self._has_to_verify():
-            answers = self.exchange(f"{self!r} before step {self._steps + 1}")
-            if any(theirs != answers[0] for theirs in answers):
-                raise ValueError(
-                    f"replicas disagree on the policy: got {', '.join(answers)}: every rank has to use the same "
-                    "policy, and to freeze the same parameters at the same step"
-                )
+            expect_same(
+                "replicas disagree on the policy",
+                self.exchange(f"{self!r} before step {self._steps + 1}"),
+                named="replica {}".format,
+                hint=": every rank has to use the same policy, and to freeze the same parameters at the same step",
+            )
             self.verify()
         if self._steps == 0 and not self._stepped:
             with torch.inference_mode(False), torch.no_grad():
@@ -307,16 +308,10 @@ class AfterSteps(Means):
         def name_of(parameter: Any) -> str | None:
             return self._members[parameter.__dict__[GRADIENT_HANDLER].index].name if self._has(parameter) else None
 
-        mine = unsharded_state(self._optimizers, name_of)
-        answers = self.exchange(tuple(sorted(mine.items())))
-        for replica, theirs in enumerate(answers):
-            differing = sorted({key for key, _ in {*theirs} ^ {*answers[0]}})
-            if differing:
-                key = differing[0]
-                raise ValueError(
-                    f"{what}: expected optimizers of all replicas to agree on all but shards, got {key} "
-                    f"{dict(answers[0]).get(key)} in replica 0 and {dict(theirs).get(key)} in replica {replica}"
-                )
+        mine = sorted(f"{key} {value}" for key, value in unsharded_state(self._optimizers, name_of).items())
+        expect_same_lines(
+            f"{what}, state of optimizers that is not sharded", differing(self, mine), named="replica {}".format
+        )
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class Means(OuterPolicy):
             "replicas disagree",
             self.exchange((what, self._steps, *self._common())),
             show=lambda each: f"{each[0]} after step {each[1]}",
-            member="in replica",
+            named="replica {}".format,
             hint=": every rank has to step its optimizer the same number of times, with the same model and policy, and "
             "to freeze the same parameters at the same step",
         )

@@ -1,8 +1,9 @@
-"""Comparison of what ranks are about to do. Where they differ, every rank raises the same error."""
+"""Comparison of what ranks are about to do. Where they differ, or one has failed, every rank raises an error."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -13,38 +14,70 @@ class Members(Protocol):
     def exchange(self, value: Any) -> list[Any]: ...
 
 
+def differing(members: Members, mine: Any) -> list[Any]:
+    """Returns every member's `mine` where they differ, [] where all are equal. Collective: one exchange of a digest,
+    and of the values where digests differ."""
+    digests = members.exchange(hashlib.sha256(repr(mine).encode()).digest())
+    return [] if all(theirs == digests[0] for theirs in digests) else members.exchange(mine)
+
+
 def expect_same(
     what: str,
     answers: Sequence[Any],
     *,
     show: Callable[[Any], str] = str,
     key: Callable[[Any], Any] = lambda answer: answer,
-    member: str = "on rank",
+    named: Callable[[int], str] = "rank {}".format,
     hint: str = "",
 ) -> None:
     """Raises ValueError where the answers of the members differ: "WHAT: expected ... (rank 0), got ... on rank 1HINT".
-    The first answer counts. key: returns what is compared of one; show: what an error says of it."""
+    The first answer counts. key: returns what is compared of one; show: what an error says of it; named: what it says
+    of a member."""
     first = answers[0]
-    for rank, theirs in enumerate(answers):
+    for place, theirs in enumerate(answers):
         if key(theirs) != key(first):
-            of_first = f"{member.split()[-1]} 0"
-            text = f"{what}: expected {show(first)} ({of_first}), got {show(theirs)} {member} {rank}{hint}"
+            where = f"{'in' if named(place).startswith('replica') else 'on'} {named(place)}"
+            text = f"{what}: expected {show(first)} ({named(0)}), got {show(theirs)} {where}{hint}"
             raise ValueError(text)
 
 
-def agree(what: str, members: Members, mine: Any, *, show: Callable[[Any], str] = str) -> None:
-    """Raises the error of `expect_same` on every member where `mine` differs. Collective: one exchange of a digest, and
-    of the values where digests differ."""
-    digests = members.exchange(hashlib.sha256(repr(mine).encode()).digest())
-    if any(theirs != digests[0] for theirs in digests):
-        expect_same(what, members.exchange(mine), show=show)
-
-
-def expect_same_lines(what: str, answers: Sequence[Sequence[str]], ranks: Sequence[int], nothing: str) -> None:
+def expect_same_lines(
+    what: str,
+    answers: Sequence[Sequence[str]],
+    *,
+    nothing: str = "nothing",
+    named: Callable[[int], str] = "rank {}".format,
+) -> None:
     """`expect_same` of lists of words, whose error has the first that differs. nothing: in place of a missing one."""
-    first = [*answers[0], nothing]
-    for theirs, rank in zip(answers[1:], ranks[1:], strict=True):
-        for left, right in zip(first, [*theirs, nothing], strict=False):
-            if left != right:
-                text = f"{what}: expected {left} (rank {ranks[0]}), got {right} on rank {rank}"
-                raise ValueError(text)
+    for place, theirs in enumerate(answers):
+        for pair in itertools.zip_longest(answers[0], theirs, fillvalue=nothing):
+            expect_same(what, pair, named=lambda side, place=place: named(place if side else 0))  # type: ignore[misc]
+
+
+def agree(what: str, members: Members, mine: Any) -> None:
+    """Raises the error of `expect_same` on every member where `mine` differs. Collective."""
+    if answers := differing(members, mine):
+        expect_same(what, answers)
+
+
+def expect_success(
+    what: str,
+    failures: Sequence[str | None],
+    mine: BaseException | None = None,
+    *,
+    raises: type[Exception] = ValueError,
+    named: Callable[[int], str] = "rank {}".format,
+    hint: str = "",
+) -> None:
+    """Raises an error on every member where one has failed: `mine` on a member with a failure of its own, elsewhere
+    "WHAT failed on rank 1HINT: the failure"."""
+    if mine is not None:
+        raise mine
+    for place, failure in enumerate(failures):
+        if failure is not None:
+            raise raises(f"{what} failed on {named(place)}{hint}: {failure}")
+
+
+def in_words(failure: BaseException | None) -> str | None:
+    """Returns a failure as `expect_success` takes it from other members."""
+    return None if failure is None else f"{type(failure).__name__}: {failure}"
