@@ -156,7 +156,7 @@ def check(
     # each of the models on one number of ranks: one and four share a third
     [(1, "shm", False, 6), (2, "shm", False, 3), (3, "c10d", True, 3), (4, "shm", False, 6)],
 )
-def test_training(ranks, ring, cases, every):
+def test_training(ranks, ring, cases, transport, in_place, every):
     for number, (kind, variant) in list(enumerate(product(KINDS, VARIANTS)))[ranks % every :: every]:
         dtype = torch.float32 if number % 5 == 3 else torch.float64
         masked = MASKED[(number + number // 4) % 4]
