@@ -31,10 +31,10 @@ row `none`.
 With `--hosts` the ranks run on made hosts on this machine (shared/hosts.py; needs root), whose links are limited to
 `--rate`. The kernel counts the bytes that leave a host in a step, and the output shows them beside the closed form.
 Each step time is compared with an estimate of the shortest possible one (`roof`: shared/wire.py), which includes what
-products lose beside a bare socket program, measured in the same run (shared/sockets.py).
+products lose beside a bare socket program, measured in the same run (shared/wire.py).
 
 `deepspeed` (ZeRO-3), `simplefsdp` and `simplefsdp-compiled` (torchtitan's) and `upstream` (the code of the paper's
-authors in the folder `--upstream`) are other packages (shared/race/peers.py), in float32. Each is tried first beside
+authors in the folder `--upstream`) are other packages (shared/peers.py), in float32. Each is tried first beside
 one process: one that fails, or computes something else, gets a line with `error` in place of values.
 
 Memory is measured first (shared/memory.py), in other processes except under torchrun. `buffers` is the transient of
@@ -65,7 +65,7 @@ in a weighted sum of its elements: see shared/agreement.py. (Losses alone do not
 are summed or averaged, and an untrained bias hardly changes a loss.)
 
 The last line of stdout is JSON. One JSON line per strategy, number of ranks and token count is appended to
-results/<machine>/compare.jsonl. `--where N` records where the time of N more steps goes: shared/recording/where.py.
+results/<machine>/compare.jsonl. `--where N` records where the time of N more steps goes: shared/recording.py.
 """
 
 import argparse
@@ -82,19 +82,16 @@ import torch
 import torch.distributed as dist
 from shared.agreement import spreads, tolerances
 from shared.card import append_line, environment_card, result_line
+from shared.compare_options import describe, parse_arguments
+from shared.contestant import Batch, Contestant, balanced_orders, failures
 from shared.launch import Place, gather, is_first, launch
 from shared.memory import PROBED_STEPS, Memory, MemoryProbe
 from shared.models import WORKLOADS
-from shared.options.compare_options import describe, parse_arguments
-from shared.race.contestant import Batch, Contestant, balanced_orders
-from shared.race.peers import PEERS, Upstream
-from shared.race.trial import failures
-from shared.recording.tracing import record_steps
-from shared.recording.where import look_inside
-from shared.sockets import Sockets, measure_sockets
+from shared.peers import PEERS, Upstream
+from shared.recording import look_inside, record_steps
 from shared.strategies import STRATEGIES, Trainer
 from shared.table import Columns, console, mebibytes, number, told
-from shared.wire import adapters_form, closed_form, processors, roof
+from shared.wire import Sockets, adapters_form, closed_form, measure_sockets, processors, roof
 
 from rtp_ext.measure.timing import Sample
 

@@ -42,11 +42,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from shared.card import add_output_options, append_line, complete_output, environment_card, result_line
+from shared.contestant import balanced_orders
 from shared.hosts import Links, bits_per_second, refusal
 from shared.hosts import card as made_hosts
 from shared.launch import Place, add_launch_options, gather, is_first, launch
 from shared.models import MLPStack
-from shared.race.contestant import balanced_orders
 from shared.table import (
     Columns,
     Row,

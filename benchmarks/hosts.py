@@ -18,8 +18,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from shared.hosts import Hosts, NoHosts
-from shared.options.host_options import add_host_options, asked_links
+from shared.hosts import Hosts, NoHosts, add_host_options, asked_links
 
 CANNOT = 77
 

@@ -8,7 +8,7 @@
     python benchmarks/overlap.py --hosts 2 --rate 2gbit --shapes cpu-4k --tokens 512
 
 Definitions of the quantities: rtp_ext/measure/layer.py; formulas: rtp_ext/measure/overlap_metrics.py; shapes and order:
-shared/options/overlap_cases.py; options: shared/options/overlap_options.py.
+and options: shared/overlap_options.py.
 
 On one GPU the ring is *emulated*: one process runs the exact timeline of one rank with real copies over `--link`, and
 each owner's shard is a separate tensor. No data crosses NVLink. With `--ring real` every rank is a process; on a CPU
@@ -38,9 +38,8 @@ import torch
 import torch.distributed as dist
 from shared.card import append_line, environment_card, gpu_state, result_line
 from shared.launch import Place, everyones, is_first, launch, together
-from shared.options.overlap_cases import PASSES, Case, identity, measured
-from shared.options.overlap_options import parse_arguments
-from shared.recording.tracing import record
+from shared.overlap_options import PASSES, Case, identity, measured, parse_arguments
+from shared.recording import record
 from shared.strategies import DTYPES
 from shared.wire import Counter
 

@@ -31,8 +31,7 @@ from outer import last_outer_run
 from planner.capacity import searched_again
 from planner.planned import planned_again
 from shared.hosts import bits_per_second
-from shared.race.paper import runs_of
-from shared.reports import last_runs
+from shared.reports import last_runs, runs_of
 from shared.table import NAMES, Row, read_lines, ways_of
 
 MARKERS = "osD^vP*X"

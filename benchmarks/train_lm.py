@@ -26,12 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from shared.card import append_line, command_line, environment_card, result_line
-from shared.data import fingerprint, read_text, sample_windows
+from shared.data import add_gpt_options, check_gpt_options, fingerprint, read_text, sample_windows
 from shared.launch import Place, add_launch_options, gather, launch
 from shared.memory import PROBED_STEPS, Memory, MemoryProbe
 from shared.models import GPT
-from shared.options.gpt_options import add_gpt_options, check_gpt_options
-from shared.recording.tracing import add_trace_option, record_steps
+from shared.recording import add_trace_option, record_steps
 from shared.strategies import DTYPES, STRATEGIES, Trainer
 
 from rtp_ext.observe.steps import StepLog

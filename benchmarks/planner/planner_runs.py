@@ -1,6 +1,5 @@
 """The published runs of published.py as plans, each with what the planner predicts of it."""
 
-import dataclasses
 import functools
 import statistics
 from collections.abc import Iterable, Sequence
@@ -19,12 +18,12 @@ from rtp_ext.planner import (
     estimate_time,
     read_measurements,
 )
-from rtp_ext.planner.measured.measurements import VTRAIN
 from rtp_ext.planner.memory.report import MemoryReport
 from rtp_ext.planner.time.report import TimeReport
 
 GIB = 2**30
-ONE_NODE = Path(__file__).resolve().parent / "vtrain_one_node.csv"  # 720 runs, from where published.VTRAIN is
+# VIA-Research/vTrain@f8dda84, data/ground_truth_*.csv (MIT): A100, Megatron-DeepSpeed, 1F1B, full recomputation
+ONE_NODE, SEVERAL_NODES = (Path(__file__).with_name(f"vtrain_{nodes}.csv") for nodes in ("one_node", "several_nodes"))
 # torchtitan's H100: HBM2e of 2.4 TB/s and 500 W. Dynamic power is C V^2 f, and voltage follows frequency, so that a
 # chip held to a part of its power runs at that part's cube root (power caps on this very part: arXiv 2604.11391).
 _SLOWED = (500 / 700) ** (1 / 3)
@@ -94,17 +93,7 @@ def _chunked(chunks: int) -> dict[str, Any]:
 
 def vtrain() -> list[Measurement]:
     """On 64 to 512 A100."""
-    runs = []
-    for gpus, hidden, heads, layers, batch, timed in published.VTRAIN:
-        model = ModelSpec.gpt(layers=layers, hidden=hidden, heads=heads, vocab=VTRAIN["vocab"], seq=2048)
-        cluster = dataclasses.replace(
-            Cluster.preset(VTRAIN["gpu"], gpus=gpus), nic_bytes_per_s=VTRAIN["nic_bytes_per_s"]
-        )
-        how = {name: VTRAIN[name] for name in ("recompute", "flash_attention", "reduce_dtype")}
-        for tp, dp, pp, micro_batch, milliseconds in timed:
-            plan = Strategy(tp=tp, dp=dp, pp=pp, micro_batch=micro_batch, **how)
-            runs.append(Measurement(model, cluster, plan, batch, milliseconds / 1e3, "vTrain"))
-    return runs
+    return read_measurements(SEVERAL_NODES)
 
 
 def one_node() -> list[Measurement]:

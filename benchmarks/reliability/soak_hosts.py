@@ -29,9 +29,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from shared.card import add_output_options, append_line, complete_output, environment_card
-from shared.hosts import Hosts, NoHosts
+from shared.hosts import Hosts, NoHosts, add_host_options, complete_hosts
 from shared.launch import Place, gather, launch_on_hosts
-from shared.options.host_options import add_host_options, complete_hosts
 
 GROWN = {"resident_bytes": 8 * 2**20, "descriptors": 0, "threads": 0}  # the most that is no growth
 RECORDED = 500  # steps, at least

@@ -93,7 +93,7 @@ def launch_on_hosts(
         folder = Path(name)
         (folder / "work").write_bytes(pickle.dumps((module, worker.__name__, args)))
         path = os.pathsep.join(dict.fromkeys(os.path.abspath(part) for part in (Path(__file__).parents[1], *sys.path)))
-        started = hosts.start_ranks(["-m", "shared.remote", name], {"PYTHONPATH": path})
+        started = hosts.start_ranks(["-m", "shared.launch", name], {"PYTHONPATH": path})
         meanwhile(hosts)
         if (status := hosts.wait(started)) != 0:
             raise ChildProcessError(f"a rank on a made host failed with status {status}")
@@ -186,3 +186,7 @@ def gather(value: float | list[float] | list[int] | list[list[float]], place: Pl
     parts = [torch.empty_like(mine) for _ in range(place.ranks)]
     dist.all_gather(parts, mine)
     return torch.stack(parts).cpu()
+
+
+if __name__ == "__main__":  # on a made host; classes are those of the module that workers import
+    importlib.import_module("shared.launch").run_on_host(Path(sys.argv[1]))

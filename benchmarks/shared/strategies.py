@@ -35,7 +35,7 @@ class Strategy:
     with Muon. `only_muon`: with AdamW it would be another strategy of the list. `ways`: options of fully_rotate about
     what travels that a strategy with `exact` has of its own; such strategies are compared on adapters only.
     `package`: what it needs besides torch and rtp_ext. Such a strategy is compared where it is named, in float32, and
-    has a trainer of its own, which converts the model (shared/race/peers.py).
+    has a trainer of its own, which converts the model (shared/peers.py).
     """
 
     convert: Callable[..., nn.Module]

@@ -17,40 +17,23 @@
 namespace rtp {
 namespace {
 
-struct EmbeddingCut {
-  EmbeddingCut(const EmbeddingShape& shape, int ranks)
-      : by_rows(shape.shard_dim == 0),
-        sizes(shard_sizes(by_rows ? shape.num_embeddings : shape.embedding_dim, ranks)),
-        starts(shard_starts(sizes)),
-        rows(by_rows ? sizes : std::vector<int64_t>(static_cast<size_t>(ranks), shape.num_embeddings)) {}
+constexpr OperationKind kEmbedding = operation_kind("embedding");
+constexpr int kTable = 0;
 
-  // The columns of an output that the shard of `owner` fills.
-  at::Tensor columns(const at::Tensor& tensor, int owner) const {
-    return by_rows ? tensor : tensor.narrow(1, starts[owner], sizes[owner]);
-  }
-  // The first row, in the whole table, of a chunk of the shard of `owner`.
-  int64_t first_row(const Chunk& chunk, int owner) const {
-    return (by_rows ? starts[owner] : 0) + chunk.offsets[owner];
-  }
-  std::vector<Chunk> chunks(const EmbeddingShape& shape, const RotationOptions& options) const {
-    return chunks_of(options, rows, by_rows ? shape.embedding_dim : sizes[0]);
-  }
-
-  bool by_rows;
-  std::vector<int64_t> sizes, starts;
-  std::vector<int64_t> rows;  // rows of every owner's shard
-};
-
-TensorLayout table_layout(const EmbeddingShape& shape, const EmbeddingCut& cut, at::ScalarType dtype) {
-  return cut_layout(dtype, {shape.num_embeddings, shape.embedding_dim}, shape.shard_dim, cut.sizes);
+Weights table_weights(const Executor& executor, const RotationOptions& options, Pass pass, const EmbeddingShape& shape,
+                      const std::vector<at::Tensor>& local) {
+  Weights table(executor, options, kEmbedding, pass, local);
+  table.add({{shape.num_embeddings, shape.embedding_dim}, static_cast<size_t>(shape.shard_dim)});
+  return table;
 }
 
-// The layout of one chunk.
-TensorLayout table_layout(const EmbeddingShape& shape, const EmbeddingCut& cut, const Chunk& chunk,
-                          at::ScalarType dtype) {
-  TensorLayout layout = table_layout(shape, cut, dtype);
-  for (size_t owner = 0; owner < layout.shapes.size(); ++owner) layout.shapes[owner][0] = chunk.sizes[owner];
-  return layout;
+// The columns of an output that the shard of `owner` fills.
+at::Tensor columns(const Weights& table, const EmbeddingShape& shape, const at::Tensor& tensor, int owner) {
+  return shape.shard_dim == 0 ? tensor : table.of(tensor, 1, kTable, owner);
+}
+
+bool is_empty(const Weights& table, int owner) {
+  return table.rows(kTable, owner).count == 0 || table.first_rows(kTable, owner).count == 0;
 }
 
 void gather_on_host(const EmbeddingGather& gather) {
@@ -132,20 +115,18 @@ void add_rows(const at::Tensor& out, const at::Tensor& ids, const at::Tensor& va
 at::Tensor embedding_forward(Executor& executor, const at::Tensor& ids, const at::Tensor& weight,
                              const EmbeddingShape& shape, const RotationOptions& options) {
   check_ids(executor, shape, options, ids);
-  const EmbeddingCut cut(shape, executor.ranks());
-  check_local(executor, options, "weight", weight, table_layout(shape, cut, options.compute_dtype));
-
+  const std::vector<at::Tensor> local{weight};
   const at::Tensor y = at::empty({ids.numel(), shape.embedding_dim}, weight.options().dtype(options.compute_dtype));
-  for (const Chunk& chunk : cut.chunks(shape, options)) {
-    ShardBundle bundle = travelling_weights(executor, options, {table_layout(shape, cut, chunk, options.compute_dtype)},
-                                            {chunk.of(weight, executor.rank())});
-    const Schedule& schedule = forward_schedule(executor, chunked(options, chunk), bundle);
+  table_weights(executor, options, Pass::forward, shape, local).each_chunk([&](const Weights& table) {
+    ShardBundle bundle = *table.bundle();
+    const Schedule& schedule = forward_schedule(executor, table.options(), bundle);
     Execution pass(executor, schedule, std::move(bundle), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
-      if (cut.sizes[step->owner] == 0 || chunk.sizes[step->owner] == 0) continue;
-      gather_rows(ids, pass.weight()[0], cut.first_row(chunk, step->owner), cut.columns(y, step->owner));
+      const int owner = step->owner;
+      if (is_empty(table, owner)) continue;
+      gather_rows(ids, pass.weight()[kTable], table.first_rows(kTable, owner).first, columns(table, shape, y, owner));
     }
-  }
+  });
   return y;
 }
 
@@ -154,25 +135,22 @@ at::Tensor embedding_backward(Executor& executor, const at::Tensor& dy, const at
   RTP_CHECK_VALUE(dy.dim() == 2 && dy.size(0) == ids.numel() && dy.size(1) == shape.embedding_dim, options.name,
                   ": expected an output gradient of shape [", ids.numel(), ", ", shape.embedding_dim, "], got ",
                   dy.sizes());
-  const EmbeddingCut cut(shape, executor.ranks());
-  const Gradients gradients(executor, options, {table_layout(shape, cut, options.reduce_dtype)}, {true});
-  constexpr int kTable = 0;
-
-  for (const Chunk& chunk : cut.chunks(shape, options)) {
-    std::optional<ShardBundle> bundle =
-        gradients.bundle({table_layout(shape, cut, chunk, options.reduce_dtype)},
-                         [&](const at::Tensor& local) { return chunk.of(local, executor.rank()); });
-    Execution pass(executor, backward_schedule(executor, options, std::nullopt, {.dgrad = false}), std::nullopt,
-                   std::move(bundle), options.name + " backward");
+  const std::vector<at::Tensor> none;
+  const Weights whole = table_weights(executor, options, Pass::backward, shape, none);
+  const Gradients gradients(executor, options, whole, {true});
+  whole.each_chunk([&](const Weights& table) {
+    const Schedule& schedule = backward_schedule(executor, table.options(), std::nullopt, {.dgrad = kEmbedding.dgrad});
+    Execution pass(executor, schedule, std::nullopt, gradients.bundle(table), options.name + " backward");
     while (const Step* step = pass.next()) {
+      const int owner = step->owner;
       const Gradients::Sums sums(gradients, pass);
       const at::Tensor out = sums.out(kTable);
       copy_or_zero(out, sums.arrived(kTable));
-      if (cut.sizes[step->owner] == 0 || chunk.sizes[step->owner] == 0) continue;
-      add_rows(out, ids, cut.columns(dy, step->owner), cut.first_row(chunk, step->owner), shape.padding_idx,
+      if (is_empty(table, owner)) continue;
+      add_rows(out, ids, columns(table, shape, dy, owner), table.first_rows(kTable, owner).first, shape.padding_idx,
                sums.scale());
     }
-  }
+  });
   return gradients.result()[kTable];
 }
 

@@ -1,7 +1,7 @@
 // Embedding tables whose shards visit every rank.
 #pragma once
 
-#include "ops/rotation.h"
+#include "ops/weights.h"
 
 namespace rtp {
 

@@ -5,7 +5,7 @@
 #include <tuple>
 #include <vector>
 
-#include "ops/rotation.h"
+#include "ops/weights.h"
 
 namespace rtp {
 
@@ -24,12 +24,7 @@ struct LinearShape {
   bool in_mlp = false;
 };
 
-// Returns the features of every owner's shard of a weight, along the dimension that is cut.
-std::vector<int64_t> cut_features(const LinearShape& shape, int ranks);
-
-// The layouts of a linear layer's weight and bias in a bundle.
-TensorLayout weight_layout(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype);
-TensorLayout bias_layout(const LinearShape& shape, const std::vector<int64_t>& sizes, at::ScalarType dtype);
+ParameterFacts weight_facts(const LinearShape& shape);
 
 // Returns a stored weight, or a shard of it, as [out_features, in_features]; an undefined tensor stays undefined.
 inline at::Tensor outputs_first(const at::Tensor& stored, const LinearShape& shape) {

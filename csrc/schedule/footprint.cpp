@@ -17,7 +17,7 @@ bool weight_hop(const Step& step) { return step.action == Action::hop && step.ch
 
 // Returns the numbers of a shard, of a chunk of its rows, or of a half of these.
 int64_t numbers_of(std::vector<int64_t> shard, const Chunks& chunks, int64_t chunk, Half half = Half::whole) {
-  if (shard.empty()) return 1;
+  if (shard.empty()) shard.push_back(1);
   if (chunks.count > 1) shard[0] = chunks.of(chunk, shard[0]).count;
   shard[0] = half_rows(half, shard[0]).count;
   return product(shard);

@@ -16,9 +16,9 @@ import host_ranks
 import pytest
 import torch
 from models import make_model, mean_loss
+from shared import compare_options
 from shared.hosts import Hosts, Links, NoHosts, bits_per_second, lives, refusal
 from shared.launch import launch
-from shared.options import compare_options
 
 from rtp_ext.host import cores
 from rtp_ext.ring.links.places import Place, describe

@@ -13,9 +13,9 @@ import pytest
 import torch
 from harness import Cases, run_ranks
 from live_bytes import LiveBytes
+from shared import overlap_options
 from shared.card import KEYS, WITHOUT_RESULTS
 from shared.launch import Place
-from shared.options import overlap_cases, overlap_options
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -100,13 +100,13 @@ def test_the_model_is_the_timeline():
 
 
 def test_cases():
-    cases = overlap_cases.gpu_cases(overlap_cases.DIRECTIONS)
+    cases = overlap_options.gpu_cases(overlap_options.DIRECTIONS)
     assert len(cases) == len(set(cases))
     assert all(case.n % case.ranks == 0 for case in cases)
     first = [case for case in cases[:30]]
     assert {case.shape for case in first} == {"llama3-8b", "llama3-70b"} and {case.ranks for case in first} == {8}
     assert {case.tokens for case in first} == {1024, 2048, 4096, 8192, 16384}
-    assert {case.shape for case in cases} == {name for name in overlap_cases.SHAPES if not name.startswith("cpu")}
+    assert {case.shape for case in cases} == {name for name in overlap_options.SHAPES if not name.startswith("cpu")}
     assert {case.ranks for case in cases} == {2, 4, 8}
 
 

@@ -11,10 +11,9 @@ import torch
 from harness import Cases, run_ranks
 from matrix_optimizers import Muon as Stock
 from reference import full
-from shared import card
+from shared import card, compare_options
 from shared.models import WORKLOADS
 from shared.optimizers import MUONS
-from shared.options import compare_options
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 

@@ -11,10 +11,8 @@ import pytest
 import report
 import torch
 from growth import growth
-from shared import memory
+from shared import compare_options, contestant, memory, reports
 from shared.agreement import TOLERANCES
-from shared.options import compare_options
-from shared.race import paper, trial
 from shared.table import read_lines
 from torch.multiprocessing import ProcessRaisedException
 
@@ -47,16 +45,16 @@ def test_a_package_is_tried_before_it_is_timed():
             raise ProcessRaisedException("\n-- Process 1 --\nTraceback\n  File\nImportError: no deepspeed\n", 1, 7)
         return [row(name, gradient_spread=wrong.get(name, 0.0)) for name in alone.strategies]
 
-    assert trial.failures("race", args, 3, start) == {} and asked == [[*packages, "single"]]
+    assert contestant.failures("race", args, 3, start) == {} and asked == [[*packages, "single"]]
     for error, told in ((2 * TOLERANCES["float32"][1], "2e-04"), (math.nan, "nan")):
         wrong |= {"deepspeed": None, "upstream": error}
         asked.clear()
-        found = trial.failures("race", args, 3, start)
+        found = contestant.failures("race", args, 3, start)
         assert asked == [[*packages, "single"], *([name, "single"] for name in packages)]
         differ = f"losses differ from those of one process by 1e-07, gradients by {told}"
         assert found == {"deepspeed": "ImportError: no deepspeed", "upstream": f"it computes something else: {differ}"}
     args.strategies = ["rtp", "ddp"]
-    assert trial.failures("race", args, 3, None) == {}
+    assert contestant.failures("race", args, 3, None) == {}
 
 
 def test_options_of_other_packages(tmp_path, capsys):
@@ -103,9 +101,9 @@ def test_claims_stand_beside_what_was_measured(tmp_path):
     one = row("single", peak_bytes=12 << 20)
     runs = [row("rtp", peak_bytes=8 << 20), row("ddp", peak_bytes=32 << 20, tokens_per_s=20.0), one, dict(FAILED)]
     runs += [row("rtp", tokens=512, peak_efficiency=0.9), row("rtp", ranks=4, peak_efficiency=0.7)]
-    used = paper.runs_of([*runs, row("ddp", hosts=2, rate="2gbit")], "mlp")
+    used = reports.runs_of([*runs, row("ddp", hosts=2, rate="2gbit")], "mlp")
     assert len(used) == 5, "neither the failed one nor the one between hosts"
-    results = {line["claim"]: line["result"] for line in paper.claims(list(used.values()))}
+    results = {line["claim"]: line["result"] for line in reports.claims(list(used.values()))}
     assert next(result for claim, result in results.items() if "remarkably close" in claim) == (
         "R = 2: 0.80 to 0.90; R = 4: 0.70"
     )

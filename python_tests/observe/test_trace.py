@@ -17,9 +17,8 @@ import simulated_cuda
 import torch
 from harness import Cases, run_ranks
 from reference import random
+from shared import overlap_options, recording
 from shared.launch import Place
-from shared.options import overlap_options
-from shared.recording import tracing
 from simulated_cuda import run_threads, skip_without_headers, values
 from torch import nn
 from trace_checks import check_arrivals, check_trace, from_raw, steps_of
@@ -342,8 +341,8 @@ def test_plot(emulated, tmp_path):
 
 
 def test_files_of_the_option(tmp_path):
-    assert [each.name for each in tracing.files(tmp_path / "a.b")] == ["a.b.json", "a.b.png"]
-    assert [each.name for each in tracing.files(tmp_path / "a.svg", "x/T4 R2 ")] == ["a-x-T4-R2.svg"]
+    assert [each.name for each in recording.files(tmp_path / "a.b")] == ["a.b.json", "a.b.png"]
+    assert [each.name for each in recording.files(tmp_path / "a.svg", "x/T4 R2 ")] == ["a-x-T4-R2.svg"]
 
 
 def test_the_benchmark_of_overlap_records(tmp_path):

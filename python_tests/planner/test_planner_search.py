@@ -9,7 +9,7 @@ import re
 import time
 
 import pytest
-from planner import published
+from planner import planner_runs
 
 from rtp_ext.__main__ import main
 from rtp_ext.command_line import WIDTH
@@ -206,17 +206,16 @@ def test_smallest_cluster():
 
 def test_search_ranks_runs_as_they_were_measured():
     """The plan predicted to be fastest is, on average over model sizes, within 8 % of the fastest measured (vTrain)."""
-    regrets = []
-    for gpus, hidden, heads, layers, batch, timed in published.VTRAIN:
-        model = ModelSpec.gpt(layers=layers, hidden=hidden, heads=heads, vocab=51200, seq=2048)
-        cluster = Cluster.preset("a100-80gb", gpus=gpus)  # as a user would, without the runs' own network
-        predicted = []
-        for tp, dp, pp, micro_batch, milliseconds in timed:
-            plan = Strategy(tp=tp, dp=dp, pp=pp, micro_batch=micro_batch, recompute="full", flash_attention=False)
-            predicted.append((estimate_time(model, cluster, plan, batch).step_seconds, milliseconds))
-        regrets.append(min(predicted)[1] / min(measured for _, measured in predicted) - 1)
-    assert sum(regrets) / len(regrets) < 0.08
-    slowest = [max(run[-1] for run in timed) / min(run[-1] for run in timed) - 1 for *_, timed in published.VTRAIN]
+    sizes: dict = {}
+    for run in planner_runs.vtrain():
+        cluster = Cluster.preset("a100-80gb", gpus=run.cluster.gpus)  # as a user would, without the runs' own network
+        plan = dataclasses.replace(run.strategy, reduce_dtype=Strategy().reduce_dtype)
+        predicted = estimate_time(run.model, cluster, plan, run.global_batch).step_seconds
+        sizes.setdefault((run.cluster.gpus, run.model.hidden), []).append((predicted, run.step_seconds))
+    fastest = {size: min(measured for _, measured in runs) for size, runs in sizes.items()}
+    regrets = [min(runs)[1] / fastest[size] - 1 for size, runs in sizes.items()]
+    assert len(sizes) == 4 and sum(regrets) / len(regrets) < 0.08
+    slowest = [max(measured for _, measured in runs) / fastest[size] - 1 for size, runs in sizes.items()]
     assert sum(slowest) / len(slowest) > 0.5  # control: a wrong choice costs much
 
 
@@ -247,8 +246,9 @@ def test_questions_and_what_has_no_answer(tmp_path, capsys):
     assert (status, out, err.count("\n")) == (1, "", 1) and "no plan" in err and "--min-gpus" in err
     assert "Training adapters" not in err
     table = tmp_path / "runs.csv"
-    *_, timed = published.VTRAIN[0]
-    lines = [f"gpt,30,3072,32,51200,2048,a100-80gb,64,{t},{d},{p},{m},512,full,no,{ms}" for t, d, p, m, ms in timed]
+    timed = [(run.strategy, 1e3 * run.step_seconds) for run in planner_runs.vtrain() if run.cluster.gpus == 64]
+    plans = [(f"{plan.tp},{plan.dp},{plan.pp},{plan.micro_batch}", milliseconds) for plan, milliseconds in timed]
+    lines = [f"gpt,30,3072,32,51200,2048,a100-80gb,64,{plan},512,full,no,{ms}" for plan, ms in plans]
     head = "family,layers,hidden,heads,vocab,seq,gpu,gpus,tp,dp,pp,micro_batch,global_batch,recompute,flash_attention"
     table.write_text("\n".join([f"{head},step_ms", *lines]) + "\n")
     status, out, err = _command(capsys, "--calibrate", str(table))

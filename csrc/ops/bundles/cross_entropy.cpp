@@ -56,53 +56,38 @@ class VocabularyShard {
   at::Tensor buffer_, weight_, bias_;
 };
 
-// Sizes and starts of every owner's vocabulary shard, or of one chunk of it, and the number of tokens per chunk.
-struct VocabularyCut {
-  VocabularyCut(const CrossEntropyShape& shape, int ranks)
-      : linear{shape.vocabulary, shape.features, true, shape.transposed, shape.frozen},
-        sizes(cut_features(linear, ranks)),
-        starts(shard_starts(sizes)) {}
-  VocabularyCut(const VocabularyCut& whole, const Chunk& chunk)
-      : linear(whole.linear), sizes(chunk.sizes), starts(whole.starts) {
-    for (size_t owner = 0; owner < starts.size(); ++owner) starts[owner] += chunk.offsets[owner];
-  }
+constexpr OperationKind kCrossEntropy = operation_kind("linear cross-entropy");
+constexpr int kWeight = 0, kBias = 1;
 
-  std::vector<TensorLayout> layouts(const CrossEntropyShape& shape, at::ScalarType dtype) const {
-    std::vector<TensorLayout> layouts{weight_layout(linear, sizes, dtype)};
-    if (shape.bias) layouts.push_back(bias_layout(linear, sizes, dtype));
-    return layouts;
-  }
-  std::vector<Chunk> chunks(const CrossEntropyShape& shape, const RotationOptions& options) const {
-    RotationOptions capped = options;
-    if (shape.transposed || shape.frozen) capped.slot_cap = 0;  // a chunk would not be contiguous, or cut blocks
-    return chunks_of(capped, sizes, shape.features + (shape.bias ? 1 : 0));
-  }
-  int64_t most() const { return *std::max_element(sizes.begin(), sizes.end()); }
-  int64_t buffer_columns(at::ScalarType sums) const {
-    return aligned_stride(most(), static_cast<int64_t>(c10::elementSize(sums)));
-  }
-  int64_t chunk_rows(int64_t tokens, at::ScalarType sums) const {
-    const int64_t row = std::max<int64_t>(most(), 1) * static_cast<int64_t>(c10::elementSize(sums));
-    return std::max(std::min(kLogitBytes / row, (tokens + kLeastChunks - 1) / kLeastChunks), kLeastRows);
-  }
+LinearShape linear_shape(const CrossEntropyShape& shape) {
+  return {shape.vocabulary, shape.features, true, shape.transposed, shape.frozen};
+}
 
-  LinearShape linear;
-  std::vector<int64_t> sizes, starts;
-};
-
-// Checks the local shards of a head. Returns them as they travel.
-std::vector<at::Tensor> travelling_shards(const Executor& executor, const VocabularyCut& cut,
-                                          const CrossEntropyShape& shape, std::vector<at::Tensor> parameters,
-                                          const RotationOptions& options) {
-  const std::vector<TensorLayout> layouts = cut.layouts(shape, options.compute_dtype);
-  if (shape.bias) check_local(executor, options, "bias", parameters[1], layouts[1]);
+Weights head_weights(const Executor& executor, const RotationOptions& options, Pass pass,
+                     const CrossEntropyShape& shape, const std::vector<at::Tensor>& parameters) {
   RTP_CHECK_VALUE(
       !shape.frozen || (!shape.transposed && (!shape.bias || rows_of_blocks(*shape.frozen, shape.features) == 1)),
       options.name, ": expected a frozen weight stored [vocabulary, features], and with a bias one whose rows ",
       "fill whole blocks, got rows of ", shape.features);
-  parameters[0] = travelling_local(executor, options, "weight", parameters[0], layouts[0]);
-  return parameters;
+  Weights head(executor, options, kCrossEntropy, pass, parameters);
+  head.add(weight_facts(linear_shape(shape)));
+  head.add({{shape.vocabulary}}, shape.bias);
+  return head;
 }
+
+// The memory for the logits of a shard, or of a chunk of it, for some tokens at once.
+struct LogitBuffer {
+  LogitBuffer(const Weights& head, const at::Tensor& x, at::ScalarType sums) {
+    const int64_t most = head.rows(kWeight, 0).count, tokens = x.size(0);
+    const auto element = static_cast<int64_t>(c10::elementSize(sums));
+    const int64_t row = std::max<int64_t>(most, 1) * element;
+    tokens_at_once = std::max(std::min(kLogitBytes / row, (tokens + kLeastChunks - 1) / kLeastChunks), kLeastRows);
+    memory = at::empty({std::min(tokens_at_once, tokens) * aligned_stride(most, element)}, x.options().dtype(sums));
+  }
+
+  int64_t tokens_at_once;
+  at::Tensor memory;
+};
 
 void check_targets(const at::Tensor& x, const at::Tensor& targets, const CrossEntropyShape& shape,
                    const RotationOptions& options) {
@@ -147,8 +132,7 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
   check_targets(x, targets, shape, options);
   const int64_t tokens = x.size(0);
   const auto sums = x.options().dtype(accumulation_dtype(options.compute_dtype));
-  const VocabularyCut whole(shape, executor.ranks());
-  const std::vector<at::Tensor> shards = travelling_shards(executor, whole, shape, parameters, options);
+  const Weights whole = head_weights(executor, options, Pass::forward, shape, parameters);
 
   // Running maximum, sum of exp(z - maximum), z of the target, sum of z. The maximum starts finite: if all logits of a
   // shard are -inf (a masked part of the vocabulary), this avoids -inf - -inf.
@@ -158,26 +142,23 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
   const at::Tensor hit = at::zeros({tokens}, sums);
   const at::Tensor total = shape.label_smoothing > 0 ? at::zeros({tokens}, sums) : at::Tensor();
 
-  for (const Chunk& chunk : whole.chunks(shape, options)) {
-    const VocabularyCut cut(whole, chunk);
-    const at::ScalarType sum_dtype = accumulation_dtype(options.compute_dtype);
-    const int64_t tokens_at_once = cut.chunk_rows(tokens, sum_dtype);
-    const at::Tensor buffer = at::empty({std::min(tokens_at_once, tokens) * cut.buffer_columns(sum_dtype)}, sums);
-    ShardBundle bundle = travelling_weights(executor, options, cut.layouts(shape, options.compute_dtype),
-                                            chunk.of(shards, executor.rank()));
-    const Schedule& schedule = forward_schedule(executor, chunked(options, chunk), bundle);
+  whole.each_chunk([&](const Weights& head) {
+    const LogitBuffer buffer(head, x, accumulation_dtype(options.compute_dtype));
+    ShardBundle bundle = *head.bundle();
+    const Schedule& schedule = forward_schedule(executor, head.options(), bundle);
     Execution pass(executor, schedule, std::move(bundle), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
-      if (cut.sizes[step->owner] == 0) continue;
-      const VocabularyShard shard(pass.weight(), shape, cut.starts[step->owner], buffer);
-      for (int64_t first = 0; first < tokens; first += tokens_at_once) {
-        const int64_t rows = std::min(tokens_at_once, tokens - first);
+      const Rows vocabulary = head.rows(kWeight, step->owner);
+      if (vocabulary.count == 0) continue;
+      const VocabularyShard shard(pass.weight(), shape, vocabulary.first, buffer.memory);
+      for (int64_t first = 0; first < tokens; first += buffer.tokens_at_once) {
+        const int64_t rows = std::min(buffer.tokens_at_once, tokens - first);
         const auto of = [&](const at::Tensor& per_token) { return per_token.narrow(0, first, rows); };
         add_logits(shard.logits(of(x), of(targets)),
                    {of(most), of(scaled), of(hit), total.defined() ? of(total) : total});
       }
     }
-  }
+  });
   // Subtracts logits first: their differences are exact even if the logits have few digits left.
   at::Tensor loss = scaled.log_().add(most.sub(hit), 1 - shape.label_smoothing);
   if (total.defined()) {
@@ -199,10 +180,9 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
                                                const RotationOptions& options) {
   const int64_t tokens = x.size(0);
   const at::ScalarType sum_dtype = accumulation_dtype(options.compute_dtype);
-  const VocabularyCut whole(shape, executor.ranks());
-  const std::vector<at::Tensor> shards = travelling_shards(executor, whole, shape, parameters, options);
-  const Gradients gradients(executor, options, whole.layouts(shape, options.reduce_dtype), needs_parameter);
-  constexpr int kWeight = 0, kBias = 1;
+  const Weights whole = head_weights(executor, options, Pass::backward, shape, parameters);
+  const Gradients gradients(executor, options, whole, needs_parameter);
+  const LinearShape linear = linear_shape(shape);
 
   // d loss / d z = coefficient p - hit [z is the target's] - everywhere, and coefficient p = exp(z - most) factor
   const at::Tensor g = dloss.masked_fill(targets.eq(shape.ignore_index), 0);
@@ -227,23 +207,19 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
     if (dx.defined()) gemm(of(dx, first), of(dx, first), dz, shard.weight());
   };
 
-  for (const Chunk& chunk : whole.chunks(shape, options)) {
-    const VocabularyCut cut(whole, chunk);
-    tokens_at_once = cut.chunk_rows(tokens, sum_dtype);
-    const at::Tensor buffer = at::empty({std::min(tokens_at_once, tokens) * cut.buffer_columns(sum_dtype)}, sums);
-    std::optional<ShardBundle> weights = travelling_weights(
-        executor, options, cut.layouts(shape, options.compute_dtype), chunk.of(shards, executor.rank()));
-    std::optional<ShardBundle> travelling =
-        gradients.bundle(cut.layouts(shape, options.reduce_dtype),
-                         [&](const at::Tensor& local) { return chunk.of(local, executor.rank()); });
-    const Schedule& schedule =
-        backward_schedule(executor, chunked(options, chunk), weights, {.wgrad = gradients.any(), .bundle = true});
+  whole.each_chunk([&](const Weights& head) {
+    const LogitBuffer buffer(head, x, sum_dtype);
+    tokens_at_once = buffer.tokens_at_once;
+    std::optional<ShardBundle> weights = head.bundle(), travelling = gradients.bundle(head);
+    const BackwardNeeds needs{.wgrad = gradients.any(), .bundle = kCrossEntropy.bundle};
+    const Schedule& schedule = backward_schedule(executor, head.options(), weights, needs);
     Execution pass(executor, schedule, std::move(weights), std::move(travelling), options.name + " backward");
     const std::vector<bool> is_separate = separate_wgrads(schedule);
     at::Tensor first_chunk;  // first chunk of a shard: computed in its dgrad, reused in its wgrad
     while (const Step* step = pass.next()) {
-      if (cut.sizes[step->owner] == 0) continue;
-      const VocabularyShard shard(pass.weight(), shape, cut.starts[step->owner], buffer);
+      const Rows vocabulary = head.rows(kWeight, step->owner);
+      if (vocabulary.count == 0) continue;
+      const VocabularyShard shard(pass.weight(), shape, vocabulary.first, buffer.memory);
       // A wgrad that does not directly follow its dgrad recomputes the logits.
       const bool separate = is_separate[static_cast<size_t>(step->owner)];
       if (step->compute == Compute::dgrad) {
@@ -271,7 +247,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
           return first > 0 ? of_shard.out(parameter) : of_shard.arrived(parameter);
         };
         if (of_shard.wants(kWeight)) {
-          gemm(outputs_first(of_shard.out(kWeight), cut.linear), outputs_first(before(kWeight), cut.linear), dz.t(),
+          gemm(outputs_first(of_shard.out(kWeight), linear), outputs_first(before(kWeight), linear), dz.t(),
                shard.gemm_operand(of(x, first)), of_shard.scale());
         }
         if (shape.bias && of_shard.wants(kBias)) {
@@ -279,7 +255,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
         }
       }
     }
-  }
+  });
 
   std::vector<at::Tensor> result{dx.defined() ? dx.to(options.compute_dtype) : at::Tensor()};
   for (at::Tensor& gradient : gradients.result()) result.push_back(std::move(gradient));

@@ -14,49 +14,33 @@
 namespace rtp {
 namespace {
 
-// The cut of the parameters, and their places among those that travel (-1: absent).
-struct ExpertsCut {
-  ExpertsCut(const ExpertsShape& shape, int ranks)
-      : up_rows((shape.gated ? 2 : 1) * shape.hidden_features),
-        sizes(shard_sizes(shape.experts, ranks)),
-        starts(shard_starts(sizes)) {
-    add(up,
-        shape.transposed ? std::vector{shape.experts, shape.features, up_rows}
-                         : std::vector{shape.experts, up_rows, shape.features},
-        shape.up_frozen);
-    if (shape.up_bias) add(up_bias, {shape.experts, up_rows});
-    add(down,
-        shape.transposed ? std::vector{shape.experts, shape.hidden_features, shape.features}
-                         : std::vector{shape.experts, shape.features, shape.hidden_features},
-        shape.down_frozen);
-    if (shape.down_bias) add(down_bias, {shape.experts, shape.features});
-  }
+constexpr OperationKind kExperts = operation_kind("experts");
 
-  TensorLayout parameter(size_t place, at::ScalarType dtype) const {
-    TensorLayout layout = cut_layout(dtype, shapes[place], 0, sizes);
-    layout.frozen = formats[place];
-    return layout;
+// The parameters of experts, and their places.
+struct ExpertsWeights : Weights {
+  ExpertsWeights(const Executor& executor, const RotationOptions& options, Pass pass, const ExpertsShape& shape,
+                 const std::vector<at::Tensor>& parameters)
+      : Weights(executor, options, kExperts, pass, parameters), up_rows((shape.gated ? 2 : 1) * shape.hidden_features) {
+    const auto stacked = [&](int64_t outputs, int64_t inputs, std::optional<BlockFormat> frozen) {
+      if (shape.transposed) std::swap(outputs, inputs);
+      return ParameterFacts{{shape.experts, outputs, inputs}, 0, frozen};
+    };
+    up = add(stacked(up_rows, shape.features, shape.up_frozen));
+    up_bias = add({{shape.experts, up_rows}}, shape.up_bias);
+    down = add(stacked(shape.features, shape.hidden_features, shape.down_frozen));
+    down_bias = add({{shape.experts, shape.features}}, shape.down_bias);
+    RTP_ASSERT(parameters.size() == count(), "parameters of experts");
   }
 
   int64_t up_rows;
-  std::vector<int64_t> sizes, starts;
-  std::vector<std::vector<int64_t>> shapes;
-  std::vector<std::optional<BlockFormat>> formats;
-  int up = -1, up_bias = -1, down = -1, down_bias = -1;
-
- private:
-  void add(int& place, std::vector<int64_t> shape, std::optional<BlockFormat> format = std::nullopt) {
-    place = static_cast<int>(shapes.size());
-    shapes.push_back(std::move(shape));
-    formats.push_back(format);
-  }
+  int up, up_bias, down, down_bias;
 };
 
 // The routed tokens of one shard's experts: rows [first, first + rows) in expert order.
 class Group {
  public:
-  Group(const ExpertsResult& routed, const ExpertsCut& cut, int owner, int64_t choices)
-      : expert_(cut.starts[owner]), experts_(cut.sizes[owner]), starts_(routed.starts) {
+  Group(const ExpertsResult& routed, const ExpertsWeights& cut, int owner, int64_t choices)
+      : expert_(cut.rows(cut.up, owner).first), experts_(cut.rows(cut.up, owner).count), starts_(routed.starts) {
     first = starts_[expert_];
     rows = starts_[expert_ + experts_] - first;
     place = routed.order.narrow(0, first, rows);
@@ -170,18 +154,6 @@ void route(const at::Tensor& index, const ExpertsShape& shape, const RotationOpt
   result.starts.assign(first, first + shape.experts + 1);
 }
 
-ShardBundle weight_bundle(const Executor& executor, const ExpertsCut& cut, std::vector<at::Tensor> parameters,
-                          const RotationOptions& options) {
-  RTP_ASSERT(parameters.size() == cut.shapes.size(), "parameters of experts");
-  std::vector<TensorLayout> layouts;
-  for (size_t place = 0; place < parameters.size(); ++place) {
-    layouts.push_back(cut.parameter(place, options.compute_dtype));
-    const char* const what = cut.shapes[place].size() == 2 ? "bias" : "weight";
-    parameters[place] = travelling_local(executor, options, what, parameters[place], layouts[place]);
-  }
-  return travelling_weights(executor, options, std::move(layouts), std::move(parameters), 3);
-}
-
 // The biases of a shard's experts; undefined if there are none.
 at::Tensor biases_of(const std::vector<at::Tensor>& shard, int place) {
   return place < 0 ? at::Tensor() : shard[place];
@@ -193,8 +165,8 @@ ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at:
                               const at::Tensor& index, const std::vector<at::Tensor>& parameters,
                               const ExpertsShape& shape, bool keep, const RotationOptions& options) {
   check_operands(executor, shape, options, x, weights, index);
-  const ExpertsCut cut(shape, executor.ranks());
-  ShardBundle bundle = weight_bundle(executor, cut, parameters, options);
+  const ExpertsWeights cut(executor, options, Pass::forward, shape, parameters);
+  ShardBundle bundle = *cut.bundle();
   ExpertsResult result;
   route(index, shape, options, result);
   const at::ScalarType sums = accumulation_dtype(options.compute_dtype);
@@ -205,9 +177,9 @@ ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at:
   const Schedule& schedule = forward_schedule(executor, options, bundle);
   Execution pass(executor, schedule, std::move(bundle), std::nullopt, options.name + " forward");
   std::vector<bool> chosen;  // owners of experts that have tokens
-  for (size_t owner = 0; owner < cut.sizes.size(); ++owner) {
-    const int64_t first = cut.starts[owner];
-    chosen.push_back(result.starts[first + cut.sizes[owner]] > result.starts[first]);
+  for (int owner = 0; owner < executor.ranks(); ++owner) {
+    const Rows experts = cut.rows(cut.up, owner);
+    chosen.push_back(result.starts[experts.first + experts.count] > result.starts[experts.first]);
   }
   pass.expect(std::move(chosen));
   while (const Step* step = pass.next()) {
@@ -232,14 +204,11 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
                                          const std::vector<at::Tensor>& parameters, const ExpertsShape& shape,
                                          const std::vector<bool>& needs, const RotationOptions& options) {
   const bool needs_x = needs[0], needs_weights = needs[1];
-  const ExpertsCut cut(shape, executor.ranks());
+  const ExpertsWeights cut(executor, options, Pass::backward, shape, parameters);
   const at::ScalarType sums = accumulation_dtype(options.compute_dtype);
   const auto sum_options = x.options().dtype(sums);
-  std::optional<ShardBundle> bundle = weight_bundle(executor, cut, parameters, options);
-  std::vector<TensorLayout> layouts;
-  for (size_t parameter = 0; parameter < parameters.size(); ++parameter)
-    layouts.push_back(cut.parameter(parameter, options.reduce_dtype));
-  const Gradients gradients(executor, options, std::move(layouts), {needs.begin() + 2, needs.end()});
+  std::optional<ShardBundle> bundle = cut.bundle();
+  const Gradients gradients(executor, options, cut, {needs.begin() + 2, needs.end()});
 
   const int64_t choices = weights.size(1);
   const at::Tensor factors = weights.reshape(-1).to(sums);
@@ -250,8 +219,9 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
     at::Tensor x, hidden, d_out, d_values;
   };
   std::map<int, Slice> slices;
-  const Schedule& schedule = backward_schedule(executor, options, bundle, {.wgrad = gradients.any(), .bundle = true});
-  Execution pass(executor, schedule, std::move(bundle), gradients.bundle(), options.name + " backward");
+  const BackwardNeeds wanted{.wgrad = gradients.any(), .bundle = kExperts.bundle};
+  const Schedule& schedule = backward_schedule(executor, options, bundle, wanted);
+  Execution pass(executor, schedule, std::move(bundle), gradients.bundle(cut), options.name + " backward");
   while (const Step* step = pass.next()) {
     const int owner = step->owner;
     const Group group(routed, cut, owner, choices);

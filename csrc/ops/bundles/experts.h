@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "compute/activation.h"
-#include "ops/rotation.h"
+#include "ops/weights.h"
 
 namespace rtp {
 

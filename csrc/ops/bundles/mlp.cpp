@@ -10,47 +10,29 @@
 namespace rtp {
 namespace {
 
-// The layers of an MLP, their places among its parameters (-1: absent), and their cuts.
-struct MlpLayout {
-  MlpLayout(const MlpShape& shape, int ranks)
-      : up{shape.hidden_features, shape.in_features, true, shape.transposed, shape.frozen},
-        down{shape.out_features, shape.hidden_features, false, shape.transposed, shape.frozen},
-        sizes(cut_features(down, ranks)),
-        starts(shard_starts(sizes)),
-        bias_sizes(shard_sizes(shape.out_features, ranks)),
-        bias_starts(shard_starts(bias_sizes)) {
-    if (shape.gated) {
-      gate_weight = count++;
-      if (shape.up_bias) gate_bias = count++;
-    }
-    up_weight = count++;
-    if (shape.up_bias) up_bias = count++;
-    down_weight = count++;
-    if (shape.down_bias) down_bias = count++;
+constexpr OperationKind kMlp = operation_kind("mlp");
+
+// The parameters of an MLP, their places, and its layers.
+struct MlpWeights : Weights {
+  MlpWeights(const Executor& executor, const RotationOptions& options, Pass pass, const MlpShape& shape,
+             const std::vector<at::Tensor>& parameters)
+      : Weights(executor, options, kMlp, pass, parameters),
+        up{shape.hidden_features, shape.in_features, true, shape.transposed, shape.frozen, /*in_mlp=*/true},
+        down{shape.out_features, shape.hidden_features, false, shape.transposed, shape.frozen} {
+    const ParameterFacts hidden{{shape.hidden_features}, 0, std::nullopt, weight_facts(up).group};
+    gate_weight = add(weight_facts(up), shape.gated);
+    gate_bias = add(hidden, shape.gated && shape.up_bias);
+    up_weight = add(weight_facts(up));
+    up_bias = add(hidden, shape.up_bias);
+    down_weight = add(weight_facts(down));
+    down_bias = add({{shape.out_features}}, shape.down_bias);
   }
 
-  std::vector<TensorLayout> layouts(at::ScalarType dtype) const {
-    std::vector<TensorLayout> layouts;
-    if (gate_weight >= 0) layouts.push_back(weight_layout(up, sizes, dtype));
-    if (gate_bias >= 0) layouts.push_back(bias_layout(up, sizes, dtype));
-    layouts.push_back(weight_layout(up, sizes, dtype));
-    if (up_bias >= 0) layouts.push_back(bias_layout(up, sizes, dtype));
-    layouts.push_back(weight_layout(down, sizes, dtype));
-    if (down_bias >= 0) layouts.push_back(bias_layout(down, bias_sizes, dtype));
-    return layouts;
-  }
-
-  // The slices of the hidden features and of the outputs that belong to the shard of `owner`.
-  at::Tensor slice(const at::Tensor& hidden, int owner) const { return hidden.narrow(1, starts[owner], sizes[owner]); }
-  at::Tensor bias_slice(const at::Tensor& y, int owner) const {
-    return y.narrow(y.dim() - 1, bias_starts[owner], bias_sizes[owner]);
-  }
+  // The slice of the hidden features that belongs to the shard of `owner`.
+  at::Tensor slice(const at::Tensor& hidden, int owner) const { return of(hidden, 1, down_weight, owner); }
 
   LinearShape up, down;  // the gate has the shape of up
-  std::vector<int64_t> sizes, starts;
-  std::vector<int64_t> bias_sizes, bias_starts;
-  int gate_weight = -1, gate_bias = -1, up_weight = -1, up_bias = -1, down_weight = -1, down_bias = -1;
-  int count = 0;
+  int gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias;
 };
 
 void check_blocks(const MlpShape& shape, const RotationOptions& options) {
@@ -59,16 +41,6 @@ void check_blocks(const MlpShape& shape, const RotationOptions& options) {
   RTP_CHECK_VALUE(!shape.transposed && shape.hidden_features % block == 0, options.name,
                   ": expected frozen weights stored [out, in] with a multiple of ", block, " hidden features, got ",
                   shape.hidden_features);
-}
-
-ShardBundle weight_bundle(const Executor& executor, const MlpLayout& layout, const std::vector<at::Tensor>& parameters,
-                          const RotationOptions& options) {
-  ShardBundle bundle = travelling_weights(executor, options, layout.layouts(options.compute_dtype), parameters);
-  for (size_t index = 0; index < bundle.layouts.size(); ++index) {
-    const char* const what = bundle.layouts[index].shapes[0].size() == 1 ? "bias" : "weight";
-    bundle.local[index] = travelling_local(executor, options, what, bundle.local[index], bundle.layouts[index]);
-  }
-  return bundle;
 }
 
 // Returns the projection of x with one shard, in `out` if it is defined.
@@ -82,7 +54,7 @@ at::Tensor project(const at::Tensor& x, const std::vector<at::Tensor>& shard, in
 
 // Returns the hidden values of an MLP without a gate, fused with their projection in one cuBLASLt call; undefined if
 // that is not supported. `before`, if defined, receives the input of the activation.
-at::Tensor project_activated(const at::Tensor& x, const std::vector<at::Tensor>& shard, const MlpLayout& layout,
+at::Tensor project_activated(const at::Tensor& x, const std::vector<at::Tensor>& shard, const MlpWeights& layout,
                              Activation activation, const at::Tensor& before) {
   at::Tensor value;
 #ifdef RTP_WITH_CUDA
@@ -104,8 +76,8 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
                       const MlpShape& shape, bool keep, const RotationOptions& options) {
   check_operand(executor, options, "an input", x, shape.in_features);
   check_blocks(shape, options);
-  const MlpLayout layout(shape, executor.ranks());
-  ShardBundle bundle = weight_bundle(executor, layout, parameters, options);
+  const MlpWeights layout(executor, options, Pass::forward, shape, parameters);
+  ShardBundle bundle = *layout.bundle();
   const int64_t rows = x.size(0);
 
   MlpResult result;
@@ -125,8 +97,8 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
   while (const Step* step = pass.next()) {
     const int owner = step->owner;
     const auto shard = pass.weight();
-    if (shape.down_bias) layout.bias_slice(bias, owner).copy_(shard[layout.down_bias]);
-    if (layout.sizes[owner] == 0) continue;
+    if (shape.down_bias) layout.of(bias, 0, layout.down_bias, owner).copy_(shard[layout.down_bias]);
+    if (layout.rows(layout.down_weight, owner).count == 0) continue;
     at::Tensor value;
     if (!shape.gated) value = project_activated(x, shard, layout, shape.activation, room(0, owner));
     if (!value.defined()) {
@@ -149,19 +121,20 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
                                      const RotationOptions& options) {
   check_operand(executor, options, "an output gradient", dy, shape.out_features);
   check_blocks(shape, options);
-  const MlpLayout layout(shape, executor.ranks());
-  std::optional<ShardBundle> weights = weight_bundle(executor, layout, parameters, options);
-
-  const Gradients gradients(executor, options, layout.layouts(options.reduce_dtype), needs_parameter);
+  const MlpWeights layout(executor, options, Pass::backward, shape, parameters);
+  const Gradients gradients(executor, options, layout, needs_parameter);
+  std::optional<ShardBundle> weights = layout.bundle();
   std::optional<ProductSum> dx;
   if (needs_x) dx.emplace(dy.size(0), shape.in_features, dy.options());
 
   std::map<int, Hidden> hidden;  // by owner, from its dgrad to its wgrad
-  const Schedule& schedule = backward_schedule(executor, options, weights, {.wgrad = gradients.any(), .bundle = true});
-  Execution pass(executor, schedule, std::move(weights), gradients.bundle(), options.name + " backward");
+  const BackwardNeeds needs{.wgrad = gradients.any(), .bundle = kMlp.bundle};
+  const Schedule& schedule = backward_schedule(executor, options, weights, needs);
+  Execution pass(executor, schedule, std::move(weights), gradients.bundle(layout), options.name + " backward");
   while (const Step* step = pass.next()) {
     const int owner = step->owner;
-    const bool empty = layout.sizes[owner] == 0;
+    const int64_t features = layout.rows(layout.down_weight, owner).count;
+    const bool empty = features == 0;
     if (step->compute == Compute::dgrad) {
       if (empty) continue;
       const auto shard = pass.weight();
@@ -174,7 +147,7 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
         if (shape.gated) gate = project(x, shard, layout.gate_weight, layout.gate_bias, layout.up, {});
       }
       const at::Tensor down = outputs_first(shard[layout.down_weight], layout.down);
-      const at::Tensor d_value = at::empty({dy.size(0), layout.sizes[owner]}, dy.options());
+      const at::Tensor d_value = at::empty({dy.size(0), features}, dy.options());
       gemm(d_value, at::Tensor(), dy, down);
       Hidden slice = hidden_backward(shape.activation, d_value, up, gate);
       if (dx) {
@@ -186,7 +159,9 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
     }
 
     const Gradients::Sums sums(gradients, pass);
-    if (layout.bias_sizes[owner] > 0) add_bias_gradient(sums, layout.down_bias, layout.bias_slice(dy, owner));
+    if (sums.wants(layout.down_bias) && layout.rows(layout.down_bias, owner).count > 0) {
+      add_bias_gradient(sums, layout.down_bias, layout.of(dy, 1, layout.down_bias, owner));
+    }
     if (empty) continue;
     const Hidden& slice = hidden.at(owner);
     add_weight_gradient(sums, layout.down_weight, layout.down, dy, slice.value);

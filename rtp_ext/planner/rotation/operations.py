@@ -50,7 +50,7 @@ class Weight:
     @functools.cached_property
     def facts(self) -> Any:
         """It in the engine's form (csrc/schedule/operations.h)."""
-        return engine().ParameterFacts(self.shape, self.dim, self.frozen, trained=self.trained)
+        return engine().ParameterFacts(self.shape, self.dim, self.frozen)
 
     def shard_shape(self, ranks: int, rank: int = 0) -> tuple[int, ...]:
         """Returns the shape of one rank's shard. Rank 0 has the largest."""
@@ -111,8 +111,7 @@ class RotatedOperation:
 
     @functools.cached_property
     def facts(self) -> Any:
-        """It in the engine's form: `travels(place, pass)` is whether a weight travels in a pass, `late` whether its
-        gradients may arrive after its pass."""
+        """It in the engine's form (csrc/schedule/operations.h)."""
         key, matrices = KINDS[self.kind], [weight for weight in self.weights if not weight.is_bias]
         if self.kind == "bundle" and any(len(weight.shape) == 3 for weight in self.weights):
             key = "experts"
@@ -133,6 +132,11 @@ class RotatedOperation:
     def backward_weights(self) -> tuple[Weight, ...]:
         """Weights that travel in backward: all of a bundle, otherwise those that the input gradient needs."""
         return tuple(weight for place, weight in enumerate(self.weights) if self.facts.travels(place, "backward"))
+
+    @property
+    def late(self) -> bool:
+        """Whether its gradients may arrive after its pass."""
+        return self.facts.late
 
     def chunks(self, ranks: int, element_bytes: int) -> int:
         """Returns the number of chunks of each shard under the default slot cap of a ring."""

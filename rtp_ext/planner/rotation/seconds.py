@@ -168,14 +168,15 @@ def rotation_seconds(
         cast_s["wgrad"] = rounds * traffic_s(local + sent["gradient"], cluster, constants)
     one = {kind: time + cast_s[kind] for kind, time in one.items()}
     inside = dataclasses.replace(group, ranks=group.ranks // hosts) if hosts > 1 else group
+    between = dataclasses.replace(group, ranks=hosts, stride=group.stride * inside.ranks)  # with hosts > 1
     hops = {kind: hop_s(inside, size, constants) for kind, size in sent.items()}
     if hosts > 1:
-        hops |= {f"outer {kind}": hop_s(group, size, constants) for kind, size in sent.items()}
+        hops |= {f"outer {kind}": hop_s(between, size, constants) for kind, size in sent.items()}
     copy = traffic_s(2 * local + sent["gradient"], cluster, constants)
     durations = {**one, **hops, "add": copy, "copy": traffic_s(2 * sent["weight"], cluster, constants)}
     backward_durations = {**durations, "weight": hop_s(inside, back, constants)}
     if hosts > 1:
-        backward_durations["outer weight"] = hop_s(group, back, constants)
+        backward_durations["outer weight"] = hop_s(between, back, constants)
     if direct:  # the first contribution is copied to the owner's gradient
         backward_durations["copy"] = traffic_s(local + sent["gradient"], cluster, constants)
     dgrad = rotation.input_gradient and rotation.kind != "embedding"
@@ -201,7 +202,7 @@ def rotation_seconds(
     forward, backward = (*(each.makespan(times) for each, times in simulated), 0.0)[:2]
     both = (ranks - hosts) * (back + sent["gradient"]) / hop_bytes_per_s(inside, constants) if ranks > 1 else 0.0
     if hosts > 1:
-        both = max(both, (hosts - 1) * (back + sent["gradient"]) / hop_bytes_per_s(group, constants))
+        both = max(both, (hosts - 1) * (back + sent["gradient"]) / hop_bytes_per_s(between, constants))
     spans = (max(forward, work[0]), max(backward, work[1], both))
     inner = chunks * (ranks - hosts)
     busy = (inner * hops["weight"], inner * (backward_durations["weight"] * bool(back) + hops["gradient"] * wgrad))

@@ -46,10 +46,12 @@ def ring_bytes_per_s(group: Group, constants: TimeConstants) -> float:
 
 
 def hop_bytes_per_s(group: Group, constants: TimeConstants) -> float:
-    """Returns the bandwidth of a message from a member to the next: between nodes, of one network port."""
+    """Returns the bandwidth of messages from every member to the next at once, the slowest of them: between nodes, that
+    of one network port, and inside nodes with several members that of their links."""
+    inside, port = group.cluster.nccl_ring_bytes_per_s, group.cluster.nic_bytes_per_s * constants.network_fraction
     if group.nodes == 1:
-        return group.cluster.nccl_ring_bytes_per_s
-    return group.cluster.nic_bytes_per_s * constants.network_fraction
+        return inside
+    return min(inside, port) if group.local > 1 else port
 
 
 def ring_latency_s(group: Group, constants: TimeConstants, rounds: int) -> float:

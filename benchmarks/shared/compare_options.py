@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from shared.card import add_output_options, complete_output
+from shared.hosts import add_host_options, complete_hosts
 from shared.launch import add_launch_options, repetition, under_torchrun
 from shared.models import WORKLOADS
 from shared.optimizers import OPTIMIZERS
-from shared.options.host_options import add_host_options, complete_hosts
-from shared.recording.tracing import add_trace_option
+from shared.recording import add_trace_option
 from shared.strategies import DTYPES, STRATEGIES
 
 

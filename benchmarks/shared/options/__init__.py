@@ -1,1 +1,0 @@
-"""Command line options that several benchmarks share."""

@@ -1,0 +1,157 @@
+#include "ops/weights.h"
+
+#include <algorithm>
+
+#include "base/checks.h"
+
+namespace rtp {
+namespace {
+
+// Checks this rank's shard of a parameter, and returns it as it travels. A frozen weight, uint8 with the bytes of whole
+// groups, travels flat, without those that its last group lacks.
+at::Tensor travelling_local(const Executor& executor, const RotationOptions& options, const char* what,
+                            const at::Tensor& local, const ParameterFacts& parameter) {
+  const int rank = executor.rank(), ranks = executor.ranks();
+  const std::vector<int64_t> shard = parameter.shard(ranks, rank);
+  const at::IntArrayRef expected(shard);
+  if (parameter.frozen) {
+    const int64_t bytes = parameter.held_bytes(ranks, rank, 0);
+    RTP_CHECK_TYPE(local.scalar_type() == at::kByte, options.name, ": expected a frozen weight in uint8, got ",
+                   local.scalar_type());
+    RTP_CHECK_VALUE(local.numel() == bytes && local.is_contiguous(), options.name, ": expected ", bytes,
+                    " contiguous bytes of a frozen weight's shard of shape ", expected, " on rank ", rank, " of ",
+                    ranks, ", got shape ", local.sizes());
+  } else {
+    RTP_CHECK_VALUE(local.sizes() == expected, options.name, ": expected a ", what, " shard of shape ", expected,
+                    " on rank ", rank, " of ", ranks, ", got ", local.sizes());
+    RTP_CHECK_VALUE(local.is_contiguous(), options.name, ": expected a contiguous ", what, " shard, got strides ",
+                    local.strides(), " for shape ", local.sizes());
+  }
+  RTP_CHECK_TYPE(local.device() == executor.shard_device(), options.name, ": expected a ", what, " on ",
+                 executor.shard_device().str(), ", where the ring has its shards, got ", local.device().str());
+  return parameter.frozen ? local.view(-1).narrow(0, 0, block_bytes(*parameter.frozen, product(shard))) : local;
+}
+
+}  // namespace
+
+int Weights::add(ParameterFacts parameter, bool exists, bool needed) {
+  if (!exists) return -1;
+  const size_t place = count();
+  int64_t first = 0;
+  for (const int64_t size : parameter.sizes(executor_.ranks())) {
+    rows_.push_back({first, size});
+    first += size;
+  }
+  facts_.parameters.push_back(std::move(parameter));
+  index_.push_back(-1);
+  if (needed && facts_.travels(place, pass_)) {
+    RTP_ASSERT(place < given_.size(), "a local shard is missing");
+    index_.back() = static_cast<int>(local_.size());
+    const char* const what = facts_.is_bias(place) ? "bias" : "weight";
+    local_.push_back(travelling_local(executor_, rotation_, what, given_[place], facts_.parameters[place]));
+  }
+  return static_cast<int>(place);
+}
+
+Rows Weights::rows(int parameter, int owner, Half half) const {
+  const auto place = static_cast<size_t>(parameter);
+  const ParameterFacts& facts = facts_.parameters[place];
+  if (owner == kAllOwners) return {0, facts.shape[facts.dim]};
+  Rows rows = rows_[place * static_cast<size_t>(executor_.ranks()) + static_cast<size_t>(owner)];
+  if (!chunk_.empty() && facts.dim == 0) {
+    const Rows& part = chunk_[static_cast<size_t>(owner)];
+    rows = {rows.first + part.first, part.count};
+  }
+  const Rows part = half_rows(half, rows.count);
+  return {rows.first + part.first, part.count};
+}
+
+bool Weights::cut_alike(int parameter, int other) const {
+  for (int owner = 0; owner < executor_.ranks(); ++owner) {
+    if (rows(parameter, owner).count != rows(other, owner).count) return false;
+  }
+  return true;
+}
+
+Rows Weights::first_rows(int parameter, int owner) const {
+  const ParameterFacts& facts = facts_.parameters[static_cast<size_t>(parameter)];
+  if (facts.dim == 0) return rows(parameter, owner);
+  return chunk_.empty() ? Rows{0, facts.shape[0]} : chunk_[static_cast<size_t>(owner)];
+}
+
+TensorLayout Weights::layout(int parameter, at::ScalarType dtype) const {
+  const ParameterFacts& facts = facts_.parameters[static_cast<size_t>(parameter)];
+  TensorLayout layout{dtype, {}, Wire::plain, facts.frozen};
+  for (int owner = 0; owner < executor_.ranks(); ++owner) {
+    layout.shapes.push_back(facts.shape);
+    layout.shapes.back()[0] = first_rows(parameter, owner).count;
+    layout.shapes.back()[facts.dim] = rows(parameter, owner).count;
+  }
+  return layout;
+}
+
+std::optional<ShardBundle> Weights::bundle() const {
+  if (local_.empty()) return std::nullopt;
+  std::vector<TensorLayout> layouts;
+  std::vector<at::Tensor> local;
+  for (size_t place = 0; place < count(); ++place) {
+    if (index_[place] < 0) continue;
+    layouts.push_back(layout(static_cast<int>(place), rotation_.compute_dtype));
+    local.push_back(chunk(local_[static_cast<size_t>(index_[place])]));
+  }
+  return travelling_weights(executor_, rotation_, std::move(layouts), std::move(local), facts_.kind.dims);
+}
+
+RotationOptions Weights::options() const {
+  RotationOptions options = rotation_;
+  if (!chunk_.empty()) {
+    options.in_place = false;
+    options.deferred = false;  // a deferred reduction supports one hop per gradient
+    if (options.route == Route::gather) options.route = Route::direct;
+  }
+  return options;
+}
+
+Chunks Weights::chunks() const {
+  const size_t element = std::max(c10::elementSize(rotation_.compute_dtype), c10::elementSize(rotation_.local_dtype()));
+  return facts_.chunks(executor_.ranks(), static_cast<int64_t>(element), rotation_.slot_cap);
+}
+
+Weights Weights::chunk_of(const Chunks& cut, int64_t chunk) const {
+  Weights part = *this;
+  for (int owner = 0; owner < executor_.ranks(); ++owner)
+    part.chunk_.push_back(cut.of(chunk, first_rows(0, owner).count));
+  return part;
+}
+
+Gradients::Gradients(Executor& executor, const RotationOptions& rotation, const Weights& weights,
+                     const std::vector<bool>& wanted)
+    : scale_(1.0 / executor.ranks()), options_(rotation), place_(weights.count(), -1) {
+  for (size_t parameter = 0; parameter < weights.count(); ++parameter) {
+    if (!wanted[parameter]) continue;
+    const TensorLayout layout = weights.layout(static_cast<int>(parameter), rotation.reduce_dtype);
+    RTP_CHECK_VALUE(!layout.frozen, rotation.name, ": expected no gradient of a frozen weight");
+    place_[parameter] = static_cast<int>(local_.size());
+    const at::TensorOptions options = at::TensorOptions().dtype(rotation.local_dtype()).device(executor.device());
+    local_.push_back(executor.results().empty(layout.shapes[static_cast<size_t>(executor.rank())], options));
+  }
+}
+
+std::optional<ShardBundle> Gradients::bundle(const Weights& weights) const {
+  if (!any()) return std::nullopt;
+  ShardBundle bundle;
+  for (size_t parameter = 0; parameter < place_.size(); ++parameter) {
+    if (place_[parameter] < 0) continue;
+    bundle.layouts.push_back(weights.layout(static_cast<int>(parameter), options_.reduce_dtype));
+    bundle.local.push_back(weights.chunk(local_[static_cast<size_t>(place_[parameter])]));
+  }
+  return travelling_gradients(std::move(bundle), options_);
+}
+
+std::vector<at::Tensor> Gradients::result() const {
+  std::vector<at::Tensor> result;
+  for (const int place : place_) result.push_back(place < 0 ? at::Tensor() : local_[static_cast<size_t>(place)]);
+  return result;
+}
+
+}  // namespace rtp
