@@ -196,6 +196,14 @@ def test_options_that_differ_between_ranks_are_refused(rank):
         rtp_ext.Ring(route="ring" if rank == 0 else "direct", timeout=TIMEOUT)
     with pytest.raises(ValueError, match=r"in_place True.*in_place False.* on rank 1"):
         rtp_ext.Ring(in_place=rank == 0, timeout=TIMEOUT)
+    with rtp_ext.Ring(transport="c10d", timeout=TIMEOUT) as ring:  # which gets the option of a call
+        model = rtp_ext.fully_rotate(nn.Linear(4, 4, bias=False), mesh=ring, in_place=True)
+        model(torch.ones(1, 4))
+        assert ring.in_place and ring.hops("weight") == ring.size, "control: one hop less where copies travel"
+    with rtp_ext.Ring(transport="c10d", timeout=TIMEOUT) as ring:
+        model = rtp_ext.fully_rotate(nn.Linear(4, 4, bias=False), mesh=ring, in_place=rank == 0)
+        with pytest.raises(ValueError, match=r"in_place: expected True \(rank 0\), got False on rank 1"):
+            model(torch.ones(1, 4))
 
 
 @on_ranks(2)
