@@ -12,10 +12,10 @@ import torch
 from simulated_cuda import run_threads, values
 
 from rtp_ext import RotationError, _native
+from rtp_ext.ring.links.gpu_links import Wiring
 from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.options import RingOptions, TransportOptions
 from rtp_ext.ring.links.transports import connect
-from rtp_ext.ring.links.wiring import Wiring
 from rtp_ext.ring.routes.plan import plan_routes
 
 
