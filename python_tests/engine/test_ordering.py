@@ -87,7 +87,7 @@ def mlp(ring, **options):
 def late(ring, layers=4):
     """Gradients that arrive after the passes of two more layers, without autograd, which would wait."""
     executor, outputs = ring.communicator.executor, 4 * ring.size
-    executor.allow_deferred(2)
+    executor.allow_late(2)
     dtypes = {"compute_dtype": torch.float32, "reduce_dtype": torch.float32}
     options = _native.RotationOptions(
         route=ring.hop_route,
