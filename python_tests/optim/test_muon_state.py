@@ -215,9 +215,7 @@ def refusals(rank, cases, ring, mesh):
         pair = Pair(ring, LONG, lr=0.1 + 0.1 * (rank == 1))
         before = pair.parameters[0].to_local().clone()
         pair.gradients()
-        with pytest.raises(
-            ValueError, match=r"step of all ranks.*'lr': 0\.1.*\(rank 0\), got .*'lr': 0\.2.*on rank 1"
-        ):
+        with pytest.raises(ValueError, match=r"step of all ranks.*'lr': 0\.1.*\(rank 0\), got .*'lr': 0\.2.*on rank 1"):
             pair.optimizer.step()
         assert torch.equal(pair.parameters[0].to_local(), before) and not pair.optimizer.state, "nothing has changed"
     with cases.case("a rate of 0 on one rank"):
