@@ -144,20 +144,14 @@ def measure_memory(place: Place, args: argparse.Namespace) -> dict[tuple[str, in
         plain = _probe("single", (place.rank,), place, args, tokens)
         dist.barrier()
         alone = _probe("single", range(place.ranks), place, args, tokens) if place.rank == 0 else nothing
-        ideal = gather([_kept(alone) / place.ranks, alone.peak / place.ranks], place)[0].tolist()
+        ideal = gather([alone.kept / place.ranks, alone.peak / place.ranks], place)[0].tolist()
         for strategy in args.strategies:
             dist.barrier()
             memory = alone if STRATEGIES[strategy].one_process else None
             memory = memory or _probe(strategy, batch_ranks(strategy, place), place, args, tokens)
-            values = {
-                "parameter_bytes": memory.parameters,
-                "gradient_bytes": memory.gradients,
-                "optimizer_bytes": memory.optimizer,
-                "transient_bytes": memory.transient,
-                "peak_bytes": memory.peak,
-                "slot_bytes": memory.slots,
+            values = memory.row() | {
                 "buffer_bytes": memory.transient_forward_backward - plain.transient_forward_backward,
-                "kept_bytes": _kept(memory),
+                "kept_bytes": memory.kept,
                 "pss_bytes": memory.pss or 0,
             }
             largest = gather(list(values.values()), place).amax(0).long().tolist()
@@ -170,10 +164,6 @@ def measure_memory(place: Place, args: argparse.Namespace) -> dict[tuple[str, in
                 row["buffer_bytes"] = None
             measured[strategy, tokens] = row
     return measured
-
-
-def _kept(memory: Memory) -> int:
-    return memory.parameters + memory.gradients + memory.optimizer
 
 
 def _probe(strategy: str, ranks: Iterable[int], place: Place, args: argparse.Namespace, tokens: int) -> Memory:
@@ -241,7 +231,6 @@ def _result(
     losses = gather([float(loss) for loss in contestant.losses] or idle, place)
     times = _slowest(contestant.seconds, place)
     passes, updates = (_slowest(part, place) for part in contestant.phases.values())
-    forward_backward_ms = passes.median / 1e3
     used = {name: gather(part, place).mean(0).median().item() * 1e3 for name, part in contestant.processor.items()}
     return result_line(
         card,
@@ -250,25 +239,24 @@ def _result(
         **_ways(contestant.strategy, args),
         ring_bytes=contestant.ring_bytes,
         step_ms=times.median / 1e3,
-        p20_ms=times.p20 / 1e3,
-        p80_ms=times.p80 / 1e3,
-        processor_ms=used["step"],
-        forward_backward_ms=forward_backward_ms,
-        forward_backward_p20_ms=passes.p20 / 1e3,
-        forward_backward_p80_ms=passes.p80 / 1e3,
-        forward_backward_processor_ms=used["forward_backward"],
+        **_milliseconds("", times, used["step"]),
+        forward_backward_ms=passes.median / 1e3,
+        **_milliseconds("forward_backward_", passes, used["forward_backward"]),
         reference_forward_backward_ms=local_ms,
         optimizer_ms=updates.median / 1e3,
-        optimizer_p20_ms=updates.p20 / 1e3,
-        optimizer_p80_ms=updates.p80 / 1e3,
-        optimizer_processor_ms=used["optimizer"],
+        **_milliseconds("optimizer_", updates, used["optimizer"]),
         **contestant.muon(place),
-        exposed_ms=None if one_process else forward_backward_ms - local_ms,
+        exposed_ms=None if one_process else passes.median / 1e3 - local_ms,
         closed_form_bytes=_closed_form(contestant.strategy, place, args),
         tokens_per_s=tokens * place.ranks / times.median * 1e6,
         losses=(losses[0] if one_process else losses.mean(0)).tolist(),
         gradients=[contestant.gradients] if one_process else gather(contestant.gradients, place).tolist(),
     )
+
+
+def _milliseconds(name: str, times: Sample, processor_ms: float) -> Result:
+    percentiles = {f"{name}p20_ms": times.p20 / 1e3, f"{name}p80_ms": times.p80 / 1e3}
+    return percentiles | {f"{name}processor_ms": processor_ms}
 
 
 def _not_timed(strategy: str, place: Place, args: argparse.Namespace, tokens: int, card: Result) -> Result:

@@ -178,8 +178,7 @@ def train(place: Place, args: argparse.Namespace) -> None:
         text_sha256=fingerprint(text),
         losses=losses,
     )
-    if args.output:
-        append_line(args.output, result)
+    append_line(args.output, result)
     print_summary(result, shape)
     print(json.dumps(result), flush=True)
 
@@ -195,16 +194,7 @@ def step_log(args: argparse.Namespace, trainer: Trainer, place: Place, first: in
 
 def memory_of_all_ranks(memory: Memory, place: Place) -> dict[str, Any]:
     """Bytes of the rank that holds most, under the names of the result line. All ranks call it."""
-    names = {
-        "parameter_bytes": memory.parameters,
-        "gradient_bytes": memory.gradients,
-        "optimizer_bytes": memory.optimizer,
-        "peak_bytes": memory.peak,
-        "transient_bytes": memory.transient,
-        "transient_forward_backward_bytes": memory.transient_forward_backward,
-        "transient_optimizer_bytes": memory.transient_optimizer,
-        "slot_bytes": memory.slots,
-    }
+    names = memory.row()
     largest = gather(list(names.values()), place).amax(0)
     return {name: int(value) for name, value in zip(names, largest, strict=True)}
 

@@ -190,9 +190,8 @@ def main() -> None:
     options = parser.parse_args()
     card = environment_card(torch.device("cpu"), command_line())
     for row in rows(options.ranks):
-        if options.output:
-            case = f"{row['transport']}, {row['mode']}"
-            append_line(options.output, result_line(card, benchmark="driver_calls", case=case, dtype="float32", **row))
+        case = f"{row['transport']}, {row['mode']}"
+        append_line(options.output, result_line(card, benchmark="driver_calls", case=case, dtype="float32", **row))
         if options.json:
             print(json.dumps(row))
         else:

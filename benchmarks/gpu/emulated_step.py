@@ -142,8 +142,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write(output: Path | None, line: dict[str, Any]) -> None:
-    if output:
-        append_line(output, line)
+    append_line(output, line)
     shown = ("tokens", "forward_backward_ms", "host_ms", "ratio", "graphs_replayed", "refused")
     print(f"{line['case']:<26}", {key: line[key] for key in shown if line.get(key) is not None}, flush=True)
 

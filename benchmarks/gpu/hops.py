@@ -134,9 +134,8 @@ def main() -> None:
         sys.exit("hops.py: expected at least 2 ranks, and a GPU for each, got 1")
     card = environment_card(torch.device("cuda", 0) if on_gpus else torch.device("cpu"), command_line())
     for row in launch(measure, args, ranks):
-        if args.output:
-            case = " ".join(str(row[key]) for key in ("transport", "ce_mode", "route"))
-            append_line(args.output, result_line(card, benchmark="hops", case=case, **row))
+        case = " ".join(str(row[key]) for key in ("transport", "ce_mode", "route"))
+        append_line(args.output, result_line(card, benchmark="hops", case=case, **row))
         print(json.dumps(row))
 
 

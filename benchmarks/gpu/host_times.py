@@ -114,8 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         line = result_line(
             card, benchmark="host_times", case=link, link=link, ranks=args.ranks, transport="emulated", **row
         )
-        if args.output:
-            append_line(args.output, line)
+        append_line(args.output, line)
         print(link, row, flush=True)
 
 

@@ -115,8 +115,7 @@ def main(argv: list[str] | None = None) -> None:
             card, benchmark="sums", case=f"{tokens}x{features}, k {depth}", shape=f"{tokens}x{features}", k=depth,
             tokens=tokens, dtype="bfloat16", **row, **state,
         )  # fmt: skip
-        if args.output:
-            append_line(args.output, line)
+        append_line(args.output, line)
         print(depth, {name: value if value is None else round(value, 3) for name, value in row.items()}, flush=True)
 
 

@@ -193,8 +193,7 @@ def count(case: Case, place: Place) -> Memory:
 def counted(case: Case, place: Place) -> dict[str, float]:
     """Returns `kept`, `slots` and `peak` of the rank that holds most."""
     memory = count(case, place)
-    kept = memory.parameters + memory.gradients + memory.optimizer
-    largest = gather([kept, memory.slots, memory.peak], place).amax(0).tolist()
+    largest = gather([memory.kept, memory.slots, memory.peak], place).amax(0).tolist()
     return dict(zip(("kept", "slots", "peak"), largest, strict=True))
 
 

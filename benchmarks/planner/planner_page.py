@@ -25,11 +25,8 @@ from rtp_ext.planner import (
     errors_of,
     estimate_memory,
     estimate_time,
-    goodput,
-    lecture,
 )
 from rtp_ext.planner.constants import constants
-from rtp_ext.planner.memory.activations import layer_tensors
 from rtp_ext.planner.plans.differences import differences
 from rtp_ext.planner.plans.forwards import forwards_table
 from rtp_ext.planner.plans.when import Cell, grid, when_table
@@ -44,7 +41,6 @@ from planner import published
 from planner.capacity import searched_again
 from planner.planned import planned_again
 from planner.planner_hosts import hosts
-from planner.planner_runs import title
 
 # -- rotation beside other plans, with all other settings equal --------------------------------------------------------
 
@@ -112,36 +108,6 @@ def like() -> str:
     return f"\n{wrapped(first)}\n{markdown(_HEADS, rows)}{wrapped(last)}\n\n"
 
 
-def claims_of_when() -> list[str]:
-    tie = constants()["search"]["tie_fraction"]["value"]
-    known = {(cell.model, cell.link, cell.tokens): cell for cell in cells()}
-    node = [cell for cell in cells() if cell.gpus == 8 and cell.link == "NVLink" and cell.tokens >= 4096]
-    near = [cell.advantage for cell in node]
-    long = known["llama-3-8b", "NVLink", 8192].plans
-    rtp, fsdp = long["rtp"], long["fsdp"]
-    won = [cell for cell in cells() if cell.advantage > 1 + tie]
-    ties = [cell for cell in cells() if cell.winner == "tie" and cell.link == "PCIe" and cell.tokens == 8192]
-    assert rtp and fsdp and won and {cell.link for cell in won} == {"PCIe"}, [dataclasses.astuple(cell) for cell in won]
-    return [
-        f"differences within {100 * tie:.0f} % count as ties",
-        f"a tie, or nearly, with `fully_shard` and the hybrids ({min(near):.2f} to {max(near):.2f})",
-        f"Llama 3 8B at 8k tokens, {rtp.step_seconds:.2f} s against {fsdp.step_seconds:.2f} s of `fully_shard`",
-        f"PCIe ({WIRES['pcie'] / GB:.0f} GB/s)",
-        f"RTP wins {len(won)} of the {len(cells())} cells by more than the model's error",
-        *(
-            f"{_title(cell)}{' in rings under a pipeline' * (cell.winner == 'rtp hybrid')}, {cell.tokens // 1024}k "
-            f"tokens: {cell.advantage:.2f}"
-            for cell in won
-        ),
-        f"{' and '.join(_title(cell).removeprefix('Llama 3 ') for cell in reversed(ties))} "
-        f"{'tie' if len(ties) > 1 else 'ties'} at 8k",
-    ]
-
-
-def _title(cell: Cell) -> str:
-    return title(cell.model)
-
-
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("planner.md", "planner_model.md", "predictions.md")
 BLOCK = marker("planner")
@@ -176,7 +142,20 @@ def _memory() -> str:
     for run in runs.torchtitan():
         if run.gib is not None:
             rows.append((f"torchtitan {run.name}: reserved", f"{run.gib:g} GiB", f"{run.memory_ratio:.2f}"))
-    return markdown(("run", "measured", "ratio"), rows)
+    return markdown(("run", "measured", "ratio"), [*rows, *_mixtral()])
+
+
+def _mixtral() -> list[tuple[str, str, str]]:
+    """Megatron-LM's test, which does not print the number of GPUs."""
+    between, peaks = published.MIXTRAL
+    model = dataclasses.replace(ModelSpec.preset("mixtral-8x7b"), vocab=256000)
+    plan = Strategy(dp=16, tp=2, pp=4, ep=4, zero=1, sequence_parallel=True)
+    stage = estimate_memory(model, Cluster.preset("h100-80gb", gpus=128), plan, 1024).stages[-1]
+    states = sum(stage.components[name] for name in ("parameters", "gradients", "optimizer"))
+    sizes = [("between steps, states alone", between, states)]
+    sizes += [("peak allocated", peak, stage.allocated_bytes) for peak in peaks]
+    name = "Megatron-LM Mixtral 8x7B, TP 2, PP 4, EP 4, last rank, 128 GPUs assumed: "
+    return [(name + what, f"{size / GB:.1f} GB", f"{estimate / size:.2f}") for what, size, estimate in sizes]
 
 
 def _verdicts() -> str:
@@ -192,7 +171,14 @@ def _verdicts() -> str:
         (run.name, f"{run.memory.peak_allocated_bytes / GB:.1f} GB", f"{run.cluster.memory_bytes / GB:.0f} GB")
         for run in wrong
     )
-    return told + markdown(("run", "estimate", "memory"), false_alarms)
+    sharded = [dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, zero=2)) for run in runs.llama3()]
+    fitting = sum(run.memory.verdict != "out of memory" for run in sharded)
+    note = (
+        "Llama 3's Table 4 prints neither recomputation nor the states that data parallelism shards: the estimate "
+        f"assumes none and `zero=1`, and with `zero=2` {fitting} of the {len(sharded)} rows are not out of memory. "
+        "NeMo's table prints neither recomputation nor offloading: the estimate assumes none."
+    )
+    return f"{told}{markdown(('run', 'estimate', 'memory'), false_alarms)}{wrapped(note)}\n\n"
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -232,14 +218,35 @@ _SOURCES = {
 
 
 def _untouched() -> str:
-    rows = []
-    for table, name in _SOURCES.items():
-        errors = [run.error for run in runs.every_run()[table] if run.measured is not None]
-        rows.append(_summary(name, errors))
+    every = {name: runs.every_run()[table] for table, name in _SOURCES.items()}
+    titan = runs.every_run()["torchtitan"]
+    every["arXiv 2407.21783, Table 4, without interleaving"] = runs.llama3(chunks=1)
+    every["torchtitan, with tensor parallelism"] = [run for run in titan if run.strategy.tp > 1]
+    every["torchtitan, without"] = [run for run in titan if run.strategy.tp == 1]
+    rows = [_summary(name, [run.error for run in own if run.measured is not None]) for name, own in every.items()]
     single = runs.one_node()
-    errors = [run.predicted_s() / run.step_seconds - 1 for run in single]
-    rows.append(_summary("vTrain on one node, hidden 1024 and 2048", errors))
-    return markdown(("table", "runs", "mean, median of absolute errors", "from, to"), rows)
+    rows.append(_summary("vTrain on one node, hidden 1024 and 2048", list(map(_error, single))))
+    regrets = runs.regrets(single)
+    note = f"On one node: regret {100 * runs.mean(regrets):.1f} % on average, {100 * max(regrets):.0f} % at most."
+    return f"{markdown(('table', 'runs', 'mean, median of absolute errors', 'from, to'), rows)}{note}\n\n"
+
+
+def _largest(count: int = 10) -> str:
+    """The largest errors on vTrain's runs."""
+    measured = sorted(runs.vtrain(), key=lambda run: -abs(_error(run)))
+    rows = []
+    for run in measured[:count]:
+        plan = run.strategy
+        sizes = (run.cluster.gpus, run.model.hidden, plan.tp, plan.dp, plan.pp, plan.micro_batch)
+        times = (f"{run.step_seconds:.1f} s", f"{run.predicted_s():.1f} s", _percent(_error(run)))
+        rows.append((*map(str, sizes), *times))
+    heads = ("GPUs", "hidden", "TP", "DP", "PP", "micro-batch", "measured", "predicted", "error")
+    rest = 100 * runs.mean(abs(_error(run)) for run in measured[3:])
+    return f"{markdown(heads, rows)}Without the first three the mean of absolute errors is {rest:.1f} %.\n\n"
+
+
+def _error(run: runs.Measurement) -> float:
+    return run.predicted_s() / run.step_seconds - 1
 
 
 def _summary(name: str, errors: Sequence[float]) -> tuple[str, ...]:
@@ -334,6 +341,7 @@ BLOCKS = {
     "memory": _memory,
     "verdicts": _verdicts,
     "calibration": _calibration,
+    "largest": _largest,
     "untouched": _untouched,
     "runs": _runs,
     "when": when,
@@ -349,140 +357,29 @@ BLOCKS = {
 
 
 def claims() -> list[str]:
-    """Returns the sentences with numbers that the page must contain, computed anew."""
-    before_when = [*_claims_of_memory(), *_claims_of_the_lecture(), *_claims_of_time(), *_claims_of_failures()]
-    return [*before_when, *claims_of_when()]
-
-
-def _claims_of_memory() -> list[str]:
-    known, logits = constants()["memory"], constants()["logits"]
+    """Returns the phrases with constants that the prose must contain, computed anew."""
+    memory, time, logits = (constants()[name] for name in ("memory", "time", "logits"))
     peaks = {name: f"{entry['peak_bytes']:g}" for name, entry in logits.items()}
-    llama = ModelSpec.preset("llama-3-8b")
-    selective = {"zero": 3, "recompute": "selective"}
-    units = {
-        name: f"{_layer_units(llama, Strategy(**plan)):g}"
-        for name, plan in {
-            "megatron": {},
-            "torch": {"stack": "torch"},
-            "selective": selective,
-            "full": {"recompute": "full"},
-        }.items()
-    }
-    safe = f"{100 * known['safe_fraction']['value']:.0f} %"
-    mixture, ratios = _mixtral()
-    sharded = [dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, zero=2)) for run in runs.llama3()]
-    fitting = sum(run.memory.verdict != "out of memory" for run in sharded)
-    reserved = [1 / run.memory_ratio - 1 for run in runs.torchtitan() if run.gib is not None]
+    safe = f"{100 * memory['safe_fraction']['value']:.0f} %"
+    tie = f"{100 * constants()['search']['tie_fraction']['value']:.0f} %"
+    h100 = Cluster.preset("h100-80gb")
+    flash = time["flash_fraction_torch"]["value"] * h100.bf16_achievable_flops_per_s / h100.bf16_flops_per_s
     return [
         f"draws memory against the {safe} line",
         f"`fits` up to {safe}, below which",
-        f"Reserved memory is about {known['reserved_per_allocated']['value']:g} times as much",
+        f"Reserved memory is about {memory['reserved_per_allocated']['value']:g} times as much",
         f"B = {peaks['eager']} eager, {peaks['loss-parallel']} DTensor loss-parallel, {peaks['megatron']} Megatron, "
         f"{peaks['compiled']} compiled, {peaks['fused']} fused",
-        f"{known['workspace_bytes']['value'] >> 20} MiB of the GEMM libraries",
-        f"{known['cuda_context_bytes']['value'] / GB:g} GB, {known['communicator_bytes']['value'] / GB:g} GB for each "
-        "communicator",
-        f"{units['megatron']} bytes for a Llama on Megatron",
-        f"{units['torch']} on plain torch",
-        f"{units['selective']} with torchtitan's selective recomputation",
-        f"{units['full']} with full",
-        f"with `zero=2` {fitting} of the {len(sharded)} rows are not out of memory",
-        f"reserved memory of torchtitan is {100 * min(reserved):.0f} to {100 * max(reserved):.0f} % above the estimate",
-        f"last rank: {mixture}) does not say",
-        f"the states are {ratios[0]:.2f} of the measured ones, and the peak is {ratios[1]:.2f} and {ratios[2]:.2f}",
-    ]
-
-
-def _layer_units(model: ModelSpec, strategy: Strategy) -> float:
-    """Returns bytes that a layer saves per token and hidden feature, without the float32 log-sum-exp."""
-    tensors = [saved for saved in layer_tensors(model, strategy) if "log-sum-exp" not in saved.tensor]
-    return sum(saved.bytes_per_token(strategy) for saved in tensors) / model.hidden
-
-
-def _mixtral() -> tuple[str, list[float]]:
-    between, peaks = published.MIXTRAL
-    model = dataclasses.replace(ModelSpec.preset("mixtral-8x7b"), vocab=256000)
-    plan = Strategy(dp=16, tp=2, pp=4, ep=4, zero=1, sequence_parallel=True)
-    stage = estimate_memory(model, Cluster.preset("h100-80gb", gpus=128), plan, 1024).stages[-1]
-    states = sum(stage.components[name] for name in ("parameters", "gradients", "optimizer"))
-    printed = f"{between / GB:.1f} GB between steps, peaks of {peaks[0] / GB:.1f} and {peaks[1] / GB:.1f} GB"
-    return printed, [states / between, *(stage.allocated_bytes / peak for peak in peaks)]
-
-
-def _claims_of_the_lecture() -> list[str]:
-    gpt3 = {"layers": 96, "hidden": 12288, "heads": 96, "seq": 2048}
-    one, many = (lecture.memory_bytes(**gpt3, batch=batch)["activations"] for batch in (1, 128))
-    day, a100 = 86400, 312e12
-    reached = lecture.utilization(300e9, 175e9, 1024, a100, 35 * day)
-    llama = lecture.utilization(1.4e12, 65e9, 2048, a100, 21 * day)
-    return [
-        f"its {int(one / GB)} GB of activations for GPT-3 ({int(100 * one / 700e9)} % of 700 GB; {many / 700e9:.0f} "
-        f"times at batch 128), and {reached:.4f} for GPT-3",
-        f"which gives {llama:.2f} for 1.4e12 tokens",
-    ]
-
-
-def _claims_of_failures() -> list[str]:
-    whole = goodput(100_000, 1.8 * 16384, 30, 600).effective
-    parted = goodput(100_000, 1.8 * 16384, 30, 600, 100, stall_seconds=180).effective
-    return [
-        f"at 100,000 GPUs {100 * whole:.0f} % where each failure costs ten minutes, and {100 * parted:.0f} % with 100 "
-        "replicas",
-    ]
-
-
-def _claims_of_time() -> list[str]:
-    time, tie = constants()["time"], constants()["search"]["tie_fraction"]["value"]
-    h100 = Cluster.preset("h100-80gb")
-    flash = time["flash_fraction_torch"]["value"] * h100.bf16_achievable_flops_per_s / h100.bf16_flops_per_s
-    measured = runs.vtrain()
-    fused = [
-        dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, flash_attention=True)) for run in measured
-    ]
-    odd = [run for run in measured if (run.cluster.gpus, run.strategy.tp, run.strategy.pp) == (512, 2, 16)]
-    even = [
-        run.step_seconds
-        for run in measured
-        if (run.cluster.gpus, run.model.hidden, run.strategy.tp, run.strategy.pp) == (512, odd[0].model.hidden, 4, 16)
-    ]
-    (small,) = (
-        run for run in measured if (run.model.hidden, run.strategy.tp, run.strategy.micro_batch) == (3072, 8, 2)
-    )
-    single = runs.regrets(runs.one_node())
-    serial = [run.error for run in runs.llama3(chunks=1)]
-    titan = {run.name: run for run in runs.torchtitan() if run.measured is not None}
-    context = [_percent(run.error) for run in titan.values() if run.strategy.cp > 1]
-    eager = [run.error for name, run in titan.items() if name.endswith("H100, 8192 tokens, eager")]
-    others = [abs(run.predicted_s() / run.step_seconds - 1) for run in measured if run not in (*odd, small)]
-    apart = [
-        runs.mean(abs(run.error) for run in titan.values() if (run.strategy.tp > 1) == parallel)
-        for parallel in (True, False)
-    ]
-    rowwise = [_percent(run.error) for name, run in titan.items() if name.endswith("rowwise")]
-    return [
+        f"{memory['workspace_bytes']['value'] >> 20} MiB of the GEMM libraries",
+        f"{memory['cuda_context_bytes']['value'] / GB:g} GB, "
+        f"{memory['communicator_bytes']['value'] / GB:g} GB for each communicator",
         f"torch: {100 * flash:.0f} % of peak",
         f"{100 * time['nvlink_sm_share']['value']:.0f} % on NVLink, "
         f"{100 * time['network_sm_share']['value']:.0f} % on the network",
-        f"Plans within {100 * tie:.0f} % of a rank's first",
-        f"on {len(measured)} of vTrain's runs on 64 to 512 A100",
-        f"regret {100 * runs.mean(single):.1f} % on average, {100 * max(single):.0f} % at most",
-        f"Without it the {len(measured)} runs come out {100 * errors_of(fused).mean_error:.0f} % wrong on average",
-        "vTrain, TP 2, PP 16 on 512 GPUs: " + " and ".join(_error(run) for run in odd),
-        f"Measured {' and '.join(f'{run.step_seconds:.0f}' for run in odd)} s where TP 4, PP 16 takes "
-        f"{min(even):.0f} to {max(even):.0f} s",
-        f"TP 8 with a micro-batch of 2 at hidden 3072: {_error(small)}",
-        f"at a micro-batch of 2 (below), the mean is {100 * runs.mean(others):.1f} %",
-        f"Runs with tensor parallelism are off by {100 * apart[0]:.1f} % on average, those without by "
-        f"{100 * apart[1]:.1f} %",
-        "Llama 3 405B without interleaving: " + ", ".join(_percent(error) for error in serial),
-        f"torchtitan of 2024 without compilation: {', '.join(map(_percent, eager))}",
-        f"context parallelism over 4 ranks: {', '.join(context)}",
-        f"Float8 with a scale for each row: {', '.join(rowwise)}",
+        f"Plans within {tie} of a rank's first",
+        f"differences within {tie} count as ties",
+        f"PCIe ({WIRES['pcie'] / GB:.0f} GB/s)",
     ]
-
-
-def _error(run: runs.Measurement) -> str:
-    return _percent(run.predicted_s() / run.step_seconds - 1)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

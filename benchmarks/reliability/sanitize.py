@@ -30,7 +30,7 @@ CALLS = {"address,undefined": b"__asan_report_load", "thread": b"__tsan_read"}  
 TESTS = [
     "python_tests/engine/test_ordering.py",  # executor and schedules, on the recording transport
     "python_tests/engine/test_prefetch.py",
-    "python_tests/engine/test_deferred_gradients.py",
+    "python_tests/engine/test_late_gradients.py",
     "python_tests/transport/test_shared_memory.py",
     "python_tests/transport/test_transport_tcp.py",
     "python_tests/transport/test_checksum.py",

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -31,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python_tests" / "s
 import torch
 from harness import RankError, run_ranks
 from shared.card import add_output_options, append_line, complete_output, environment_card
+from shared.memory import resources
 
 BUNCH = 20  # programs of one start of ranks
 STRETCH = 100  # steps of the long run between looks at memory and clock
@@ -39,12 +39,8 @@ GROWTH = {"resident_kib": 16 * 1024, "descriptors": 2, "threads": 1}  # the most
 
 def status() -> dict[str, int]:
     gc.collect()
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {
-        "resident_kib": int(fields["VmRSS"].split()[0]),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": int(fields["Threads"]),
-    }
+    used = resources()
+    return {"resident_kib": used.pop("resident_bytes") // 1024, **used}
 
 
 def several(rank: int, ranks: int, first: int, count: int, wide: bool) -> int:

@@ -16,7 +16,6 @@ shared/hosts.py.
 import argparse
 import dataclasses
 import json
-import os
 import random
 import sys
 import threading
@@ -31,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 from shared.card import add_output_options, append_line, complete_output, environment_card
 from shared.hosts import Hosts, NoHosts, add_host_options, complete_hosts
 from shared.launch import Place, gather, launch_on_hosts
+from shared.memory import resources
 
 GROWN = {"resident_bytes": 8 * 2**20, "descriptors": 0, "threads": 0}  # the most that is no growth
 RECORDED = 500  # steps, at least
@@ -53,17 +53,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def status() -> dict[str, int]:
-    """Returns the resources of a process that must not grow in a long run."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    resident = int(fields["VmRSS"].split()[0]) * 1024
-    return {
-        "resident_bytes": resident,
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": int(fields["Threads"]),
-    }
-
-
 def train(place: Place, args: argparse.Namespace) -> dict[str, Any]:
     """Runs one rank. Returns the losses of all steps, and the growth of its resources."""
     from shared.models import MLPStack, random_vectors
@@ -71,15 +60,15 @@ def train(place: Place, args: argparse.Namespace) -> dict[str, Any]:
 
     trainer = Trainer("rtp", lambda: MLPStack(blocks=2, width=64, inner=192), place.mesh, place.device, **SETTINGS)
     naps = random.Random(args.seed * 1000 + place.rank)
-    losses, early = [], status()
+    losses, early = [], resources()
     for step in range(args.steps):
         if step == args.steps // 5:
-            early = status()
+            early = resources()
         if args.disturbed:
             time.sleep(naps.uniform(0, NAP) if naps.random() < 0.5 else 0)
         batch = random_vectors(32, torch.Generator().manual_seed(step * 1009 + place.rank), width=64)
         losses.append(trainer.step(*batch).item())
-    added = {name: value - early[name] for name, value in status().items()}
+    added = {name: value - early[name] for name, value in resources().items()}
     most = gather([float(value) for value in added.values()], place).amax(0).long().tolist()
     every = gather(losses, place).tolist()
     transport = trainer.ring.transport

@@ -68,8 +68,25 @@ class Memory:
         return max(self.transient_forward_backward, self.transient_optimizer)
 
     @property
+    def kept(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
     def peak(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.transient
+        return self.kept + self.transient
+
+    def row(self) -> dict[str, int]:
+        """Returns the bytes under the names of a line of results, without `pss`."""
+        return {
+            "parameter_bytes": self.parameters,
+            "gradient_bytes": self.gradients,
+            "optimizer_bytes": self.optimizer,
+            "peak_bytes": self.peak,
+            "transient_bytes": self.transient,
+            "transient_forward_backward_bytes": self.transient_forward_backward,
+            "transient_optimizer_bytes": self.transient_optimizer,
+            "slot_bytes": self.slots,
+        }
 
 
 class MemoryProbe:
@@ -270,6 +287,13 @@ class _HostMeter:
 def proportional_bytes() -> int:
     """Returns the proportional set size of this process, in bytes."""
     return _bytes_of("/proc/self/smaps_rollup", "Pss")
+
+
+def resources() -> dict[str, int]:
+    """Returns what a process must not take more and more of in a long run."""
+    threads = re.search(r"^Threads:\s*(\d+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    return {"resident_bytes": status_bytes("VmRSS"), "descriptors": descriptors, "threads": int(threads[1])}
 
 
 def status_bytes(field: str) -> int:

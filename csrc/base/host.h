@@ -1,6 +1,7 @@
 // Identity of the host that this process runs on.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 namespace rtp {
@@ -13,5 +14,7 @@ std::string host_id();
 // Returns the PID namespace of this process. Two processes of a host have the same namespace only if they can open each
 // other's memory by process id; each container has its own namespace.
 std::string processes_id();
+
+uint64_t random_number();
 
 }  // namespace rtp

@@ -19,12 +19,12 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
       sink_(transport_),
       hops_(transport_, sink_),
       prefetcher_(transport_, pool_, hops_, sink_, rank),
-      deferred_(transport_, pool_, sink_),
+      late_(transport_, pool_, sink_),
       pulls_(pool_) {}
 
 Executor::~Executor() {
   if (!alive()) return;
-  deferred_.empty() ? transport_->drop() : transport_->abort("dropped while a gradient was in flight");
+  late_.empty() ? transport_->drop() : transport_->abort("dropped while a gradient was in flight");
 }
 
 const Schedule& Executor::schedule(ScheduleOptions options) {
@@ -51,7 +51,7 @@ const std::string& Executor::fail(const std::string& reason) noexcept {
   streams().abandon_graph_stream();  // a capture forbids the stream queries that abort() makes
   end_ = reason.empty() ? "unknown failure" : reason;
   transport_->abort(end_);
-  prefetcher_.forget(), deferred_.forget();
+  prefetcher_.forget(), late_.forget();
   return sink_.fail(end_);
 }
 
@@ -62,9 +62,9 @@ void Executor::close() {
   transport_->close();
 }
 
-void Executor::finish_reduction(const at::Tensor& gradient) {
+void Executor::land(const at::Tensor& gradient) {
   check_alive("a gradient");
-  or_fail([&] { deferred_.finish(gradient); });
+  or_fail([&] { late_.finish(gradient); });
 }
 
 void Executor::set_trace(bool on) {
@@ -285,7 +285,7 @@ const Step* Execution::next() {
       if (step.action == Action::hop) {
         hop(step);
       } else if (schedule_.defers_reduction() && position_ == schedule_.steps.size()) {
-        defer_reduction(step);
+        leave_late(step);
       } else if (step.action == Action::copy || step.action == Action::add) {
         copy_or_add(step);
       } else {
@@ -379,14 +379,14 @@ void Execution::copy_or_add(const Step& step) {
   after_compute(step);
 }
 
-// Defers the last addition, together with the slots that its hop uses, until after the pass.
-void Execution::defer_reduction(const Step& step) {
+// Leaves the last addition, together with the slots that its hop uses, until after the pass.
+void Execution::leave_late(const Step& step) {
   auto arriving = views(step.send, step.send_owner), local = views(step.receive, step.receive_owner);
   auto& slots = slots_[static_cast<size_t>(Channel::gradient)];
-  executor_.deferred_.add({std::exchange(slots, {}), std::move(arriving), std::move(local), begun_, position(), step});
+  executor_.late_.add({std::exchange(slots, {}), std::move(arriving), std::move(local), begun_, position(), step});
 }
 
-// Orders the compute stream after every hop except deferred ones, so that later work on it can use the local tensors,
+// Orders the compute stream after every hop except late ones, so that later work on it can use the local tensors,
 // outputs and slots. Tensor lifetimes across streams are settled only here.
 void Execution::end() {
   ended_ = true;
@@ -406,7 +406,7 @@ void Execution::end() {
   sink.end(begun_);
   executor_.last_ = streams.record_compute();
   return_slots();
-  executor_.deferred_.end_pass();
+  executor_.late_.end_pass();
   range_.end();
   carveout_.reset();
   streams_pass_.reset();

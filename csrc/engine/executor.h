@@ -18,9 +18,9 @@
 #include "base/ranges.h"
 #include "base/signals.h"
 #include "device/sm_carveout.h"
-#include "engine/hops/deferred_reductions.h"
 #include "engine/hops/dequantized_weights.h"
 #include "engine/hops/gradient_quantizer.h"
+#include "engine/hops/late_gradients.h"
 #include "engine/hops/slots.h"
 #include "engine/pass_graph.h"
 #include "engine/prefetch.h"
@@ -47,14 +47,14 @@ class Executor {
   SlotPool& pool() { return pool_; }
   Hops& hops() { return hops_; }
   Prefetcher& prefetcher() { return prefetcher_; }
-  DeferredReductions& deferred_reductions() { return deferred_; }
+  LateGradients& late_gradients() { return late_; }
   Sink& sink() { return sink_; }
   // Orders the compute stream after the last pass, which may have run on another one, and after hops in flight between
-  // two passes: prefetched hops and deferred gradient reductions.
+  // two passes: prefetched hops and late gradients.
   void drain() {
     or_fail([this] {
       streams().order_compute_after(last_);
-      deferred_.drain(), prefetcher_.drain();
+      late_.drain(), prefetcher_.drain();
     });
   }
   // Frees all slots, after hops in flight.
@@ -71,15 +71,15 @@ class Executor {
     check_alive(collective);
     or_fail([&] { hops_.meet(collective, rank_, ranks_); });
   }
-  // Sets the context of the following passes. A forward first finishes the deferred reductions that a failed backward
+  // Sets the context of the following passes. A forward first finishes the late gradients that a failed backward
   // left.
   void enter(Context context) {
-    if (!context.backward) or_fail([this] { deferred_.drain(); });
+    if (!context.backward) or_fail([this] { late_.drain(); });
     pulls_.enter(context.phase);
     prefetcher_.enter(std::move(context));
   }
-  // Finishes the deferred reduction of a gradient: see Schedule::defers_reduction.
-  void finish_reduction(const at::Tensor& gradient);
+  // Finishes a late gradient: see Schedule::defers_reduction.
+  void land(const at::Tensor& gradient);
   // Passes as CUDA graphs. After fix_slots(), the hops of a pass use the same slots whether the pass is enqueued step
   // by step or as a graph; hops must not cross pass boundaries then, neither by prefetching nor by deferring.
   Results& results() { return results_; }
@@ -145,7 +145,7 @@ class Executor {
   Sink sink_;
   Hops hops_;
   Prefetcher prefetcher_;
-  DeferredReductions deferred_;
+  LateGradients late_;
   ShardPulls pulls_;  // without a source, shards travel
   Results results_;
   Hops::Counts counts_before_graph_;
@@ -209,7 +209,7 @@ class Execution {
   void after_compute(const Step& step);
   void hop(const Step& step);
   void copy_or_add(const Step& step);
-  void defer_reduction(const Step& step);
+  void leave_late(const Step& step);
   void end();
   template <typename Action>
   auto guarded(Action&& action);

@@ -198,10 +198,10 @@ void bind_executor(py::module_& m) {
       .def(
           "prefetch", [](Executor& e, size_t passes) { e.prefetcher().allow(passes); }, py::arg("passes"))
       .def(
-          "allow_deferred", [](Executor& e, size_t passes) { e.deferred_reductions().allow(passes); },
-          py::arg("passes"), "Maximum number of gradient reductions that may finish after their pass.")
-      .def("land", &Executor::finish_reduction, py::arg("gradient"), py::call_guard<NoGil>())
-      .def("landed_late", [](Executor& e) { return e.deferred_reductions().finished(); })
+          "allow_late", [](Executor& e, size_t passes) { e.late_gradients().allow(passes); }, py::arg("passes"),
+          "Maximum number of gradient reductions that may finish after their pass.")
+      .def("land", &Executor::land, py::arg("gradient"), py::call_guard<NoGil>())
+      .def("landed_late", [](Executor& e) { return e.late_gradients().finished(); })
       .def("prefetched",
            [](Executor& e) {
              return std::pair(e.prefetcher().sent() + e.pulls().started_ahead(),

@@ -36,12 +36,13 @@ py::tuple read_trace(Executor& executor) {
     result = executor.sink().read_trace();
   }
   py::list passes, events;
-  for (const Sink::Pass& pass : result.passes) {
-    passes.append(py::make_tuple(pass.operation, keywords(pass.options), pass.start, pass.end));
+  for (const auto& pass : result.passes) {
+    passes.append(py::make_tuple(pass->operation, keywords(pass->options), pass->began, pass->ended));
   }
-  for (const Sink::Event& event : result.events) {
-    events.append(py::make_tuple(event.pass, event.operation, event.step, name(event.kind), name(event.lane),
-                                 event.label, event.start, event.end, event.posted));
+  for (const auto& event : result.events) {
+    events.append(py::make_tuple(event->pass ? event->pass->number : -1, event->operation, event->step,
+                                 name(event->kind), name(event->lane), event->label, event->began, event->ended,
+                                 event->posted));
   }
   return py::make_tuple(result.zero, result.captured, passes, events);
 }

@@ -98,12 +98,12 @@ PassHandle Sink::begin_pass(const std::string& operation, const Schedule& schedu
   PassHandle pass{add_named(Kind::pass, operation), nullptr};
   if (!tracing_) return pass;
   if (captures()) {
-    ++captured_;
+    ++trace_.captured;
     return pass;
   }
   pass.traced = std::make_shared<TracePass>(
-      TracePass{recording_, static_cast<int>(passes_.size()), operation, schedule.options, now(), nullptr});
-  passes_.push_back(pass.traced);
+      TracePass{recording_, static_cast<int>(trace_.passes.size()), operation, schedule.options, now(), nullptr});
+  trace_.passes.push_back(pass.traced);
   return pass;
 }
 
@@ -196,9 +196,10 @@ void Sink::end_collective(uint64_t entry) {
 
 EventHandle Sink::keep(const PassHandle& pass, const std::string& operation, TraceKind kind, int step, Lane lane,
                        const std::string& label) {
-  events_.push_back(std::make_shared<TraceEvent>(TraceEvent{pass.traced, operation, step, kind, lane, label, {}, {}}));
-  if (computes(lane)) events_.back()->start = now();  // depart() sets the start of a hop
-  return {0, events_.back()};
+  trace_.events.push_back(
+      std::make_shared<TraceEvent>(TraceEvent{pass.traced, operation, step, kind, lane, label, {}, {}}));
+  if (computes(lane)) trace_.events.back()->start = now();  // depart() sets the start of a hop
+  return {0, trace_.events.back()};
 }
 
 EventHandle Sink::begin(const PassHandle& pass, TraceKind kind, int step, Lane lane, const std::string& label) {
@@ -240,41 +241,29 @@ void Sink::depart(const EventHandle& event, const Hop& hop) {
 void Sink::start_trace() {
   RTP_CHECK_VALUE(!tracing_, "trace: expected a ring that is not being recorded, got one that is");
   zero_ = now();
-  host_zero_ = HostClock::now();
+  trace_ = {};
+  trace_.zero = std::chrono::duration<double>(HostClock::now().time_since_epoch()).count();
   on_host_ = transport_->streams().on_host();
   ++recording_;
-  captured_ = 0;
-  passes_.clear();
-  events_.clear();
   tracing_ = true;
 }
 
 Sink::Trace Sink::read_trace() {
-  Trace result{std::chrono::duration<double>(host_zero_.time_since_epoch()).count(), captured_, {}, {}};
   const auto at = [this](const Moment& moment) {
     return moment ? transport_->streams().seconds(zero_, moment) : kNever;
   };
-  for (const auto& pass : passes_) {
-    result.passes.push_back({pass->operation, pass->options, at(pass->start), at(pass->end)});
-  }
+  for (const auto& pass : trace_.passes) pass->began = at(pass->start), pass->ended = at(pass->end);
+  std::erase_if(trace_.events, [](const auto& event) { return !event->start || !event->end; });
   std::array<double, 6> arrived{};  // by row: latest arrival so far
-  for (const auto& event : events_) {
-    if (!event->start || !event->end) continue;
-    const int pass = event->pass ? event->pass->number : -1;
-    const double posted = at(event->start);
-    double start = posted;
-    const double end = std::max(at(event->end), posted);  // small messages may arrive before their hop is posted
-    if (!computes(event->lane)) {
-      double& before = arrived[static_cast<size_t>(event->lane)];
-      start = std::min(std::max(start, before), end);
-      before = std::max(before, end);
-    }
-    result.events.push_back(
-        {pass, event->operation, event->step, event->kind, event->lane, event->label, start, end, posted});
+  for (const auto& event : trace_.events) {
+    event->posted = event->began = at(event->start);
+    event->ended = std::max(at(event->end), event->posted);  // small messages may arrive before their hop is posted
+    if (computes(event->lane)) continue;
+    double& before = arrived[static_cast<size_t>(event->lane)];
+    event->began = std::min(std::max(event->posted, before), event->ended);
+    before = std::max(before, event->ended);
   }
-  passes_.clear();
-  events_.clear();
-  return result;
+  return std::exchange(trace_, {});
 }
 
 }  // namespace rtp

@@ -35,12 +35,14 @@ enum class TraceKind : uint8_t { step, wait, stage };
 const char* name(Lane lane);
 const char* name(TraceKind kind);
 
+// The times of a trace, which read_trace() sets, are in seconds from its start; NaN: not ended.
 struct TracePass {
   uint64_t recording;  // a pass may outlive the trace that it began in
   int number;
   std::string operation;
   ScheduleOptions options;
   Moment start, end;
+  double began = 0, ended = 0;
 };
 struct TraceEvent {
   std::shared_ptr<TracePass> pass;  // null: a prefetched hop whose pass has not been traced
@@ -50,6 +52,8 @@ struct TraceEvent {
   Lane lane;
   std::string label;
   Moment start, end;
+  // A hop began when it was posted or, if later, when the earlier hops of its channel had arrived.
+  double posted = 0, began = 0, ended = 0;
 
   static constexpr int kNoStep = -1;
 };
@@ -159,28 +163,11 @@ class Sink {
   void start_trace();
   void stop_trace() { tracing_ = false; }
 
-  // Times are in seconds from the start; NaN: not ended. A hop starts when it was posted or, if later, when the earlier
-  // hops of its channel had arrived.
-  struct Pass {
-    std::string operation;
-    ScheduleOptions options;
-    double start, end;
-  };
-  struct Event {
-    int pass;  // number of the pass; -1: none
-    std::string operation;
-    int step;
-    TraceKind kind;
-    Lane lane;
-    std::string label;
-    double start, end;
-    double posted;  // when a hop was posted; for other events, the start
-  };
   struct Trace {
-    double zero;  // start time, in seconds of the host's steady clock
-    int64_t captured;
-    std::vector<Pass> passes;
-    std::vector<Event> events;
+    double zero = 0;  // start time, in seconds of the host's steady clock
+    int64_t captured = 0;
+    std::vector<std::shared_ptr<TracePass>> passes;
+    std::vector<std::shared_ptr<TraceEvent>> events;
   };
   // Returns and clears the traced events. Events that have not ended are omitted; blocks until the GPU has reached
   // them.
@@ -253,11 +240,8 @@ class Sink {
   bool tracing_ = false;
   bool on_host_ = false;  // the host computes, posts hops and waits for them
   uint64_t recording_ = 0;
-  HostClock::time_point host_zero_;
   Moment zero_;
-  int64_t captured_ = 0;
-  std::vector<std::shared_ptr<TracePass>> passes_;
-  std::vector<std::shared_ptr<TraceEvent>> events_;
+  Trace trace_;
   EventHandle collective_;
 
   Place place_;

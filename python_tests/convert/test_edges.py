@@ -34,7 +34,8 @@ def test_fewer_columns_than_ranks():
     for transport in ("shm", "c10d"):
         for in_place in (False, True):
             with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
-                rotated = RotatedLinear.from_module(plain, ring, shard_dim=1, in_place=in_place)
+                ring.in_place = in_place
+                rotated = RotatedLinear.from_module(plain, ring, shard_dim=1)
                 y = rotated(x)
                 assert torch.allclose(y, plain(x), atol=1e-12)
                 y.square().sum().backward()
@@ -127,10 +128,10 @@ def test_late_ties_are_refused_with_a_remedy():
 
 def test_in_place_never_writes_beyond_its_shard():
     """The last of 7 rows on 3 ranks is alone in its shard; the shards that visit have 3."""
-    ring = rtp_ext.Ring.emulated(3, rank=2)
+    ring = rtp_ext.Ring.emulated(3, rank=2, in_place=True)
     flat = torch.full((20,), 7.0)
     with pytest.raises(ValueError, match=r"rotated_linear: in_place .* storage of its own"):
-        rotated_linear(torch.ones(1, 2), flat[:2].view(1, 2), ring=ring, in_place=True)
+        rotated_linear(torch.ones(1, 2), flat[:2].view(1, 2), ring=ring)
     assert torch.equal(flat, torch.full((20,), 7.0))
 
 
@@ -193,10 +194,16 @@ def test_sums_that_lack_a_part_are_nan(rank, ring):
 def test_options_that_differ_between_ranks_are_refused(rank):
     with pytest.raises(ValueError, match=r"route ring.*route direct.* on rank 1"):
         rtp_ext.Ring(route="ring" if rank == 0 else "direct", timeout=TIMEOUT)
+    with pytest.raises(ValueError, match=r"in_place True.*in_place False.* on rank 1"):
+        rtp_ext.Ring(in_place=rank == 0, timeout=TIMEOUT)
+    with rtp_ext.Ring(transport="c10d", timeout=TIMEOUT) as ring:  # which gets the option of a call
+        model = rtp_ext.fully_rotate(nn.Linear(4, 4, bias=False), mesh=ring, in_place=True)
+        model(torch.ones(1, 4))
+        assert ring.in_place and ring.hops("weight") == ring.size, "control: one hop less where copies travel"
     with rtp_ext.Ring(transport="c10d", timeout=TIMEOUT) as ring:
-        weight = take_shard(torch.ones(4, 4), ring, 0)
-        with pytest.raises(ValueError, match=r"in_place"):
-            rotated_linear(torch.ones(1, 4), weight, ring=ring, in_place=rank == 0)
+        model = rtp_ext.fully_rotate(nn.Linear(4, 4, bias=False), mesh=ring, in_place=rank == 0)
+        with pytest.raises(ValueError, match=r"in_place: expected True \(rank 0\), got False on rank 1"):
+            model(torch.ones(1, 4))
 
 
 @on_ranks(2)
@@ -270,16 +277,14 @@ def test_empty_dimensions(rank, ranks, cases):
         return kind(*arguments, **options)
 
     for transport, in_place in (("shm", False), ("c10d", True)):
-        with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
-            rotated = {"ring": ring, "in_place": in_place, "dtype": torch.float64}
+        with rtp_ext.Ring(transport=transport, in_place=in_place, timeout=TIMEOUT) as ring:
+            rotated = {"ring": ring, "dtype": torch.float64}
             for inputs, outputs, bias, shard_dim in product((0, 5), (0, 4), (True, False), (0, 1)):
                 plain = made(_linear, inputs, outputs, bias)
                 name, x = f"{plain} {transport} cut along {shard_dim}", torch.ones(3, inputs, dtype=torch.float64)
                 module = made(RotatedLinear, inputs, outputs, bias, **rotated, shard_dim=shard_dim)
                 check(f"{name}, made", plain, module, x)
-                twin = RotatedLinear.from_module(
-                    made(_linear, inputs, outputs, bias), ring, shard_dim=shard_dim, in_place=in_place
-                )
+                twin = RotatedLinear.from_module(made(_linear, inputs, outputs, bias), ring, shard_dim=shard_dim)
                 check(f"{name}, cut", made(_linear, inputs, outputs, bias), twin, x)
             for sizes in ((0, 6, 3), (4, 0, 3), (4, 6, 0)):
                 x = torch.ones(2, sizes[0], dtype=torch.float64)

@@ -18,7 +18,7 @@ import rtp_ext
 from rtp_ext import RotationDims
 from rtp_ext.convert.scopes import state_of
 from rtp_ext.outer import ZeroOuter
-from rtp_ext.parameters.pieces import is_piece
+from rtp_ext.parameters.cut_over_replicas import is_piece
 
 
 def convert(model, mesh=None, dims=None, **options):

@@ -45,8 +45,8 @@ def _run(rank, ranks):
     cases, hops = Cases(), {}
     for transport, in_place in (("shm", False), ("c10d", True)):
         for cap in (0, ROW, 4 * ROW + 1):
-            ring = rtp_ext.Ring(transport=transport, slot_cap=cap, timeout=30.0)
-            options = {"ring": ring, "in_place": in_place}
+            ring = rtp_ext.Ring(transport=transport, slot_cap=cap, in_place=in_place, timeout=30.0)
+            options = {"ring": ring}
             with cases.case(f"linear {transport} {cap}"):
                 _compare(
                     ring,

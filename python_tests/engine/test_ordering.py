@@ -87,7 +87,7 @@ def mlp(ring, **options):
 def late(ring, layers=4):
     """Gradients that arrive after the passes of two more layers, without autograd, which would wait."""
     executor, outputs = ring.communicator.executor, 4 * ring.size
-    executor.allow_deferred(2)
+    executor.allow_late(2)
     dtypes = {"compute_dtype": torch.float32, "reduce_dtype": torch.float32}
     options = _native.RotationOptions(
         route=ring.hop_route,
@@ -209,10 +209,10 @@ CASES = {
     "linear": Case(linear),
     "linear, direct": Case(linear, ring={"route": "direct"}),
     "linear, gather": Case(linear, ring={"route": "gather"}),
-    "linear, in place": Case(linear, options={"in_place": True}),
+    "linear, in place": Case(linear, ring={"in_place": True}),
     "linear, halves": Case(linear, ring={"gradient_halves": True}),
     "linear, lanes": Case(linear, LANES),
-    "linear, lanes, in place": Case(linear, LANES, options={"in_place": True}),
+    "linear, lanes, in place": Case(linear, LANES, {"in_place": True}),
     "linear, lanes, halves": Case(linear, LANES, {"gradient_halves": True}),
     "linear, lanes, halves, slots": Case(linear, LANES | SLOTS, {"gradient_halves": True, "route": "direct"}),
     "linear, lanes, cast": Case(linear, LANES, options=CAST),
@@ -228,7 +228,7 @@ CASES = {
     "pieces, lanes": Case(pieces, LANES),
     "pieces, slots": Case(pieces, SLOTS),
     "mlp": Case(mlp, LANES, {"gradient_halves": True}),
-    "mlp, in place": Case(mlp, options={"in_place": True}),
+    "mlp, in place": Case(mlp, ring={"in_place": True}),
     "mlp, slots": Case(mlp, SLOTS),
     "mlp, cast": Case(mlp, ring={"route": "direct"}, options=CAST),
     "late": Case(late),
@@ -236,7 +236,7 @@ CASES = {
     "late, slots": Case(late, SLOTS, {"route": "direct"}),
     "straight": Case(linear, ring=STRAIGHT),
     "straight, lanes": Case(linear, LANES, STRAIGHT),
-    "straight, lanes, in place": Case(linear, LANES, STRAIGHT, {"in_place": True}),
+    "straight, lanes, in place": Case(linear, LANES, STRAIGHT | {"in_place": True}),
     "straight, lanes, 16 bits": Case(linear, LANES, STRAIGHT, NARROW),
     "straight, slots, 16 bits": Case(linear, SLOTS, STRAIGHT, NARROW),
     "straight, lanes, int8": Case(linear, LANES, STRAIGHT | {"gradient_travel": "int8"}),
@@ -253,7 +253,7 @@ CASES = {
     "primitives": Case(primitives),
     "primitives, slots": Case(primitives, SLOTS, {"route": "direct"}),
     "layers": Case(layers),
-    "layers, in place": Case(layers, options={"in_place": True}),
+    "layers, in place": Case(layers, ring={"in_place": True}),
     "layers, lanes": Case(layers, LANES),
     "layers, lanes, slots": Case(layers, LANES | SLOTS),
     "layers, lanes, halves": Case(layers, LANES, {"gradient_halves": True, "route": "direct"}),
@@ -335,7 +335,7 @@ def test_what_is_recorded_is_what_is_run(recordings):
         )
         assert (1 in computes) == bool(beside and case.ring.get("route") != "gather"), name
         if case.program is layers:
-            ahead = case.ring.get("route") != "gather" and not case.options.get("in_place")
+            ahead = case.ring.get("route") != "gather" and not case.ring.get("in_place")
             assert ring.prefetched() == ((16, 16) if ahead else (0, 0)), name  # 4 layers of 5, 2 steps of 3, 2 phases
 
 

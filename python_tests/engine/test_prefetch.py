@@ -90,8 +90,8 @@ def _trains(rank, ranks):
         torch.manual_seed(0)
         for prefetch in (2, 1, 0) if transport == "shm" else (1, 0):
             for in_place in (False, True):
-                ring = rtp_ext.Ring(transport=transport, prefetch=prefetch, timeout=60.0)
-                model = rtp_ext.fully_rotate(make_model(), mesh=ring, in_place=in_place)
+                ring = rtp_ext.Ring(transport=transport, prefetch=prefetch, in_place=in_place, timeout=60.0)
+                model = rtp_ext.fully_rotate(make_model(), mesh=ring)
                 train(model, lambda step, model=model: batch_loss(model, rank, step), STEPS)
                 with cases.case(f"{transport}, prefetch {prefetch}, in_place {in_place}"):
                     for name, parameter in plain.named_parameters():

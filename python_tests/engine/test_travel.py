@@ -229,7 +229,7 @@ def test_pieces_precisions_and_refusals(rank, ranks, cases):
                 assert_same(cut(few), expected, EXACT, "output")
                 assert differs(expected, exact, 1e-4), "control: exact weights"
             with pytest.raises(ValueError, match=f"in_place=False on a ring of travel='{travel}'"):
-                rotated_linear(x, local, ring=ring, compute_dtype=torch.bfloat16, in_place=True)
+                rtp_ext.fully_rotate(nn.Linear(4, 4), mesh=ring, in_place=True)
             model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
             rtp_ext.fully_rotate(model[0], mesh=ring, travel=travel)
             other = "int8" if travel == "bfloat16" else "bfloat16"

@@ -201,7 +201,7 @@ def test_module(rank, ranks, ring):
             assert differs(full(module.get_parameter(name)), plain.get_parameter(name), 1e-3), "control: untrained"
 
     torch.manual_seed(0)
-    fresh = RotatedLinearCrossEntropy(5, 11, ring=ring, reduction="sum", dtype=torch.float64, in_place=True)
+    fresh = RotatedLinearCrossEntropy(5, 11, ring=ring, reduction="sum", dtype=torch.float64)
     torch.manual_seed(0)
     assert_same(full(fresh.weight), nn.Linear(5, 11, False, dtype=torch.float64).weight, 0.0, "initial values")
     assert fresh.bias is None and (fresh.in_features, fresh.out_features) == (5, 11)

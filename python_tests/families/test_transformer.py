@@ -163,7 +163,7 @@ def test_training(ranks, ring, cases, transport, in_place, every):
         model = make_model(kind, variant, dtype)
         names = list(model.state_dict())
         types = {name: type(part) for name, part in model.named_modules() if "Transformer" in type(part).__name__}
-        convert(model, ring, swapped=number % 2 == 0, in_place=in_place)
+        convert(model, ring, swapped=number % 2 == 0)
         assert list(model.state_dict()) == names
         for name, cls in types.items():
             assert isinstance(model.get_submodule(name), cls)
@@ -211,11 +211,11 @@ def undo(model: nn.Module) -> None:
 def test_evaluation_never_takes_the_fast_path(rank, ranks, transport, in_place, every):
     cases, taken, found = Cases(), 0, 0
     dtype = torch.float64
-    with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
+    with rtp_ext.Ring(transport=transport, in_place=in_place, timeout=TIMEOUT) as ring:
         for number, (kind, variant) in list(enumerate(product(KINDS, VARIANTS)))[ranks % every :: every]:
             norm_first, _, batch_first = variant
             plain = make_model(kind, variant, dtype).eval()
-            model = convert(copy.deepcopy(plain), ring, swapped=number % 2 == 0, in_place=in_place).eval()
+            model = convert(copy.deepcopy(plain), ring, swapped=number % 2 == 0).eval()
             twin = copy.deepcopy(model)
             inputs = make_inputs(kind, variant, rank, dtype)
             for masked in MASKED:

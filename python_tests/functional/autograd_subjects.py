@@ -35,7 +35,18 @@ def mlp() -> nn.Module:
 
 
 def converted(plain: nn.Module, ring: rtp_ext.Ring, in_place: bool, **options: Any) -> nn.Module:
-    return rtp_ext.fully_rotate(plain, mesh=ring, in_place=in_place, **options)
+    ring.in_place = in_place
+    return rtp_ext.fully_rotate(plain, mesh=ring, **options)
+
+
+def cut_along_inputs(plain: nn.Module, ring: rtp_ext.Ring, in_place: bool) -> nn.Module:
+    ring.in_place = in_place
+    return RotatedLinear.from_module(plain, ring, shard_dim=1)
+
+
+def of_experts(plain: nn.Module, ring: rtp_ext.Ring, in_place: bool) -> nn.Module:
+    ring.in_place = in_place
+    return RotatedExperts.from_module(plain, ring)
 
 
 def features(*shape: int) -> Callable[[int], list[Tensor]]:
@@ -73,12 +84,14 @@ class Subject:
 
 def fly(plain: nn.Module, ring: rtp_ext.Ring, in_place: bool) -> nn.Module:
     cuts = {"0.weight": 0, "0.bias": 0, "2.weight": 1, "2.bias": 0}
-    return Flyweight(plain, ring, shard_dims=cuts, combine="sum", added_once=("2.bias",), in_place=in_place)
+    ring.in_place = in_place
+    return Flyweight(plain, ring, shard_dims=cuts, combine="sum", added_once=("2.bias",))
 
 
 def fused(plain: nn.Module, ring: rtp_ext.Ring, in_place: bool) -> nn.Module:
     plain.__class__ = nn.Linear
-    return RotatedLinearCrossEntropy.from_module(plain, ring, in_place=in_place)
+    ring.in_place = in_place
+    return RotatedLinearCrossEntropy.from_module(plain, ring)
 
 
 def routed(rank: int) -> list[Tensor]:
@@ -91,7 +104,7 @@ SUBJECTS = {
     "linear cut along its inputs": Subject(
         lambda: nn.Linear(6, 7),
         features(3, 6),
-        lambda plain, ring, in_place: RotatedLinear.from_module(plain, ring, shard_dim=1, in_place=in_place),
+        cut_along_inputs,
     ),
     "embedding": Subject(lambda: nn.Embedding(5, 7), lambda rank: [numbers(3, 4, seed=rank)]),
     "convolution": Subject(lambda: nn.Conv1d(4, 7, 3), features(2, 4, 5)),
@@ -107,7 +120,7 @@ SUBJECTS = {
     "experts": Subject(
         lambda: PlainExperts(nn.SiLU()),
         routed,
-        lambda plain, ring, in_place: RotatedExperts.from_module(plain, ring, in_place=in_place),
+        of_experts,
         frozenset({"down_proj"}),  # the gradient of the router's weights is had from it
     ),
     "head and loss": Subject(

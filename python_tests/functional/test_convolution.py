@@ -20,7 +20,8 @@ def test_memory_formats_and_copies(rank, ranks, ring, transport):
     """A deep copy in another memory format computes and accumulates the same, in the format of its input."""
     operation = make_convolution("2d, head, whole groups, tail")
     for in_place in (False, True):
-        module = operation.module(ring, in_place=in_place)
+        ring.in_place = in_place
+        module = operation.module(ring)
         expected = nn.Conv2d(10, 15, 2, groups=5, bias=False, dtype=torch.float64)
         expected.load_state_dict(operation.parameters)
         first, second = ([operation.inputs("batched", r, seed)[0] for r in range(ranks)] for seed in (10, 50))

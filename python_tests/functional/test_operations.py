@@ -48,7 +48,7 @@ def test_outputs_and_gradients(ranks, cases, name, transport):
     """Over c10d the shards themselves travel, where they are asked to."""
     described, in_place = DESCRIBED[name], transport == "c10d"
     for route in ("ring",) if in_place else ("ring", "direct"):
-        with rtp_ext.Ring(transport=transport, route=route, timeout=TIMEOUT) as ring:
+        with rtp_ext.Ring(transport=transport, route=route, in_place=in_place, timeout=TIMEOUT) as ring:
             assert ring.transport == (transport if ranks > 1 else "emulated") and ring.route == route
             every = route == "ring" and not in_place
             for options in described.variants if every else described.few:
@@ -56,14 +56,15 @@ def test_outputs_and_gradients(ranks, cases, name, transport):
                     options = {**options, "ranks": ranks}
                 with cases.case(f"{route} {options}"):
                     tolerances = described.tolerances[options.get("dtype", FLOAT64)]
-                    check_pass(described.make(**options), ring, tolerances=tolerances, in_place=in_place)
+                    check_pass(described.make(**options), ring, tolerances=tolerances)
             dtypes, moving = (described.tolerances, (False, True)) if route == "ring" else ((FLOAT64,), (False,))
             for grid in described.grids:
                 rows = pairs(described.sizes, dtypes, grid, moving, forms=described.forms)
                 for size, dtype, options, moves, form in rows:
                     with cases.case(f"{route} {size} {dtype} {options} in_place={moves} {form}"):
                         operation = described.make(size, dtype=dtype, **options)
-                        check_pass(operation, ring, form, described.tolerances[dtype], in_place=moves)
+                        ring.in_place = moves
+                        check_pass(operation, ring, form, described.tolerances[dtype])
 
 
 def test_every_operation_has_its_cases():
@@ -93,26 +94,26 @@ def test_tolerances_refuse_wrong_results(rank, ranks, ring):
 
 def _behaviours(rank, ranks, names, transport):
     """Training with evaluations and doubled forwards, frozen parameters, checkpointing, writes, DTensors, modules."""
-    cases, in_place = Cases(), transport == "c10d"
-    with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:
+    cases = Cases()
+    with rtp_ext.Ring(transport=transport, in_place=transport == "c10d", timeout=TIMEOUT) as ring:
         for described in map(DESCRIBED.get, names):
-            _behaves(cases, described, ring, in_place)
+            _behaves(cases, described, ring)
     cases.finish()
 
 
-def _behaves(cases, described, ring, in_place):
+def _behaves(cases, described, ring):
     for options in described.trained:
         for dtype in described.trained_in:
             with cases.case(f"training {dtype} {options}"):
                 evaluate = dtype == FLOAT64
                 operation = described.make(**options, dtype=dtype)
-                train(operation, ring.rank, ring.size, evaluate, dtype, ring=ring, in_place=in_place)
-        check_checkpointing(cases, described.make(**options), ring, in_place=in_place)
-        check_writes(cases, described.make(**options), ring, in_place=in_place)
+                train(operation, ring.rank, ring.size, evaluate, dtype, ring=ring)
+        check_checkpointing(cases, described.make(**options), ring)
+        check_writes(cases, described.make(**options), ring)
         with cases.case(f"DTensors {options}"):
-            check_sharded(described.make(**options), ring, in_place=in_place)
+            check_sharded(described.make(**options), ring)
     for options in described.frozen:
-        check_frozen(cases, described.make(**options), ring, in_place=in_place)
+        check_frozen(cases, described.make(**options), ring)
 
 
 @pytest.mark.parametrize(("ranks", "transport"), [(3, "shm"), (4, "c10d")])
@@ -134,7 +135,7 @@ def widened(operation: Operation) -> Operation:
     return replace(operation, parameters={n: p.float() for n, p in operation.parameters.items()}, inputs=inputs)
 
 
-def check_mixed(cases: Cases, described: Described, options: Options, ring: rtp_ext.Ring, in_place: bool) -> None:
+def check_mixed(cases: Cases, described: Described, options: Options, ring: rtp_ext.Ring) -> None:
     """Float32 parameters: autocast to bfloat16, and a compute and a reduce dtype of their own."""
     narrow = described.make(**options, dtype=BFLOAT16)
     wide = widened(narrow)
@@ -145,7 +146,7 @@ def check_mixed(cases: Cases, described: Described, options: Options, ring: rtp_
     def result(operation: Operation, kind: Any, **more: Any) -> Any:
         before = ring.bytes_sent("weight"), ring.bytes_sent("gradient")
         shards = wide.shards(ring.rank, ring.size)
-        actual = rotated_result(operation, ring, "2d", 10, shards, in_place=in_place, **more)
+        actual = rotated_result(operation, ring, "2d", 10, shards, **more)
         sent[kind] = ring.bytes_sent("weight") - before[0], ring.bytes_sent("gradient") - before[1]
         return actual
 
@@ -155,7 +156,7 @@ def check_mixed(cases: Cases, described: Described, options: Options, ring: rtp_
 
     result(wide, "float32")
     for kind in ("autocast", FLOAT32, BFLOAT16) if described.autocasts else (FLOAT32, BFLOAT16):
-        with cases.case(f"{kind} {options} in_place={in_place}"):
+        with cases.case(f"{kind} {options} in_place={ring.in_place}"):
             if kind == "autocast":
                 actual = result(wide, kind, call=autocast)
             else:
@@ -171,7 +172,7 @@ def check_mixed(cases: Cases, described: Described, options: Options, ring: rtp_
                 for name, whole in expected.gradients.items():
                     part = chunk(whole, ring.size, ring.rank, wide.cuts[name])
                     assert_same(actual.gradients[name], part, 1e-5 * scale_of(whole, part), name)
-    with cases.case(f"bytes {options} in_place={in_place}"):
+    with cases.case(f"bytes {options} in_place={ring.in_place}"):
         weights, gradients = sent["float32"]
         travelled = {kind: (2 * w, g) for kind, (w, g) in sent.items() if kind not in ("float32", BFLOAT16)}
         assert set(travelled.values()) == {(weights, gradients)}, f"float32 travelled: {sent}"
@@ -182,7 +183,8 @@ def check_mixed(cases: Cases, described: Described, options: Options, ring: rtp_
 def test_autocast_and_mixed_precision(ring, cases):
     for name, described in DESCRIBED.items():
         for number, options in enumerate(described.mixed):
-            check_mixed(cases, described, options, ring, in_place=number % 2 == 1)
+            ring.in_place = number % 2 == 1
+            check_mixed(cases, described, options, ring)
         with cases.case(f"{name}: autocast leaves float64 alone"), torch.autocast("cpu", BFLOAT16):
             check_pass(described.make(**described.mixed[0]), ring)
 

@@ -53,7 +53,6 @@ def test_operands_without_memory_are_refused(rank, ranks, ring, cases):
         calls: dict[str, Callable[[], object]] = {
             "weight": lambda wrap=wrap: RF.rotated_linear(x, wrap(w), ring=ring),
             "weight that is cut otherwise": lambda wrap=wrap: RF.rotated_linear(x, wrap(w), ring=ring, shard_dim=1),
-            "weight in place": lambda wrap=wrap: RF.rotated_linear(x, wrap(w), ring=ring, in_place=True),
             "shard of a DTensor": lambda sharded=sharded: RF.rotated_linear(x, sharded, ring=ring),
             "bias": lambda wrap=wrap: RF.rotated_linear(x, w, wrap(b), ring=ring),
             "input": lambda wrap=wrap: RF.rotated_linear(wrap(x), w, ring=ring),

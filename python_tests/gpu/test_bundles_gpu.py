@@ -63,14 +63,13 @@ def test_mlp(ranks, dtype, recompute):
     shapes = [(HIDDEN, FEATURES), (HIDDEN, FEATURES), (OUTPUTS, HIDDEN)]
     parameters = [leaf(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
     for in_place in (False, True):
+        ring.in_place = in_place
         for parameter in parameters:
             parameter.grad = None
         check(
             ranks,
             dtype,
-            lambda x, u, g, d, i=in_place: rotated_mlp(
-                x, u, d, g, activation="swiglu", ring=ring, recompute=recompute, in_place=i
-            ),
+            lambda x, u, g, d: rotated_mlp(x, u, d, g, activation="swiglu", ring=ring, recompute=recompute),
             lambda x, u, g, d: F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d),
             [leaf(TOKENS, FEATURES, dtype=dtype, seed=10)],
             parameters,

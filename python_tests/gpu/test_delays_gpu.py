@@ -29,13 +29,13 @@ def layers(count: int) -> list[torch.Tensor]:
     ]
 
 
-def passes(ring, x, weights, pauses, in_place=False):
+def passes(ring, x, weights, pauses):
     """Forward and backward of several layers that share the ring's slots, with pauses of the compute stream."""
     outputs = []
     for weight, pause in zip(weights, pauses, strict=True):
         if pause:
             torch.cuda._sleep(pause * CYCLES)
-        outputs.append(rotated_linear(x, weight, ring=ring, in_place=in_place))
+        outputs.append(rotated_linear(x, weight, ring=ring))
     total = sum(y.square().mean() for y in outputs)
     gradients = torch.autograd.grad(total, [x, *weights])
     return [y.detach() for y in outputs] + list(gradients)
@@ -45,12 +45,12 @@ def check(ring, undisturbed, generator, repetitions=REPETITIONS):
     """Every repetition, with new random pauses, ends bitwise like the undisturbed ring."""
     x = random(TOKENS, FEATURES, dtype=torch.float32, seed=99).cuda().requires_grad_()
     for in_place in (False, True):
-        weights = layers(4)
+        weights, ring.in_place = layers(4), in_place
         expected = passes(undisturbed, x, weights, [0] * 4)
         results = []
         for _ in range(repetitions):  # nothing waits for the GPU in between
             pauses = [generator.choice([0, 0, generator.randrange(LONGEST)]) for _ in weights]
-            results.append(passes(ring, x, weights, pauses, in_place))
+            results.append(passes(ring, x, weights, pauses))
         for number, (result, part) in enumerate(product(results, range(len(expected)))):
             assert torch.equal(result[part], expected[part]), f"in_place {in_place}: result {number}, tensor {part}"
         assert not any(torch.equal(a, b) for a, b in pairwise(expected[:4])), "control: layers differ"

@@ -24,13 +24,13 @@ def leaf(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> tupl
 @pytest.mark.parametrize("shard_dim", [0, 1])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_emulated_ring_is_a_layer_of_repeated_shards(ranks, shard_dim, in_place):
-    ring = rtp_ext.Ring.emulated(ranks, device="cuda")
+    ring = rtp_ext.Ring.emulated(ranks, device="cuda", in_place=in_place)
     for (features, rows), dtype in product(SIZES, DTYPES):
         rows_here = rows if shard_dim == 0 else rows * ranks
         weight, plain_weight = leaf(rows_here, features, dtype=dtype, seed=1, scale=features**-0.5)
         bias, plain_bias = leaf(rows, dtype=dtype, seed=2)
         x, plain_x = leaf(33, features * (ranks if shard_dim == 1 else 1), dtype=dtype, seed=3)
-        y = rotated_linear(x, weight, bias, ring=ring, shard_dim=shard_dim, in_place=in_place)
+        y = rotated_linear(x, weight, bias, ring=ring, shard_dim=shard_dim)
         whole = plain_weight.repeat(*((ranks, 1) if shard_dim == 0 else (1, ranks)))
         expected = nn.functional.linear(plain_x, whole, plain_bias.repeat(ranks))
         dy = random(*y.shape, dtype=dtype, seed=4).cuda()

@@ -283,15 +283,15 @@ def _scales(rank, ranks, code):
         (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="rotated_scale: double backward is not supported"):
             (y.sum() + gradient.square().sum()).backward()
-    with rtp_ext.Ring(transport="c10d", timeout=30.0) as ring:
+    with rtp_ext.Ring(transport="c10d", in_place=True, timeout=30.0) as ring:
         for features in (7, 2):
             with cases.case(f"{features} features, in place"):
-                check_pass(make(features), ring, in_place=True)
+                check_pass(make(features), ring)
         layers.DROP_INS[Scale] = RotatedScale  # of this process, which ends with the test
-        for kind, in_place in ((Scale, True), (Subclass, False)):
+        for kind in (Scale, Subclass):
             with cases.case(f"{kind.__name__} in a model"):
                 plain, model = kind(7), nn.Sequential(kind(7))
-                rtp_ext.fully_rotate(model, mesh=ring, in_place=in_place)
+                rtp_ext.fully_rotate(model, mesh=ring)
                 assert isinstance(model[0], RotatedScale) and isinstance(model[0], kind)
                 for _ in range(2):
                     assert_same(model(x).detach(), plain(x).detach(), EXACT, "output")

@@ -55,7 +55,7 @@ def test_one_pass(ranks, ring, cases, transport, route, in_place, every):
     """`every`: of the cases, every second or third, another third on each number of ranks."""
     forms = [(name, form) for name, form in product(MODULES, FORMS) if fits(make_module(name, DTYPES[0]), FORMS[form])]
     modules = {
-        (name, dtype): RotatedMultiheadAttention.from_module(make_module(name, dtype), ring, in_place=in_place)
+        (name, dtype): RotatedMultiheadAttention.from_module(make_module(name, dtype), ring)
         for name, dtype in product(MODULES, DTYPES)
     }
     for dtype, (name, form) in list(product(DTYPES, forms))[ranks % every :: every]:
@@ -128,7 +128,7 @@ def train_reference(name: str, ranks: int, skipped: int = -1) -> tuple[nn.Module
 def test_parameters_after_adamw_steps(rank, ranks, ring, cases, transport, in_place):
     for name, dtype in product(TRAINED, (torch.float64, torch.float32)):
         plain = make_module(name, torch.float32).to(dtype)
-        module = RotatedMultiheadAttention.from_module(plain, ring, in_place=in_place)
+        module = RotatedMultiheadAttention.from_module(plain, ring)
         optimizer = adamw(module.parameters())
         expected, evaluations = train_reference(name, ranks)
         lacking, _ = train_reference(name, ranks, skipped=ranks - 1)
@@ -163,7 +163,7 @@ def test_repeated_forwards_and_frozen_parts(rank, ranks, ring, cases, transport,
     dtype, form = torch.float64, "all 2d"
     for name in ("packed", "separate bias_kv"):
         plain = make_module(name, dtype)
-        module = RotatedMultiheadAttention.from_module(plain, ring, in_place=in_place)
+        module = RotatedMultiheadAttention.from_module(plain, ring)
         names = [key for key, _ in module.named_parameters()]
         for frozen in [[], names, *([key] for key in names), ["in_proj_bias", "out_proj.weight", "bias_k"]]:
             for key in names:

@@ -94,7 +94,8 @@ def test_twins_train_as_plain_modules_do(rank, ranks, ring, transport):
     for in_place, recompute in product((False, True), repeat=2):
         for act_fn, gated, bias in ((nn.SiLU(), True, False), (F.relu, False, False), (F.gelu, True, True)):
             plain = PlainExperts(act_fn, gated, bias=bias)
-            module = RotatedExperts.from_module(plain, ring, in_place=in_place, recompute=recompute)
+            ring.in_place = in_place
+            module = RotatedExperts.from_module(plain, ring, recompute=recompute)
             assert isinstance(module, RotatedExperts) and isinstance(module, PlainExperts)
             assert type(module).__name__ == "RotatedPlainExperts" and type(plain) is PlainExperts
             assert list(module.state_dict()) == list(plain.state_dict())
@@ -105,7 +106,7 @@ def test_twins_train_as_plain_modules_do(rank, ranks, ring, transport):
     module = copy.deepcopy(plain)
     module.__class__ = mixed_class(RotatedExperts, type(module))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
-    module._rotate(ring, name="layers.0.experts", in_place=True, recompute=True, mp_policy=policy)
+    module._rotate(ring, name="layers.0.experts", recompute=True, mp_policy=policy)
     batch = make_batch(rank, dtype=torch.bfloat16)
     y = module(*batch)
     assert y.dtype == torch.bfloat16 and module.recompute and module.activation == "swiglu"
@@ -156,8 +157,8 @@ def test_constructor(rank, ranks, ring):
         check_trained(module, plain, rank, ranks, steps=1)
     text = repr(module)
     assert all(part in text for part in ("num_experts=5", "hidden_dim=6", "intermediate_dim=4", f"ring={ranks}"))
-    meta = RotatedExperts(EXPERTS, FEATURES, HIDDEN, ring=ring, device="meta", dtype=torch.bfloat16, in_place=True)
-    assert meta.gate_up_proj.is_meta and meta.down_proj.dtype == torch.bfloat16 and meta.in_place
+    meta = RotatedExperts(EXPERTS, FEATURES, HIDDEN, ring=ring, device="meta", dtype=torch.bfloat16)
+    assert meta.gate_up_proj.is_meta and meta.down_proj.dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"RotatedExperts: expected an activation of .*, got 'mish'"):
         RotatedExperts(EXPERTS, FEATURES, HIDDEN, activation="mish", ring=ring)
 

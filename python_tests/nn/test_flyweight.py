@@ -57,7 +57,8 @@ def test_one_pass(cases, transport):
                     continue
                 if in_place and route == "direct":
                     continue  # in place every hop goes to the neighbour
-                module = Flyweight(make_module(kind, dtype), ring, **KINDS[kind][1], in_place=in_place)
+                ring.in_place = in_place
+                module = Flyweight(make_module(kind, dtype), ring, **KINDS[kind][1])
                 for time in ("first", "second"):
                     with cases.case(f"{route} {kind} {dtype} in_place={in_place} {time} pass"):
                         check_pass(module, kind, dtype)
@@ -109,7 +110,8 @@ def test_parameters_after_adamw_steps(rank, ranks, ring, cases, transport):
     for (kind, dtype), in_place in product(TRAININGS, (False, True)):
         plain = make_module(kind, dtype)
         expected, lacking = double_copy(plain), double_copy(plain)
-        module = Flyweight(plain, ring, **KINDS[kind][1], in_place=in_place)
+        ring.in_place = in_place
+        module = Flyweight(plain, ring, **KINDS[kind][1])
         ours, theirs, less = (adamw(m.parameters()) for m in (module, expected, lacking))
         for step in range(STEPS):
             for optimizer in (ours, theirs, less):

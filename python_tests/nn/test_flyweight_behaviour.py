@@ -71,7 +71,8 @@ def repeated(ring):
         plain = make_module("mlp", torch.float64)
         plain.checkpointed = checkpointed
         expected = double_copy(plain)
-        module = Flyweight(plain, ring, **MLP_CUT, in_place=in_place)
+        ring.in_place = in_place
+        module = Flyweight(plain, ring, **MLP_CUT)
         batches = [[make_call("mlp", other, torch.float64, seed) for other in range(ranks)] for seed in (10, 60)]
         gradients = [reference_pass(expected, batch)[1] for batch in batches]
         leaves = [as_leaves(batch[rank], torch.float64)[0][0] for batch in batches]
@@ -168,7 +169,8 @@ def precisions(ring):
         autocast = kind == "autocast"
         policy = None if autocast else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=kind)
         plain = make_module("mlp", dtype).float()
-        module = Flyweight(plain, ring, **MLP_CUT, in_place=in_place, mp_policy=policy)
+        ring.in_place = in_place
+        module = Flyweight(plain, ring, **MLP_CUT, mp_policy=policy)
         (x,), _ = as_leaves(calls[rank], torch.float32 if autocast else dtype)
         seen: list[torch.dtype] = []
         plain.up.register_forward_hook(lambda part, args, y, seen=seen: seen.append(y.dtype))
@@ -271,7 +273,8 @@ class Table(nn.Module):
 def a_parameter_as_output(ring):
     """An output that shares the memory of a shard which is about to be overwritten."""
     for in_place in (False, True):
-        module = Flyweight(Table(), ring, shard_dims={"weight": 0}, in_place=in_place)
+        ring.in_place = in_place
+        module = Flyweight(Table(), ring, shard_dims={"weight": 0})
         y = module()
         assert_same(y, Table()().detach(), 0.0, "output")
         loss(y, ring.rank).backward()

@@ -32,13 +32,13 @@ def test_constructed(rank, ranks, cases):
     """Built under the same seed as the plain layers, it starts from and trains to the same values."""
     for recompute in (False, True):
         for in_place, transport in ((False, "shm"), (True, "c10d")):
-            ring = rtp_ext.Ring(transport=transport, timeout=30.0)
+            ring = rtp_ext.Ring(transport=transport, in_place=in_place, timeout=30.0)
             for bias in (True, False):
                 with cases.case(f"recompute={recompute} {transport} bias={bias}"):
                     torch.manual_seed(0)
                     plain = GatedMLP(nn.SiLU(), bias).double()
                     torch.manual_seed(0)
-                    options = {"activation": "swiglu", "bias": bias, "recompute": recompute, "in_place": in_place}
+                    options = {"activation": "swiglu", "bias": bias, "recompute": recompute}
                     module = RotatedMLP(FEATURES, HIDDEN, OUTPUTS, ring=ring, **options).double()
                     assert [name for name, _ in module.named_parameters()] == [n for n, _ in plain.named_parameters()]
                     for name, parameter in plain.named_parameters():

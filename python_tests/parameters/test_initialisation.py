@@ -53,7 +53,7 @@ MODULES = [
     (RotatedLinear, {"shard_dim": 1}, nn.Linear, (3, 5), {"bias": False}),
     (RotatedLinear, {}, nn.Linear, (37, 13), {}),
     (RotatedLinear, {"shard_dim": 1}, nn.Linear, (37, 13), {}),
-    (RotatedLinear, {"shard_dim": 1, "in_place": True}, nn.Linear, (2, 40), {}),
+    (RotatedLinear, {"shard_dim": 1}, nn.Linear, (2, 40), {}),
     (RotatedLinearCrossEntropy, {}, nn.Linear, (7, 11, True), {}),
     (RotatedEmbedding, {}, nn.Embedding, (5, 3), {}),  # below 16 elements normal_ is another function
     (RotatedEmbedding, {"shard_dim": 1}, nn.Embedding, (8, 4), {"padding_idx": 7}),

@@ -114,6 +114,9 @@ def test_published_clusters():
     whole = goodput(100_000, META_HOURS, 30, 600)
     parted = goodput(100_000, META_HOURS, 30, 600, 100, stall_seconds=180)
     assert whole.effective == pytest.approx(0.44, abs=0.05) and parted.effective == pytest.approx(0.80, abs=0.06)
+    assert [f"{100 * found.effective:.0f} %" for found in (whole, parted)] == ["44 %", "85 %"], (
+        "as docs/planner.md says"
+    )
     assert parted.interval_seconds > 30 * 86400, "all replicas are never down at once"
 
 

@@ -146,7 +146,7 @@ def test_traced_layer_agrees_with_the_list():
     torch = pytest.importorskip("torch")
     from torch import nn
 
-    from rtp_ext.planner.memory.trace import saved_bytes
+    from rtp_ext.planner.memory.saved_tensors import saved_bytes
 
     class Norm(nn.Module):
         def __init__(self, features):
@@ -204,7 +204,7 @@ def test_a_layer_of_the_transformers_package_keeps_what_is_listed():
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama import modeling_llama
 
-    from rtp_ext.planner.memory.trace import saved_bytes
+    from rtp_ext.planner.memory.saved_tensors import saved_bytes
 
     model = ModelSpec.llama(layers=1, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=128, seq=16)
     sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=192, vocab_size=128)

@@ -256,3 +256,27 @@ def test_rotations_of_a_stage_in_the_estimate():
         rtp_bytes([RotatedOperation("linear", (Weight((2, 2)),))], 2, rank=2)
     with pytest.raises(ValueError, match="unknown kind"):
         RotatedOperation("conv", (Weight((2, 2)),))
+
+
+def test_hops_of_a_flat_ring_take_its_slowest_link():
+    """Over several nodes with several members each, hops inside the nodes and over the ports run at once."""
+    from rtp_ext.planner.constants import TimeConstants
+    from rtp_ext.planner.rotation.seconds import hop_s, rotation_seconds
+    from rtp_ext.planner.time.links import Group
+
+    known, size = TimeConstants.default(), 1e9
+    two = {link: Cluster.preset("h100-80gb", gpus=16, link=link) for link in ("nvlink", "pcie")}
+    port = 50e9 * known.network_fraction
+    for cluster, ranks, stride, rate in (
+        (two["pcie"], 8, 1, 20e9),
+        (two["pcie"], 16, 1, 20e9),
+        (two["pcie"], 2, 8, port),  # one member a node
+        (two["nvlink"], 16, 1, port),
+        (two["nvlink"], 8, 1, 370.8e9),
+    ):
+        latency = hop_s(Group(cluster, ranks, stride), 0, known)
+        assert hop_s(Group(cluster, ranks, stride), size, known) - latency == pytest.approx(size / rate), (ranks, rate)
+    operation = rotations_of(ModelSpec.preset("llama-3-8b"))[0][1]
+    flat = {link: rotation_seconds(operation, 64, Group(two[link], 16), known).makespan_s[0] for link in two}
+    hosts = {link: rotation_seconds(operation, 64, Group(two[link], 16), known, hosts=2).makespan_s[0] for link in two}
+    assert flat["pcie"] > 1.9 * flat["nvlink"] > 3 * hosts["nvlink"]

@@ -98,8 +98,8 @@ def test_an_emulated_ring_of_hosts():
         assert torch.allclose(weight.grad, x.detach().sum(0).expand(5, 6), atol=1e-6)
         assert [ring.hops(channel) for channel in ("weight", "gradient")] == [16, 8]
         assert [ring.slot_count(channel).peak_slots for channel in ("weight", "gradient")] == [4, 4]
-        with pytest.raises(ValueError, match="rotated_linear: expected in_place=False on route two-level"):
-            rotated_linear(x, weight, ring=ring, in_place=True)
+        with pytest.raises(ValueError, match="Ring: expected in_place=False on route two-level"):
+            rtp_ext.Ring.emulated(9, route="two-level", hosts=3, in_place=True)
         up, down = torch.randn(3, 6), torch.randn(6, 3)
         assert rotated_mlp(x, up, down, activation="relu", ring=ring).shape == x.shape
     with pytest.raises(ValueError, match="hosts of equally many of 9 ranks, got 2 hosts"):
@@ -147,6 +147,7 @@ def test_ranks_compare_every_option(monkeypatch):
         "gradient_route": "direct",
         "gradient_travel": "int8",
         "graphs": "auto",
+        "in_place": True,
         "checksum": True,
         "transport_options": TransportOptions.of({"blocking": True}),
     }

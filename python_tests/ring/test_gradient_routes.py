@@ -117,8 +117,10 @@ def _operations_on_rings(rank, ranks, transports):
             _bits(cases, ring, f"{transport} bfloat16")
             _narrow(cases, ring, f"{transport} bfloat16", 2 * ROUNDING)
             with cases.case(f"{transport} in place"):
-                check_pass(_operations()["linear"], ring, in_place=True)
-                check_pass(_operations()["mlp"], ring, in_place=True)
+                ring.in_place = True
+                check_pass(_operations()["linear"], ring)
+                check_pass(_operations()["mlp"], ring)
+                ring.in_place = False
             with cases.case(f"{transport} collect"):
                 total = ring.collect(lambda owner, partial: partial.add_(rank + 1.0), torch.zeros(3))
                 assert torch.equal(total, torch.full((3,), ranks * (ranks + 1) / 2))

@@ -248,16 +248,16 @@ def test_what_is_refused_and_what_is_taken_instead(rank, ranks):
     with rtp_ext.Ring(timeout=PATIENT) as ring:
         x, shard = torch.ones(3, 8), torch.ones(2, 8)
         for call in (
-            lambda: rotated_linear(x, shard, ring=ring, in_place=True),
-            lambda: RotatedLinear(8, 8, ring=ring, in_place=True)(x),
+            lambda: rtp_ext.Ring(in_place=True, timeout=PATIENT),
+            lambda: rtp_ext.Ring(in_place=True, route="two-level"),
             lambda: rtp_ext.fully_rotate(nn.Linear(8, 8), mesh=ring, in_place=True),
         ):
             with pytest.raises(ValueError, match=r"expected in_place=False on route two-level.*got True"):
                 call()
         assert rotated_linear(x, shard, ring=ring).shape == (3, 8), "nobody waits for a hop"
-    with rtp_ext.Ring(route="ring", timeout=PATIENT) as ring:
+    with rtp_ext.Ring(route="ring", in_place=True, timeout=PATIENT) as ring:
         assert (ring.route, ring.transport) == ("ring", "shm+tcp")
-        rotated_linear(x, shard, ring=ring, in_place=True)
+        rotated_linear(x, shard, ring=ring)
     with pytest.raises(ValueError, match="gradient_halves None or False with route two-level, got True"):
         rtp_ext.Ring(route="two-level", gradient_halves=True)
     with rtp_ext.Ring(gradient_halves=True, timeout=PATIENT) as ring:

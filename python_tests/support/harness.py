@@ -159,7 +159,7 @@ def on_ranks(
 
     The body's parameters `rank` and `ranks` are numbers, `cases` is a `Cases` that is finished afterwards, and `ring` a
     Ring of all ranks that is closed afterwards. Parameters with other names are pytest's: their values must pickle. The
-    ring also takes the values of those that are called `transport` and `route`.
+    ring also takes the values of those that are called `transport`, `route` and `in_place`.
 
     Args:
         ranks: number of ranks; a list is a parameter of the test. None: the test has a parameter `ranks` already.
@@ -199,7 +199,7 @@ def _run_body(rank: int, ranks: int, test: Any, options: dict[str, Any], values:
     given = {"rank": rank, "ranks": ranks, "cases": cases, **values}
     with contextlib.ExitStack() as stack:
         if "ring" in asked:
-            own = {name: values[name] for name in ("transport", "route") if name in values}
+            own = {name: values[name] for name in ("transport", "route", "in_place") if name in values}
             given["ring"] = stack.enter_context(rtp_ext.Ring(**options, **own))
         test.__wrapped__(**{name: given[name] for name in asked})
     if "cases" in asked:

@@ -46,7 +46,7 @@ class Operation:
     # Whether weights travel in a backward, with and without gradients of inputs. Weights of bundles always travel.
     weights_return: Callable[[bool], bool] = lambda needs_inputs: True
     float32_output: bool = False  # whether the output is in float32 at least
-    # The rotated module with these parameters, if there is one: module(ring, in_place=...).
+    # The rotated module with these parameters, if there is one: module(ring).
     module: Callable[..., nn.Module] | None = None
 
     def output_dtype(self, computed: torch.dtype | None = None) -> torch.dtype:
@@ -325,7 +325,7 @@ def check_frozen(cases: Cases, operation: Operation, ring: rtp_ext.Ring, **optio
             assert [name for name, gradient in actual.gradients.items() if gradient is not None] == trained
             assert [x is not None for x in actual.input_gradients] == needs_inputs
             sent = ring.hops("weight") - before[0], ring.hops("gradient") - before[1]
-            hops = ring.size - 1 if not options.get("in_place") or ring.transport == "shm" else ring.size
+            hops = ring.size - 1 if not ring.in_place or ring.transport == "shm" else ring.size
             hops *= ring.size > 1
             passes = 1 + operation.weights_return(any(needs_inputs))
             assert sent == (passes * hops, (ring.size - 1) * bool(trained)), f"hops {sent}"

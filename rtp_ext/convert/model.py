@@ -161,8 +161,6 @@ def _ring_for(request: Request) -> Ring:
     ring = place.ring
     if ring is None:
         ring = Ring(resolve_mesh(options.mesh, options.dims, place.tensor), **options.ring)  # type: ignore[arg-type]
-    if place.in_place and not ring.in_place:
-        ring.move_in_place("fully_rotate")
     if ring.offload_policy is None:
         ring.offload(request.offload)
     return ring
@@ -171,6 +169,8 @@ def _ring_for(request: Request) -> Ring:
 def _convert(plan: RotationPlan, request: Request, ring: Ring) -> None:
     """Applies a validated plan, and installs scopes, hooks and methods around the modules. Collective."""
     root, members, mp_policy = request.root, request.members, request.mp_policy
+    if request.place.in_place and not ring.in_place:
+        ring.move_in_place("fully_rotate")
     unit = Unit(mp_policy.reduce_dtype)
     states = [RotationState(ring, mp_policy, member, unit) for member in members]
     scopes = {id(part): state for state, member in zip(states, members, strict=True) for part in member.modules()}

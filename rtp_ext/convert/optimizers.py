@@ -23,7 +23,7 @@ from rtp_ext.convert.adafactor import shard_of, step_on_shards
 from rtp_ext.dtensor_hooks import after_steps, before_steps
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import as_gradient
-from rtp_ext.ring.dtensor_parameters import rotates
+from rtp_ext.ring.parameters_in_use import rotates
 
 REPLACED = "_rtp_replaced"  # attribute of a plain parameter that a model has replaced by shards: its name there
 # Attribute of an optimizer whose step has been tested to act on each number by itself: a function that is called before

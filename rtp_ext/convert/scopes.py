@@ -28,7 +28,7 @@ from rtp_ext.outer.policy import UNIT, OuterPolicy, Unit, Units
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import unseen
 from rtp_ext.ring.cpu_offload import keep_on_host
-from rtp_ext.ring.dtensor_parameters import expect_own_shard
+from rtp_ext.ring.parameters_in_use import expect_own_shard
 
 logger = logging.getLogger("rtp_ext")
 

@@ -74,7 +74,7 @@ class Call:
     options: Any = None
     serial: int = 0
     watched: tuple[torch.Tensor, ...] = ()  # the parameters
-    deferred: tuple[Ring, int] | None = None  # late: see `local_shards`
+    late: tuple[Ring, int] | None = None  # see `local_shards`
     params: Sequence[ShardedParameter] = ()  # what `prepare` was given
     on_host: Any = None  # that the forward leaves for its backward besides tensors
 
@@ -147,7 +147,7 @@ class Call:
 
     def local_shards(self) -> list[torch.Tensor]:
         """Returns this rank's shards of the parameters that `prepare` was given, differentiable."""
-        return local_shards(self.watched, self.deferred)
+        return local_shards(self.watched, self.late)
 
     @staticmethod
     def rows(x: torch.Tensor) -> torch.Tensor:
@@ -279,7 +279,7 @@ def prepare(
     if ring.in_place and not ring.transport.startswith("shm"):  # over shm copies travel
         _reserve_largest(call, ready, params)
     if ready.late:
-        call.deferred = ring, ring.deferred_after()
+        call.late = ring, ring.late_after()
     call.options, call.serial = ready.options, ready.serial
     return ready.derived
 

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils._pytree import tree_unflatten
 
-from rtp_ext.functional._passes import owner_shapes
+from rtp_ext.functional._driven import owner_shapes
 from rtp_ext.ring import Ring
 
 

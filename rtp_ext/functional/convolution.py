@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, ShardedParameter, expect_shape, prepare
+from rtp_ext.functional._driven import accumulation_dtype, add_scaled, drive, owner_shapes
 from rtp_ext.functional._operation import Operation
-from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive, owner_shapes
 from rtp_ext.functional._rotated import Rotated
 from rtp_ext.parameters.sharding import make_contiguous
 from rtp_ext.ring import Prepared, Ring

@@ -9,8 +9,8 @@ import torch
 
 from rtp_ext import _native
 from rtp_ext.functional._call import INTEGERS, Call, ShardedParameter, expect_shape
+from rtp_ext.functional._driven import accumulation_dtype
 from rtp_ext.functional._operation import Operation, Options, expect_features, graph_operand, rotate
-from rtp_ext.functional._passes import accumulation_dtype
 from rtp_ext.parameters.frozen import expect_takes_blocks
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring

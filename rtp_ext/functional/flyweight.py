@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_flatten
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, ShardedParameter, needs_gradients, prepare
 from rtp_ext.functional._copies import CallState, Copies, Cut, random_state, set_random_state
+from rtp_ext.functional._driven import accumulation_dtype, add_scaled, drive
 from rtp_ext.functional._operation import Operation
-from rtp_ext.functional._passes import accumulation_dtype, add_scaled, drive
 from rtp_ext.functional._rotated import Rotated
 from rtp_ext.parameters.sharding import local_shard, make_contiguous
 from rtp_ext.ring import Prepared, Ring

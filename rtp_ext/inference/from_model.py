@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from rtp_ext.inference.ring import InferenceRing
+from rtp_ext.parameters.cut_over_replicas import is_piece
 from rtp_ext.parameters.frozen import gather_plain, load_plain
-from rtp_ext.parameters.pieces import is_piece
 from rtp_ext.parameters.sharding import frozen_of, held, sections
 from rtp_ext.ring.mesh import own_bounds, own_part
 

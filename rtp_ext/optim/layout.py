@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from rtp_ext.ring.dtensor_parameters import rotates
 from rtp_ext.ring.mesh import part_bounds
+from rtp_ext.ring.parameters_in_use import rotates
 
 Bounds = tuple[tuple[int, int], ...]  # start and size along each dimension
 

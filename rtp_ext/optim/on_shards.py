@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from rtp_ext.convert.optimizers import ON_SHARDS, StandIn
 from rtp_ext.optim import whole_and_parts
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.dtensor_parameters import rotates
+from rtp_ext.ring.parameters_in_use import rotates
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 _WHY = (

@@ -15,8 +15,8 @@ from rtp_ext.outer.compressors import Compressor, Memory, Payload, Round, Way
 from rtp_ext.outer.policy import Member, checksum
 from rtp_ext.outer.replicas import Replicas
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.dtensor_parameters import expect_own_shard
 from rtp_ext.ring.mesh import ring_dim, ring_shape
+from rtp_ext.ring.parameters_in_use import expect_own_shard
 
 _ALIGNED = 8  # alignment in bytes of the parts of a gathered row
 ERROR = "error"  # key of a memory: the error of the last payload

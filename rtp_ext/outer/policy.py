@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from rtp_ext.outer.replicas import Replicas
-from rtp_ext.parameters.pieces import is_piece, local_shape
+from rtp_ext.parameters.cut_over_replicas import is_piece, local_shape
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import GRADIENT_HANDLER, summing_dtype, unrounded

@@ -32,7 +32,7 @@ from rtp_ext._native import RotationError, shard_sizes, share_version
 from rtp_ext.outer.all_reduce import BUCKET, AllReduce
 from rtp_ext.outer.buckets import InFlightBucket, bucketed
 from rtp_ext.outer.policy import checksum, logger
-from rtp_ext.parameters.pieces import (
+from rtp_ext.parameters.cut_over_replicas import (
     as_pieces,
     cut_local,
     is_piece,

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rtp_ext.dtensor_hooks import patch_data
-from rtp_ext.ring.dtensor_parameters import rotates
 from rtp_ext.ring.mesh import own_part
+from rtp_ext.ring.parameters_in_use import rotates
 
 
 def let_data_be_assigned() -> None:

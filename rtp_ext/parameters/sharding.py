@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from rtp_ext._native import RotationError, delivered, shard_sizes, share_version
 from rtp_ext.dtensor_hooks import patch_grad_scaler
 from rtp_ext.parameters.assigned import let_data_be_assigned
-from rtp_ext.parameters.pieces import gather_local, is_piece
+from rtp_ext.parameters.cut_over_replicas import gather_local, is_piece
 from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import (
@@ -196,19 +196,19 @@ def local_shard(parameter: torch.Tensor) -> torch.Tensor:
     return local_shards([parameter])[0]
 
 
-def local_shards(parameters: Sequence[torch.Tensor], deferred: tuple[Ring, int] | None = None) -> list[torch.Tensor]:
+def local_shards(parameters: Sequence[torch.Tensor], late: tuple[Ring, int] | None = None) -> list[torch.Tensor]:
     """Returns this rank's shard of each parameter, differentiable; a plain tensor itself. For an offloaded shard,
     returns its stand-in on the device: see rtp_ext.ring.cpu_offload.
 
     Replaces `to_local`, whose backward takes 0.1 ms to derive the spec that the parameter has.
 
-    deferred: set if the gradients may still be travelling when the backward of the operation returns them: the ring,
+    late: set if the gradients may still be travelling when the backward of the operation returns them: the ring,
     and the sequence number of the autograd nodes that wait for them.
     """
     if torch._C._len_torch_dispatch_stack() > 0 and storing_modes():
         with seen_by(other_modes()):
-            return local_shards(parameters, deferred)
-    differentiable, (late, after) = torch.is_grad_enabled(), deferred or (None, None)
+            return local_shards(parameters, late)
+    differentiable, (waits, after) = torch.is_grad_enabled(), late or (None, None)
     shards = [*parameters]
     for place, parameter in enumerate(parameters):
         if not isinstance(parameter, DTensor):
@@ -227,7 +227,7 @@ def local_shards(parameters: Sequence[torch.Tensor], deferred: tuple[Ring, int] 
             local = kept.stand_in(local)
             share_version(local, parameter)
         if differentiable and parameter.requires_grad:
-            delivery = Delivery(spec, handler, kept, late)
+            delivery = Delivery(spec, handler, kept, waits)
             local = delivered(parameter, local, functools.partial(deliver_gradient, delivery), after)
         shards[place] = local
     return shards

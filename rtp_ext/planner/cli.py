@@ -207,7 +207,7 @@ def _estimate(options: argparse.Namespace, model: ModelSpec, cluster: Cluster) -
     strategies = strategies_of(options, cluster)
     traced = None
     if options.trace_module:
-        from rtp_ext.planner.memory.trace import load_and_trace
+        from rtp_ext.planner.memory.saved_tensors import load_and_trace
 
         traced = load_and_trace(options.trace_module)
     with progress("estimating plans"):

@@ -18,10 +18,10 @@ from rtp_ext.options import RingOptions
 from rtp_ext.ring.links.agree import expect_same, expect_success
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.failure_report import FailureReport, this_process
+from rtp_ext.ring.links.gpu_links import find_wiring
 from rtp_ext.ring.links.groups import lacks_room
 from rtp_ext.ring.links.hosts import find_hosts
 from rtp_ext.ring.links.transports import NETWORKED, Connection, order_launches
-from rtp_ext.ring.links.wiring import find_wiring
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh, unnamed_dimension
 
 
@@ -109,6 +109,6 @@ def make_executor(ring: Communicator, options: RingOptions, connection: Connecti
     """Returns the native executor of one rank. `late`: see `late_passes`."""
     native = _native.CheckedTransport(connection.native, ring.size) if options.checksum else connection.native
     executor = _native.Executor(native, ring.rank, ring.size, ring.device, ring.placed.count)
-    executor.allow_deferred(late)
+    executor.allow_late(late)
     executor.set_delay(datetime.timedelta(microseconds=options.transport_options.delay_us))
     return executor

@@ -20,7 +20,6 @@ from rtp_ext.compilers import keep_compilers_out
 from rtp_ext.options import ROUTES, TRANSPORTS, RingKeywords, RingOptions, check_choice, describes, takes
 from rtp_ext.ring.bootstrap import agree_on, join_ranks, late_passes, make_executor, refused_together
 from rtp_ext.ring.cpu_offload import HostMemory, host_memory
-from rtp_ext.ring.dtensor_parameters import register_mesh
 from rtp_ext.ring.graphs import choose_graphs, emulated_link
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.hosts import Hosts
@@ -32,6 +31,7 @@ from rtp_ext.ring.links.transports import (
 )
 from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.op_runner import OpRunner
+from rtp_ext.ring.parameters_in_use import register_mesh
 from rtp_ext.ring.prepared import Agreement, Prepared
 from rtp_ext.ring.primitives import Primitives
 from rtp_ext.ring.registry import name_ring
@@ -91,11 +91,11 @@ class Ring:
     """
 
     # Beside these, for the modules of rtp_ext: `options`, as given, but for `late_gradients`, which is a number;
-    # `serial`, the index within the process; `token`, the name in files of the recorder, equal on all ranks;
-    # `tensor_mesh`; `link` of an emulated ring on a GPU; `communicator` (process groups, small collectives, the report
-    # of failures); `route_plan`; `agreement` (what the ranks have compared); `telemetry` (counters, traces, records);
-    # `common`, the Prepared of functional forms without `prepared=`; `offload_policy` and `host_memory` of models whose
-    # shards are on the host.
+    # `in_place`, which `fully_rotate` may switch on; `serial`, the index within the process; `token`, the name in files
+    # of the recorder, equal on all ranks; `tensor_mesh`; `link` of an emulated ring on a GPU; `communicator` (process
+    # groups, small collectives, the report of failures); `route_plan`; `agreement` (what the ranks have compared);
+    # `telemetry` (counters, traces, records); `common`, the Prepared of functional forms without `prepared=`;
+    # `offload_policy` and `host_memory` of models whose shards are on the host.
     link: str | None = None
     mesh: DeviceMesh | None = None
     parameter_mesh: DeviceMesh | None = None
@@ -286,7 +286,7 @@ class Ring:
 
     # -- routes ------------------------------------------------------------------------------------------------------
 
-    deferred_after = _of("_late", LateGradients.deferred_after)
+    late_after = _of("_late", LateGradients.late_after)
     land = _of("_late", LateGradients.land)
 
     # -- the two primitives ------------------------------------------------------------------------------------------

@@ -2,41 +2,14 @@
 
 #include <ATen/ops/from_blob.h>
 
-#include <cstring>
-#include <random>
-
 #include "base/checks.h"
 
 namespace rtp {
 
-SharedMemory map_numbered(const std::string& text, size_t bytes, bool writable, const std::string& what) {
-  try {
-    const MemoryAddress address(text);
-    if (const auto where = address.out_of_reach()) throw RotationError(concat(what, " is ", *where));
-    SharedMemory mapped(address.pid, address.fd, bytes, writable);
-    uint64_t number;
-    std::memcpy(&number, mapped.data(), sizeof number);
-    if (number != address.nonce) throw RotationError(concat(what, " is not process ", address.pid));
-    return mapped;
-  } catch (const MemoryError& error) {
-    throw RotationError(concat(what, ": ", error.what()));
-  }
-}
-
 HostShards::HostShards(int rank, int ranks, int64_t bytes)
     : ShardSource(rank, ranks),
-      own_(std::make_shared<SharedMemory>(kHeader + static_cast<size_t>(bytes))),
-      mapped_(static_cast<size_t>(ranks)) {
-  std::random_device random;
-  const uint64_t number = (static_cast<uint64_t>(random()) << 32) | random();
-  std::memcpy(own_->data(), &number, sizeof number);
-}
-
-uint64_t HostShards::number() const {
-  uint64_t number;
-  std::memcpy(&number, own_->data(), sizeof number);
-  return number;
-}
+      own_(std::make_shared<SharedMemory>(SharedMemory::numbered(kHeader + static_cast<size_t>(bytes)))),
+      mapped_(static_cast<size_t>(ranks)) {}
 
 at::Tensor HostShards::memory(int64_t offset, int64_t bytes) const {
   RTP_CHECK_VALUE(offset >= 0 && bytes >= 0 && offset + bytes <= own_bytes(), "expected a place in ", own_bytes(),

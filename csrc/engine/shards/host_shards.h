@@ -28,8 +28,7 @@ class HostShards : public ShardSource {
 
   std::byte* own_data() const { return own_->data() + kHeader; }
   int64_t own_bytes() const { return static_cast<int64_t>(own_->bytes() - kHeader); }
-  uint64_t number() const;  // identifies the memory
-  std::string map_address() const { return MemoryAddress(*own_, number()).text(); }
+  std::string map_address() const { return MemoryAddress(*own_).text(); }
 
   void set_all_offsets(const std::vector<std::vector<int64_t>>& offsets);
   const std::vector<int64_t>& offsets_of(int owner) const { return offsets_[owner]; }
@@ -45,8 +44,5 @@ class HostShards : public ShardSource {
   std::vector<SharedMemory> mapped_;           // by rank; empty: not mapped
   std::vector<std::vector<int64_t>> offsets_;  // by rank and parameter
 };
-
-// Maps memory of another process of this host that begins with the number of its address. `what`: names it in errors.
-SharedMemory map_numbered(const std::string& address, size_t bytes, bool writable, const std::string& what);
 
 }  // namespace rtp

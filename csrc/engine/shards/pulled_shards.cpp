@@ -54,7 +54,7 @@ PulledShards::PulledShards(int rank, int ranks, int64_t bytes, const std::string
     : HostShards(rank, ranks, bytes),
       timeout_(timeout),
       interrupt_(make_stop()),
-      peers_(rank, ranks, host, [](const Peers::Lost&) {}),
+      peers_(rank, ranks, host, [](const Lost&) {}),
       owners_(static_cast<size_t>(ranks)) {}
 
 std::string PulledShards::address() const { return peers_.address(); }
@@ -258,7 +258,7 @@ void PulledShards::close() noexcept {
     const std::lock_guard lock(mutex_);
     closing_ = true;
   }
-  peers_.announce(Peers::PeerState::closed, "");
+  peers_.announce(PeerState::closed, "");
   peers_.leave();
   raise_stop(interrupt_);
   queued_.notify_all();

@@ -32,18 +32,17 @@ TwoLevelShards::TwoLevelShards(int rank, int ranks, int64_t bytes, const std::st
       first_(rank - rank % (ranks / hosts)),
       most_(static_cast<size_t>(aligned(most))),
       claims_(static_cast<size_t>(parameters) * static_cast<size_t>(ranks)),
-      own_board_(std::make_shared<SharedMemory>(slots_begin() + kSlots * most_)),  // pages exist once they are written
+      // pages exist once they are written
+      own_board_(std::make_shared<SharedMemory>(SharedMemory::numbered(slots_begin() + kSlots * most_))),
       boards_(static_cast<size_t>(ranks / hosts)),
-      taken_(std::make_shared<std::array<std::atomic<bool>, kSlots>>()) {
-  board_of(*own_board_).number = number();
-}
+      taken_(std::make_shared<std::array<std::atomic<bool>, kSlots>>()) {}
 
 size_t TwoLevelShards::slots_begin() const {
   return static_cast<size_t>(aligned(static_cast<int64_t>(sizeof(Board) + claims_ * sizeof(Claim))));
 }
 
 std::string TwoLevelShards::address() const {
-  return concat(map_address(), '|', MemoryAddress(*own_board_, number()).text(), '|', PulledShards::address());
+  return concat(map_address(), '|', MemoryAddress(*own_board_).text(), '|', PulledShards::address());
 }
 
 void TwoLevelShards::connect(const std::vector<std::string>& addresses, const std::vector<int64_t>& bytes,

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <random>
 
 #include "base/checks.h"
 
@@ -12,7 +11,7 @@ namespace {
 
 // The contents of a rank's page; fresh memory is zero.
 struct Page {
-  uint64_t nonce;
+  uint64_t number;
   std::atomic<uint32_t> failed;
   char reason[1000];
 };
@@ -21,12 +20,9 @@ Page& page(const SharedMemory& memory) { return *reinterpret_cast<Page*>(memory.
 
 }  // namespace
 
-PeerStatus::PeerStatus(int rank, int ranks) : rank_(rank), ranks_(ranks), own_(sizeof(Page)) {
-  std::random_device random;
-  page(own_).nonce = (static_cast<uint64_t>(random()) << 32) | random();
-}
+PeerStatus::PeerStatus(int rank, int ranks) : rank_(rank), ranks_(ranks), own_(SharedMemory::numbered(sizeof(Page))) {}
 
-std::string PeerStatus::address() const { return MemoryAddress(own_, page(own_).nonce).text(); }
+std::string PeerStatus::address() const { return MemoryAddress(own_).text(); }
 
 int PeerStatus::connect(const std::vector<std::string>& addresses) {
   RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "peer status: expected ", ranks_, " addresses, got ",
@@ -36,13 +32,11 @@ int PeerStatus::connect(const std::vector<std::string>& addresses) {
   for (int peer = 0; peer < ranks_; ++peer) {
     if (peer == rank_) continue;
     try {
-      const MemoryAddress address(addresses[peer]);
-      if (address.out_of_reach()) continue;
-      SharedMemory memory(address.pid, address.fd, sizeof(Page));
-      if (page(memory).nonce != address.nonce) continue;
-      peers_[peer] = Peer{std::move(memory), ProcessWatch(address.pid)};
+      SharedMemory memory = map_numbered(addresses[peer], sizeof(Page), /*writable=*/true, "peer status");
+      peers_[peer] = Peer{std::move(memory), ProcessWatch(MemoryAddress(addresses[peer]).pid)};
       ++reachable;
-    } catch (const MemoryError&) {  // no address, or another user: failures of this rank are detected by the timeout
+    } catch (const MemoryError&) {  // no address, out of reach, or another user: failures of this rank are detected by
+                                    // the timeout
     }
   }
   return reachable;

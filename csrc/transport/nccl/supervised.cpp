@@ -154,7 +154,8 @@ std::optional<Failure> SupervisedTransport::find_failure(const std::vector<int>&
   const auto ended = end_.peer_status->ended(awaited);
   unanswered_ = ended ? unanswered_ + 1 : 0;
   if (unanswered_ < kUnanswered) return std::nullopt;
-  return Failure{Failure::Kind::lost, concat("rank ", *ended, " of the ring did not answer: its process has ended")};
+  return Failure{Failure::Kind::lost,
+                 concat("rank ", *ended, " of the ring did not answer: ", why_lost(PeerState::gone))};
 }
 
 bool SupervisedTransport::give_up() noexcept {

@@ -16,6 +16,7 @@
 #include "transport/cuda_transport.h"
 #include "transport/nccl/peer_status.h"
 #include "transport/nccl/watchdog.h"
+#include "transport/peer_state.h"
 
 namespace rtp {
 

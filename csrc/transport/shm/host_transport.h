@@ -10,7 +10,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -54,13 +53,10 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
         ranks_(ranks),
         first_(first),
         timeout_(timeout),
-        own_(Control::bytes(ranks)),
+        own_(SharedMemory::numbered(Control::bytes(ranks))),
         received_(2 * ranks),
         receives_(2 * ranks),
-        sent_(2 * ranks) {
-    std::random_device random;
-    control().nonce = (static_cast<uint64_t>(random()) << 32) | random();
-  }
+        sent_(2 * ranks) {}
 
   ~HostTransport() override { abort("dropped"); }
 
@@ -68,26 +64,18 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   bool receives_anywhere() const override { return false; }
   size_t most_tensors() const override { return kMaxTensors; }
 
-  std::string address() const override {
-    return MemoryAddress(own_, reinterpret_cast<Control*>(own_.data())->nonce).text();
-  }
+  std::string address() const override { return MemoryAddress(own_).text(); }
 
   void connect(const std::vector<std::string>& addresses) override {
     RTP_CHECK_VALUE(static_cast<int>(addresses.size()) == ranks_, "transport shm: expected ", ranks_,
                     " addresses, got ", addresses.size());
     for (int peer = 0; peer < ranks_; ++peer) {
-      const auto named = [&](const auto&... what) { return concat("transport shm: rank ", first_ + peer, what...); };
-      try {
-        const MemoryAddress address(addresses[peer]);
-        if (const auto where = address.out_of_reach()) throw RotationError(named(" is ", *where));
-        const int pid = address.pid;
-        peers_.push_back(Peer{SharedMemory(pid, address.fd, Control::bytes(ranks_)), ProcessWatch(pid), pid, {}});
-        if (control(peer).nonce != address.nonce) throw RotationError(named(" is not process ", pid));
-      } catch (const MemoryError& error) {
-        throw RotationError(named(": ", error.what()));
-      }
+      SharedMemory memory = map_numbered(addresses[peer], Control::bytes(ranks_), /*writable=*/true,
+                                         concat("transport shm: rank ", first_ + peer));
+      const int pid = MemoryAddress(addresses[peer]).pid;
+      peers_.push_back(Peer{std::move(memory), ProcessWatch(pid), pid, {}});
     }
-    control().state = RingState::alive;
+    control().state = PeerState::present;
     for (const Channel channel : {Channel::weight, Channel::gradient}) {
       senders_[static_cast<size_t>(channel)] = start_thread([this, channel] { serve(channel); });
     }
@@ -96,8 +84,8 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   std::unique_ptr<Transfer> post(const Hop& hop) override;
   at::Tensor allocate(Channel, int64_t bytes) override;
 
-  void abort(const std::string& reason) noexcept override { end(RingState::failed, reason); }
-  void close() override { end(RingState::closed, "it was closed"); }
+  void abort(const std::string& reason) noexcept override { end(PeerState::failed, reason); }
+  void close() override { end(PeerState::closed, "it was closed"); }
 
  private:
   friend class HostTransfer;
@@ -147,7 +135,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
       if (ready()) return;
       const auto now = Clock::now();
       const auto waited = now - start;
-      if (control().state != RingState::alive) throw_end(hop);
+      if (control().state != PeerState::present) throw_end(hop);
       const bool look = now >= next_check;
       if (look) next_check = now + kProcessCheckInterval;
       if (look && now > start + kSignalInterval) check_signals();
@@ -158,20 +146,15 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
     }
   }
 
-  struct Lost {
-    int rank;
-    const char* reason;
-  };
-
   // Returns a rank whose loss ends the ring: one that failed, or the awaited one if it has ended. Other ranks may have
   // exited in good order; if they died, a rank that waits for them fails and sets its state. `look`: also checks the
   // process.
   std::optional<Lost> lost_rank(int awaited, bool look) {
     for (int peer = 0; peer < ranks_; ++peer) {
-      if (control(peer).state == RingState::failed) return Lost{peer, "its ring failed"};
+      if (control(peer).state == PeerState::failed) return Lost{peer, why_lost(PeerState::failed)};
     }
-    if (control(awaited).state == RingState::closed) return Lost{awaited, "it closed its ring"};
-    if (look && awaited != rank_ && peers_[awaited].watch.ended()) return Lost{awaited, "its process has ended"};
+    if (control(awaited).state == PeerState::closed) return Lost{awaited, why_lost(PeerState::closed)};
+    if (look && awaited != rank_ && peers_[awaited].watch.ended()) return Lost{awaited, why_lost(PeerState::gone)};
     return std::nullopt;
   }
 
@@ -196,7 +179,7 @@ class HostTransport : public ShmTransport, public std::enable_shared_from_this<H
   void take(const Hop& hop, uint32_t sequence);
   void complete(const Hop& hop, uint32_t sequence);
   const SharedMemory& map_landing(const Hop& hop, const Landing& landing);
-  void end(RingState state, const std::string& reason) noexcept;
+  void end(PeerState state, const std::string& reason) noexcept;
 
   const int rank_;
   const int ranks_;

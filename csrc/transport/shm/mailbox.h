@@ -8,6 +8,7 @@
 
 #include "device/streams.h"
 #include "schedule/footprint.h"
+#include "transport/peer_state.h"
 #include "transport/shm/shared_memory.h"
 #include "transport/transport.h"
 
@@ -17,8 +18,6 @@ using Clock = HostClock;
 
 inline constexpr size_t kMaxTensors = 8;
 inline constexpr uint32_t kDepth = kMailboxDepth;  // maximum receives posted to one peer and channel at a time
-
-enum class RingState : uint32_t { starting, alive, closed, failed };
 
 // The target of a message: offsets into a segment of the receiver.
 struct Landing {
@@ -55,8 +54,8 @@ struct Mailbox {
 };
 
 struct Control {
-  uint64_t nonce;
-  std::atomic<RingState> state;
+  uint64_t number;
+  std::atomic<PeerState> state;
   // Rung after every change that the sender of a channel or (last bell) a caller of this rank may wait for.
   std::array<Bell, 3> bells;
 

@@ -28,7 +28,7 @@ void HostTransport::serve(Channel channel) {
     } catch (...) {
       const std::lock_guard lock(mutex_);
       failure_ = std::current_exception();
-      control().state = RingState::failed;
+      control().state = PeerState::failed;
       for (int peer = 0; peer < ranks_; ++peer) control(peer).ring_all();
       return;
     }

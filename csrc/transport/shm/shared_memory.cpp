@@ -46,6 +46,12 @@ std::byte* map(const File& file, size_t bytes, bool writable = true) {
   return static_cast<std::byte*>(data);
 }
 
+uint64_t number_of(const SharedMemory& memory) {
+  uint64_t number;
+  std::memcpy(&number, memory.data(), sizeof number);
+  return number;
+}
+
 }  // namespace
 
 SharedMemory::SharedMemory(size_t bytes) : bytes_(bytes) {
@@ -74,6 +80,26 @@ SharedMemory::SharedMemory(int pid, int fd, size_t bytes, bool writable) : bytes
   data_ = map(file, bytes, writable);
 }
 
+SharedMemory SharedMemory::numbered(size_t bytes) {
+  SharedMemory memory(bytes);
+  const uint64_t number = random_number();
+  std::memcpy(memory.data(), &number, sizeof number);
+  return memory;
+}
+
+SharedMemory map_numbered(const std::string& text, size_t bytes, bool writable, const std::string& what) {
+  try {
+    const MemoryAddress address(text);
+    if (const auto where = address.out_of_reach()) throw MemoryError(concat("is ", *where));
+    SharedMemory mapped(address.pid, address.fd, bytes, writable);
+    if (number_of(mapped) != address.nonce) throw MemoryError(concat("is not process ", address.pid));
+    return mapped;
+  } catch (const MemoryError& error) {
+    const std::string told = error.what();
+    throw MemoryError(concat(what, told.starts_with("is ") ? " " : ": ", told));
+  }
+}
+
 SharedMemory::SharedMemory(SharedMemory&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       bytes_(std::exchange(other.bytes_, 0)),
@@ -91,8 +117,8 @@ SharedMemory::~SharedMemory() {
   if (fd_ >= 0) close(fd_);
 }
 
-MemoryAddress::MemoryAddress(const SharedMemory& memory, uint64_t nonce)
-    : host(host_id()), processes(processes_id()), pid(getpid()), fd(memory.fd()), nonce(nonce) {}
+MemoryAddress::MemoryAddress(const SharedMemory& memory)
+    : host(host_id()), processes(processes_id()), pid(getpid()), fd(memory.fd()), nonce(number_of(memory)) {}
 
 MemoryAddress::MemoryAddress(const std::string& text) {
   std::istringstream fields(text);

@@ -28,6 +28,8 @@ class SharedMemory {
   // Maps the memory that process `pid` holds open as `fd`. Verifies that the file is a sealed memory file of at least
   // `bytes` bytes. The mapping keeps the memory after the end of that process.
   SharedMemory(int pid, int fd, size_t bytes, bool writable = true);
+  // Creates memory that begins with a random number, by which other processes know it again.
+  static SharedMemory numbered(size_t bytes);
   SharedMemory(SharedMemory&& other) noexcept;
   SharedMemory& operator=(SharedMemory&& other) noexcept;
   SharedMemory(const SharedMemory&) = delete;
@@ -47,8 +49,8 @@ class SharedMemory {
 
 // The address of shared memory, exchanged between processes as one line of text.
 struct MemoryAddress {
-  // The address of memory of this process. `nonce`: a value stored in the memory, to identify it.
-  MemoryAddress(const SharedMemory& memory, uint64_t nonce);
+  // The address of numbered memory of this process.
+  explicit MemoryAddress(const SharedMemory& memory);
   // Throws MemoryError for an invalid text.
   explicit MemoryAddress(const std::string& text);
 
@@ -60,8 +62,11 @@ struct MemoryAddress {
   std::string processes;  // PID namespace of `pid`
   int pid = 0;
   int fd = -1;
-  uint64_t nonce = 0;
+  uint64_t nonce = 0;  // the number of the memory
 };
+
+// Maps the numbered memory of another process. `what`: names it in errors, which are MemoryErrors.
+SharedMemory map_numbered(const std::string& address, size_t bytes, bool writable, const std::string& what);
 
 // A counter that processes increment and wait on. An increment makes a system call only if a process sleeps.
 class Bell {

@@ -103,7 +103,7 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
     transfer->expect_nothing();
   }
   if (total(hop.send) > 0) {
-    if (control().state != RingState::alive) throw_end(hop);
+    if (control().state != PeerState::present) throw_end(hop);
     const uint32_t sequence = ++sent_[mailbox_index(hop.channel, hop.to)];
     // The sender thread still announces a message that it has delivered: `done` must not go back.
     const bool idle = completed_[channel].load(std::memory_order_acquire) == queued_[channel];
@@ -139,16 +139,16 @@ at::Tensor HostTransport::allocate(Channel, int64_t bytes) {
   return at::from_blob(data, {bytes}, release, at::kByte);
 }
 
-void HostTransport::end(RingState state, const std::string& reason) noexcept {
+void HostTransport::end(PeerState state, const std::string& reason) noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (stopping_) return;
     stopping_ = true;
     reason_ = reason;
   }
-  RingState alive = RingState::alive;
-  control().state.compare_exchange_strong(alive, state);
-  if (alive == RingState::starting) control().state = state;
+  PeerState before = PeerState::present;
+  control().state.compare_exchange_strong(before, state);
+  if (before == PeerState::awaited) control().state = state;
   for (auto& wake : wake_) wake.notify_all();
   for (size_t peer = 0; peer < peers_.size(); ++peer) control(static_cast<int>(peer)).ring_all();
   control().ring_all();

@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <random>
 #include <sstream>
 #include <utility>
 
+#include "base/host.h"
 #include "base/threads.h"
 
 namespace rtp {
@@ -24,11 +24,6 @@ constexpr auto kPatience = std::chrono::seconds(10);           // limit for a co
 constexpr size_t kMostPending = 64;                            // connections without a proof, besides those of ranks
 constexpr auto kGrace = std::chrono::seconds(1);               // limit for one that arrives after the notice of its end
 constexpr auto kNoResources = std::chrono::milliseconds(100);  // pause of the listener without descriptors
-
-uint64_t draw() {
-  static thread_local std::random_device random;
-  return (static_cast<uint64_t>(random()) << 32) | random();
-}
 
 }  // namespace
 
@@ -69,7 +64,7 @@ Peers::Peers(int rank, int ranks, const std::string& host, std::function<void(co
       stop_(make_stop()),
       listener_(listen_at(host, 3 * ranks + 16)),
       peers_(static_cast<size_t>(ranks)) {
-  for (uint64_t& word : key_) word = draw();
+  for (uint64_t& word : key_) word = random_number();
 }
 
 Peers::~Peers() { leave(); }
@@ -128,7 +123,7 @@ Socket Peers::open(int peer, uint32_t purpose, const Socket& stop, std::chrono::
   const Peer& known = peers_[static_cast<size_t>(peer)];
   const auto deadline = Clock::now() + timeout;
   Incoming made(connect_to(known.host, known.port, stop, timeout));
-  Hello hello{kHelloMagic, draw(), static_cast<uint32_t>(rank_), static_cast<uint32_t>(peer), purpose};
+  Hello hello{kHelloMagic, random_number(), static_cast<uint32_t>(rank_), static_cast<uint32_t>(peer), purpose};
   send_all(made.socket(), {{&hello, sizeof hello}}, stop);
   Challenge challenge;
   const auto left = std::max(std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()), {});
@@ -144,16 +139,8 @@ Socket Peers::open(int peer, uint32_t purpose, const Socket& stop, std::chrono::
 }
 
 std::string Peers::lost_reason(int peer) const {
-  switch (peers_[static_cast<size_t>(peer)].state) {
-    case PeerState::closed:
-      return "it closed its ring";
-    case PeerState::failed:
-      return concat("its ring failed: ", peers_[static_cast<size_t>(peer)].reason);
-    case PeerState::gone:
-      return "its process has ended";
-    default:
-      return "";
-  }
+  const Peer& known = peers_[static_cast<size_t>(peer)];
+  return why_lost(known.state, known.reason);
 }
 
 void Peers::check(int peer) {
@@ -301,7 +288,7 @@ bool Peers::answer(PendingConnection& connection) const {
   if (hello.purpose > kNotices) return false;
   connection.said.clear();
   connection.hello = hello;
-  connection.drawn = draw();
+  connection.drawn = random_number();
   const Challenge challenge{connection.drawn, proof(/*of_opener=*/false, hello, connection.drawn)};
   const ssize_t sent = send(connection.socket.fd(), &challenge, sizeof challenge, MSG_DONTWAIT | MSG_NOSIGNAL);
   return sent == static_cast<ssize_t>(sizeof challenge);

@@ -14,6 +14,7 @@
 
 #include "base/siphash.h"
 #include "schedule/schedule.h"
+#include "transport/peer_state.h"
 #include "transport/tcp/socket.h"
 
 namespace rtp {
@@ -27,13 +28,6 @@ namespace rtp {
 // a few seconds, and starts no thread for them.
 class Peers {
  public:
-  enum class PeerState : char { awaited, present, closed, failed, gone };
-
-  struct Lost {
-    int rank = 0;
-    std::string reason;
-  };
-
   // Listens at `host`, an address of this host. The thread calls `on_failure` when a peer's ring has failed.
   Peers(int rank, int ranks, const std::string& host, std::function<void(const Lost&)> on_failure);
   ~Peers();

@@ -23,7 +23,6 @@ namespace rtp {
 namespace {
 
 using Clock = HostClock;
-using PeerState = Peers::PeerState;
 
 constexpr size_t kMaxTensors = 8;  // maximum per hop
 constexpr uint64_t kMagic = 0x706f6820'70747230;
@@ -66,7 +65,7 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
   SocketTransport(int rank, int ranks, const std::string& host, std::chrono::milliseconds timeout)
       : ranks_(ranks),
         timeout_(std::min<std::chrono::milliseconds>(timeout, kLongest)),
-        peers_(rank, ranks, host, [this](const Peers::Lost& lost) { on_peer_failure(lost); }) {}
+        peers_(rank, ranks, host, [this](const Lost& lost) { on_peer_failure(lost); }) {}
 
   ~SocketTransport() override { abort("dropped"); }
 
@@ -118,7 +117,7 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
   void wait(const PendingHop& pending, Direction direction);
   // Throws if this rank's ring has failed or ended. Requires the lock.
   void check(const Hop& hop, Clock::duration waited);
-  void on_peer_failure(const Peers::Lost& lost);
+  void on_peer_failure(const Lost& lost);
   void notify_all();
   void end(PeerState state, const std::string& reason) noexcept;
 
@@ -128,9 +127,9 @@ class SocketTransport : public TcpTransport, public std::enable_shared_from_this
   std::array<std::array<HopQueue, 2>, 2> queues_;
   bool ending_ = false;
   std::string reason_;
-  std::optional<Peers::Lost> lost_;  // the first peer whose ring failed
-  std::exception_ptr failure_;       // error of a thread
-  Peers peers_;                      // last member, because its thread calls on_peer_failure
+  std::optional<Lost> lost_;    // the first peer whose ring failed
+  std::exception_ptr failure_;  // error of a thread
+  Peers peers_;                 // last member, because its thread calls on_peer_failure
 };
 
 class SocketTransfer : public Transfer {
@@ -272,7 +271,7 @@ void SocketTransport::receive(HopQueue& queue, PendingHop& pending) {
   pending.arrived = Clock::now();
 }
 
-void SocketTransport::on_peer_failure(const Peers::Lost& lost) {
+void SocketTransport::on_peer_failure(const Lost& lost) {
   {
     const std::lock_guard lock(mutex_);
     if (!lost_) lost_ = lost;

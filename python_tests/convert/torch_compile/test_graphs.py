@@ -54,8 +54,8 @@ def test_one_graph_is_the_eager_model(rank, ranks, cases):
 def test_what_cannot_be_in_a_graph_breaks_it_or_is_refused(rank, cases):
     layer = nn.Linear(6, 6).double()
     x = random(4, 6, dtype=torch.float64, seed=50 + rank)
-    with rtp_ext.Ring(timeout=TIMEOUT) as ring:
-        in_place = RotatedLinear.from_module(layer, ring, in_place=True)
+    with rtp_ext.Ring(timeout=TIMEOUT) as ring, rtp_ext.Ring(in_place=True, timeout=TIMEOUT) as moving:
+        in_place = RotatedLinear.from_module(layer, moving)
         plain = RotatedLinear.from_module(layer, ring)
         for what, twin in (("in place", in_place), ("in the compute dtype of the wrong input", plain)):
             torch._dynamo.reset()

@@ -10,7 +10,7 @@ import torch
 from rtp_ext.gpu_rates import WIRES, data_sheet
 from rtp_ext.planner import Cluster
 from rtp_ext.planner.constants import constants
-from rtp_ext.ring.links.wiring import Wiring
+from rtp_ext.ring.links.gpu_links import Wiring
 from rtp_ext.ring.routes import gpus
 from rtp_ext.ring.routes.gpus import device_of, link_of
 from rtp_ext.ring.routes.route_planner import LayerSize, RoutePlanner, decide, gemm_seconds

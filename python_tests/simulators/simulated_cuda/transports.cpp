@@ -13,8 +13,8 @@
 #include "../../../csrc/transport/nccl/supervised.cpp"
 #include "../../../csrc/transport/nccl/watchdog.cpp"
 #include "../../../csrc/transport/record.cpp"
-#include "../../../csrc/transport/sink.cpp"
 #include "../../../csrc/transport/shm/shared_memory.cpp"
+#include "../../../csrc/transport/sink.cpp"
 #include "../../../csrc/transport/transport.cpp"
 #include "simulator.h"
 

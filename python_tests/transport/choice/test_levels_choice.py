@@ -13,9 +13,9 @@ from simulated_cuda import run_threads, values
 
 from rtp_ext import RotationError, _native
 from rtp_ext.options import RingOptions, TransportOptions
+from rtp_ext.ring.links.gpu_links import Wiring
 from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.transports import connect
-from rtp_ext.ring.links.wiring import Wiring
 from rtp_ext.ring.routes.plan import plan_routes
 
 

@@ -12,9 +12,9 @@ import rtp_ext
 from rtp_ext import RotationError, _native
 from rtp_ext.observe import doctor
 from rtp_ext.options import TransportOptions
+from rtp_ext.ring.links.gpu_links import View, slowest, view_of
 from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.transports import connect
-from rtp_ext.ring.links.wiring import View, slowest, view_of
 from rtp_ext.ring.routes.gradient_routes import BY_DTYPE, choose_gradient_route
 from rtp_ext.ring.routes.weight_routes import choose_ce_modes, choose_hops, choose_route
 

@@ -15,7 +15,7 @@ from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.wrappers import type_name
 from rtp_ext.ring import Ring
-from rtp_ext.ring.dtensor_parameters import rotates
+from rtp_ext.ring.parameters_in_use import rotates
 
 
 def refuse_additions(root: nn.Module, ring: Ring, ignored: Collection[str]) -> None:

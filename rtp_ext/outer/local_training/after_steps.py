@@ -47,8 +47,8 @@ from rtp_ext.outer.local_training.replica_dim import (
 from rtp_ext.outer.policy import Unit
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import GRADIENT_HANDLER
-from rtp_ext.ring.dtensor_parameters import register_mesh
 from rtp_ext.ring.links.agree import differing, expect_same, expect_same_lines
+from rtp_ext.ring.parameters_in_use import register_mesh
 
 
 class AfterSteps(Means):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from rtp_ext.parameters.sharding import held
-from rtp_ext.ring.dtensor_parameters import expect_own_shard
+from rtp_ext.ring.parameters_in_use import expect_own_shard
 
 
 def place_on_ring(tensor: torch.Tensor, ring: DeviceMesh) -> None:

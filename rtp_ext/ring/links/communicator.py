@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext.ring.links.failure_report import FailureReport, broken_links, cut
+from rtp_ext.ring.links.gpu_links import Wiring
 from rtp_ext.ring.links.groups import all_gather_single, destroy, make_group, reduce_scatter_single
 from rtp_ext.ring.links.hosts import Hosts
-from rtp_ext.ring.links.wiring import Wiring
 
 _FIRST_BYTES = 1024  # bytes of a value and its length in the first of two gathers; few values are longer
 _CLOSED = re.compile(r"rank (\d+) of the ring did not answer [^:]*: it closed its ring")  # as transports tell it

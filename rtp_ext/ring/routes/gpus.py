@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from rtp_ext.gpu_rates import LEAST_NVLINK, data_sheet, link_bytes_per_second
-from rtp_ext.ring.links.wiring import Wiring
+from rtp_ext.ring.links.gpu_links import Wiring
 
 __all__ = ["Device", "Link", "device_of", "link_of"]
 

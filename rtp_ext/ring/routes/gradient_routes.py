@@ -50,7 +50,7 @@ class LateGradients:
         # Autograd's sequence numbers of the newest operations.
         self._called: collections.deque[int] = collections.deque(maxlen=passes)
 
-    def deferred_after(self) -> int:
+    def late_after(self) -> int:
         """Returns the sequence number of autograd after which, in the backward, the gradients of the current operation
         have to arrive: that of the operation called `passes` before it. The operations between, which come next in the
         backward, have posted their hops by then."""

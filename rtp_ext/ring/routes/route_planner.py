@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rtp_ext._native import shard_sizes, wave_efficiency
-from rtp_ext.ring.links.wiring import Wiring
+from rtp_ext.ring.links.gpu_links import Wiring
 from rtp_ext.ring.routes.gpus import Device, Link, device_of, link_of
 
 __all__ = ["Device", "LayerPlan", "LayerSize", "Link", "RoutePlanner", "decide", "device_of", "link_of", "predict"]

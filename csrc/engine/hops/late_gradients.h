@@ -1,4 +1,4 @@
-// Gradient reductions that finish after their pass.
+// Gradients that arrive after their pass.
 //
 // The last hop of a gradient overlaps with only one product of its own layer. If that product is too short, the hop may
 // overlap with the products of the next layers: the pass leaves its last step, the addition to the local tensors, to
@@ -15,7 +15,7 @@
 
 namespace rtp {
 
-struct DeferredReduction {
+struct LateGradient {
   // slots of the pass: the receiving one, and possibly one that is still being sent
   std::vector<std::shared_ptr<Slot>> slots;
   std::vector<at::Tensor> arriving, local;
@@ -24,23 +24,23 @@ struct DeferredReduction {
   Step step;
 };
 
-class DeferredReductions {
+class LateGradients {
  public:
-  DeferredReductions(std::shared_ptr<Transport> transport, SlotPool& pool, Sink& sink)
+  LateGradients(std::shared_ptr<Transport> transport, SlotPool& pool, Sink& sink)
       : transport_(std::move(transport)), pool_(pool), sink_(sink) {}
 
-  // Sets the number of reductions that may remain at the end of a pass. They finish in the order in which they were
+  // Sets the number of gradients that may remain at the end of a pass. They finish in the order in which they were
   // added.
   void allow(size_t passes) { allowed_ = passes; }
-  void add(DeferredReduction reduction) { deferred_.push_back(std::move(reduction)); }
+  void add(LateGradient gradient) { late_.push_back(std::move(gradient)); }
   void end_pass() { finish_all_but(allowed_); }
   void drain() { finish_all_but(0); }
-  // Finishes the reduction of `gradient` and all earlier ones; no effect if it has finished.
-  void finish(const at::Tensor& gradient);
-  // Drops all reductions without waiting, for a failed ring.
-  void forget() { deferred_.clear(); }
+  // Finishes the gradient of `tensor` and all earlier ones; no effect if it has finished.
+  void finish(const at::Tensor& tensor);
+  // Drops all gradients without waiting, for a failed ring.
+  void forget() { late_.clear(); }
 
-  bool empty() const { return deferred_.empty(); }
+  bool empty() const { return late_.empty(); }
   int64_t finished() const { return finished_; }  // total number
 
  private:
@@ -50,7 +50,7 @@ class DeferredReductions {
   std::shared_ptr<Transport> transport_;
   SlotPool& pool_;
   Sink& sink_;
-  std::deque<DeferredReduction> deferred_;
+  std::deque<LateGradient> late_;
   size_t allowed_ = 0;
   int64_t finished_ = 0;
 };
