@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from grids import few
-from harness import Cases, run_ranks
+from harness import on_ranks
 from pretended_hosts import pretend_hosts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -205,16 +205,15 @@ def _compare(cases, what, rank, make, rings, dtype=torch.float32, **options):
         ring.close()
 
 
-def _flat(rank, ranks):
-    cases = Cases()
+@on_ranks(few([3], [2, 3]))
+def test_one_ring(rank, cases):
     _compare(cases, "float32", rank, functools.partial(rtp_ext.Ring, timeout=60.0, transport="tcp"), [PLAIN, AHEAD])
     ring = functools.partial(rtp_ext.Ring, timeout=60.0, transport="shm", travel="int8", slot_cap=200)
     _compare(cases, "int8", rank, ring, [PLAIN, AHEAD], bundle="recompute")
-    cases.finish()
 
 
-def _of_four(rank, ranks):
-    cases = Cases()
+@on_ranks(4)
+def test_replicas_and_two_levels(rank, cases):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ring"))
     dims = rtp_ext.RotationDims(ring="ring", replicate="replicas")
     ring = functools.partial(rtp_ext.Ring, mesh, dims=dims, timeout=60.0, travel="int8")
@@ -222,13 +221,3 @@ def _of_four(rank, ranks):
     pretend_hosts(rank, 2)
     ring = functools.partial(rtp_ext.Ring, timeout=60.0, route="two-level", travel="int8")
     _compare(cases, "two levels", rank, ring, [PLAIN, AHEAD])
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", few([3], [2, 3]))
-def test_one_ring(ranks):
-    run_ranks(_flat, ranks)
-
-
-def test_replicas_and_two_levels():
-    run_ranks(_of_four, 4)

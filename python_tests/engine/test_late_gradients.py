@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from models import batch_loss, make_model, mean_loss, train
 from reference import assert_same, differs, full
 from torch import nn
@@ -92,8 +92,8 @@ def _gradients(model, rank, how):
     return seen
 
 
-def _uses(rank, ranks):
-    cases = Cases()
+@on_ranks(2)
+def test_every_use_of_a_parameter(rank, ranks, cases):
     torch.manual_seed(0)
     plain = Uses().double()
     expected = {}
@@ -125,15 +125,10 @@ def _uses(rank, ranks):
         with cases.case("control"):
             assert any(ring.exchange(bool(wrong)))
         del ring.land
-    cases.finish()
 
 
 def _fail(_gradient):
     return 1 / 0
-
-
-def test_every_use_of_a_parameter():
-    run_ranks(_uses, 2)
 
 
 def _narrow(rank, ranks):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import Cases, on_ranks, run_ranks
 from models import batch_loss, make_model, mean_loss, train
 from reference import assert_same, differs, full
 from torch import nn
@@ -189,26 +189,22 @@ def test_two_layers_ahead_and_into_the_backward():
     assert ring.prefetched() == (sent + 10 + 3 * 3 + 2, used + 10 + 3 * 3)
 
 
-def _channels_last(rank, ranks):
+@on_ranks(3)
+def test_channels_last(rank, ranks, ring):
     """Convolutions in another memory format; one rank has no shard."""
     torch.manual_seed(0)
     convolutions = (nn.Conv2d(features, 2 * (ranks - 1), 3, padding=1) for features in (3, *[2 * (ranks - 1)] * 2))
     plain = nn.Sequential(*convolutions).double()
-    with rtp_ext.Ring(timeout=30.0) as ring:
-        model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=ring).to(memory_format=torch.channels_last)
-        inputs = [torch.full((1, 3, 4, 4), 1.0 + other, dtype=torch.float64) for other in range(ranks)]
-        for _ in range(STEPS):
-            plain.zero_grad(), model.zero_grad()
-            model(inputs[rank]).square().sum().backward()
-            (sum(plain(x).square().sum() for x in inputs) / ranks).backward()
-            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-                assert_same(full(ours.grad), theirs.grad, TOLERANCE, "gradient")
-        sent, used = ring.prefetched()
-        assert sent == used > 0
-
-
-def test_channels_last():
-    run_ranks(_channels_last, 3)
+    model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=ring).to(memory_format=torch.channels_last)
+    inputs = [torch.full((1, 3, 4, 4), 1.0 + other, dtype=torch.float64) for other in range(ranks)]
+    for _ in range(STEPS):
+        plain.zero_grad(), model.zero_grad()
+        model(inputs[rank]).square().sum().backward()
+        (sum(plain(x).square().sum() for x in inputs) / ranks).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_same(full(ours.grad), theirs.grad, TOLERANCE, "gradient")
+    sent, used = ring.prefetched()
+    assert sent == used > 0
 
 
 def test_a_stale_shard_would_show():

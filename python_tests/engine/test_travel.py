@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from operation_checks import (
     EXACT,
     Operation,
@@ -86,8 +86,8 @@ def _check(operation, ring, rows=None, tolerance=EXACT, **options):
         assert torch.equal(shard, chunk(operation.parameters[name], ring.size, ring.rank, operation.cuts[name])), name
 
 
-def _same_as_one_process(rank, ranks):
-    cases = Cases()
+@on_ranks([2, 3, 4])
+def test_a_single_process_that_rounds_in_the_same_way(ranks, cases):
     for travel in TRAVELS:
         for options in ({}, {"transport": "shm", "route": "direct", "gradient_halves": True}):
             if ranks > 3 and options:
@@ -98,7 +98,6 @@ def _same_as_one_process(rank, ranks):
                         _check(operation, ring)
                 if not options:
                     check_checkpointing(cases, _Rounded(make_linear((INPUTS, OUTPUTS)), ranks, travel), ring)
-    cases.finish()
 
 
 class _Rounded(Operation):
@@ -113,18 +112,13 @@ class _Rounded(Operation):
         return self.exact.shards(*arguments)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_single_process_that_rounds_in_the_same_way(ranks):
-    run_ranks(_same_as_one_process, ranks)
-
-
 BY_OUTPUTS = ("linear", "q, k, v", "embedding", "convolution")
 
 
-def _bitwise(rank, ranks):
+@on_ranks([2, 3, 4])
+def test_every_rank_computes_with_the_same_weights(rank, ranks, cases):
     """The same input on every rank: where weights are cut by outputs, bitwise the same output; elsewhere, where shards
     are summed in another order on each rank, the same to rounding."""
-    cases = Cases()
     for travel in TRAVELS:
         with _ring(travel) as ring:
             for name, operation in _operations().items():
@@ -145,12 +139,6 @@ def _bitwise(rank, ranks):
                     else:
                         assert_same(mine, told[0], 1e-6, "output")
                     assert mine.any()
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_rank_computes_with_the_same_weights(ranks):
-    run_ranks(_bitwise, ranks)
 
 
 @pytest.mark.parametrize("compute", [torch.float64, torch.float32, torch.bfloat16])
@@ -190,8 +178,8 @@ def test_what_is_not_finite_is_seen():
         assert y[:, [0, 1, 3]].isfinite().all()
 
 
-def _bytes(rank, ranks):
-    cases = Cases()
+@on_ranks([2, 3])
+def test_bytes_on_the_wire(rank, ranks, cases):
     sizes = {"int8": 1 + 4 / 128, "bfloat16": 2, None: 4}
     for travel, each in sizes.items():
         for dtype, bias in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)):
@@ -213,17 +201,11 @@ def _bytes(rank, ranks):
             total = ring.collect(lambda owner, partial: partial.add_(0.1), torch.zeros(5, dtype=torch.float64))
             assert_same(total, torch.full((5,), 0.1 * ranks, dtype=torch.float64), EXACT, "sum")
             assert ring.bytes_sent("weight") == (ranks - 1) * 20
-    cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_bytes_on_the_wire(ranks):
-    run_ranks(_bytes, ranks)
-
-
-def _rest(rank, ranks):
+@on_ranks([2, 3])
+def test_pieces_precisions_and_refusals(rank, ranks, cases):
     """Chunks, precisions, a generic wrapper, and refused options."""
-    cases = Cases()
     row = 8 * (INPUTS + 1)  # bytes of a row and its bias in float64
     for travel in TRAVELS:
         with _ring(travel, slot_cap=4 * row) as ring, cases.case(f"{travel}, pieces"):
@@ -257,12 +239,6 @@ def _rest(rank, ranks):
             assert rtp_ext.ring_of(model) is ring
     with pytest.raises(ValueError, match="ranks disagree"):
         _ring("int8" if rank == 0 else None)
-    cases.finish()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_pieces_precisions_and_refusals(ranks):
-    run_ranks(_rest, ranks)
 
 
 def test_what_is_unknown_is_refused():

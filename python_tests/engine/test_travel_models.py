@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from harness import Cases, run_ranks
+from harness import on_ranks
 from models import batch_loss, make_model, mean_loss
 from pretended_hosts import pretend_hosts
 from reference import adamw, assert_same, differs, full
@@ -39,8 +39,8 @@ def _train_plain(model, cuts, ranks, travel):
     return model
 
 
-def _trains(rank, ranks):
-    cases = Cases()
+@on_ranks([2, 3])
+def test_three_steps(rank, ranks, cases):
     rings = (
         {"transport": "c10d", "late_gradients": 1},
         {"transport": "shm", "gradient_halves": True, "route": "direct"},
@@ -72,17 +72,11 @@ def _trains(rank, ranks):
                     assert wrong > 3, "control: weights that are not rounded"
                     assert ring.prefetched()[1] > 0 or number == 2
                     assert number > 0 or ring.landed_late() > 0
-    cases.finish()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_three_steps(ranks):
-    run_ranks(_trains, ranks)
-
-
-def _policy(rank, ranks):
+@on_ranks(2)
+def test_policies(rank, cases):
     """The dtype of a policy's computation and the format of travelling weights are independent."""
-    cases = Cases()
     for dtype, tolerance in ((torch.bfloat16, 0.1), (None, 1e-4)):
         losses = {}
         for travel in (None, *TRAVELS):
@@ -107,16 +101,11 @@ def _policy(rank, ranks):
             same = losses["bfloat16", "sent"] == losses[None, "sent"]
             assert same == (dtype == torch.bfloat16), "16 bits as computed with travel as ever"
             assert (losses["bfloat16"] == exact) == same
-    cases.finish()
 
 
-def test_policies():
-    run_ranks(_policy, 2)
-
-
-def _two_levels(rank, ranks):
+@on_ranks(4)
+def test_two_levels(rank, cases):
     pretend_hosts(rank, 2)
-    cases = Cases()
     for travel in TRAVELS:
         prefetch = 2 if travel == "int8" else 1
         with rtp_ext.Ring(transport="c10d", timeout=60.0, travel=travel, prefetch=prefetch) as ring:
@@ -124,11 +113,6 @@ def _two_levels(rank, ranks):
             for name, operation in _operations().items():
                 with cases.case(f"{travel} {name}"):
                     _check(operation, ring)
-    cases.finish()
-
-
-def test_two_levels():
-    run_ranks(_two_levels, 4)
 
 
 STRAIGHT = {"gradient_route": "direct"}
