@@ -1,6 +1,6 @@
 """How many functions of the CUDA runtime and driver, and of NCCL, the host calls for a hop and for a compute.
 
-    python benchmarks/gpu/driver_calls.py [--json] [--ranks 4]
+    python benchmarks/gpu/driver_calls.py [--ranks 4]
     python benchmarks/gpu/driver_calls.py --output benchmarks/results/cpu-2core/driver_calls.jsonl
 
 The calls are counted, not timed, and without a GPU: the transports' own sources run on a simulated CUDA runtime and
@@ -20,7 +20,6 @@ In the mode `replayed` passes are graphs (`Ring(graphs="on")`), which contain th
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import threading
 from collections import Counter
@@ -184,7 +183,6 @@ def rows(ranks: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="a JSON line for each transport and mode")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="append the results to this file")
     options = parser.parse_args()
@@ -192,10 +190,7 @@ def main() -> None:
     for row in rows(options.ranks):
         case = f"{row['transport']}, {row['mode']}"
         append_line(options.output, result_line(card, benchmark="driver_calls", case=case, dtype="float32", **row))
-        if options.json:
-            print(json.dumps(row))
-        else:
-            print(*(f"{key} {value}" for key, value in row.items() if key != "calls"), sep="  ")
+        print(*(f"{key} {value}" for key, value in row.items() if key != "calls"), sep="  ")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Predicts rotated linear layers on GPUs from counted calls and published constants.
 
     python benchmarks/gpu/gpu_on_paper.py          # the tables of docs/gpu.md and gpu_calls.md
-    python benchmarks/gpu/gpu_on_paper.py --json   # a JSON line for each row
     python benchmarks/gpu/gpu_on_paper.py --write  # rewrites the tables in these pages
     python benchmarks/gpu/gpu_on_paper.py --check  # exit status 1 where a page has other tables
 
@@ -20,10 +19,9 @@ Rates and times are those of the planner (rtp_ext/gpu_rates.py, rtp_ext/planner/
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rtp_ext.planner import Cluster, RotatedOperation, Weight
@@ -69,7 +67,7 @@ NAMES = {"ce": "`ce`", "graphs": "`ce`, graphs", "blocking": "`nccl`, blocking",
 
 @dataclass(frozen=True)
 class Row:
-    """The times of a forward and a backward of one layer, in microseconds; `prediction`: whether they are predicted."""
+    """The times of a forward and a backward of one layer, in microseconds."""
 
     shape: str
     tokens: int
@@ -79,7 +77,6 @@ class Row:
     graphs: Range
     blocking: Range
     threads: Range
-    prediction: bool = True
 
 
 def rows() -> list[Row]:
@@ -145,7 +142,6 @@ class First:
     whole: tuple[float, float]
     rotation: tuple[float, float]
     host: Range
-    prediction: bool = True
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -251,12 +247,8 @@ def rewrite(texts: list[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    wishes(parser).add_argument("--json", action="store_true")
+    wishes(parser)
     options = parser.parse_args(argv)
-    if options.json:
-        for row in (*first_day(), *rows()):
-            print(json.dumps(asdict(row)))
-        return
     renew(options, PAGES, rewrite, BLOCK, "this script: python benchmarks/gpu/gpu_on_paper.py --write")
 
 
