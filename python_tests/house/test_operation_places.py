@@ -50,7 +50,9 @@ def named_in_python(text, passes):
         elif isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in ("OperationFacts", "operation_kind"):
-                found |= {each.value for each in node.args if isinstance(each, ast.Constant) and each.value in OPERATIONS}
+                found |= {
+                    each.value for each in node.args if isinstance(each, ast.Constant) and each.value in OPERATIONS
+                }
         elif isinstance(node, ast.ClassDef) and node.name in classes:
             found.add(classes[node.name])
     return found
