@@ -58,7 +58,6 @@ class Weights {
   RotationOptions options() const;
 
   size_t count() const { return facts_.parameters.size(); }
-  const Executor& executor() const { return executor_; }
 
  private:
   Chunks chunks() const;

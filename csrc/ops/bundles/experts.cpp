@@ -23,7 +23,7 @@ struct ExpertsWeights : Weights {
       : Weights(executor, options, kExperts, pass, parameters), up_rows((shape.gated ? 2 : 1) * shape.hidden_features) {
     const auto stacked = [&](int64_t outputs, int64_t inputs, std::optional<BlockFormat> frozen) {
       if (shape.transposed) std::swap(outputs, inputs);
-      return ParameterFacts{{shape.experts, outputs, inputs}, 0, frozen};
+      return ParameterFacts{{shape.experts, outputs, inputs}, 0, frozen, /*group=*/1};  // as the biases
     };
     up = add(stacked(up_rows, shape.features, shape.up_frozen));
     up_bias = add({{shape.experts, up_rows}}, shape.up_bias);
