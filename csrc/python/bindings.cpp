@@ -21,6 +21,7 @@
 #include "transport/emulated/emulated.h"
 #include "transport/nccl/nccl.h"
 #include "transport/nccl/peer_status.h"
+#include "transport/peer_state.h"
 #include "transport/shm/shm.h"
 #include "transport/tcp/socket.h"
 #include "transport/tcp/tcp.h"
@@ -374,6 +375,8 @@ void share_version(const at::Tensor& tensor, const at::Tensor& with) {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The rotation engine of rtp_ext.";
   m.attr("compiled_torch") = RTP_TORCH_VERSION;
+  m.attr("ring_closed") = why_lost(PeerState::closed);
+  m.attr("process_ended") = why_lost(PeerState::gone);
   py::module_::import("rtp_ext._R");  // has the classes of schedules, which passes return
   bind_errors(m);
   m.def("host_id", &host_id, "Equal on two processes only if they share a host.");

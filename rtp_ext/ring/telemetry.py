@@ -90,7 +90,7 @@ class Telemetry:
     Args:
         communicator: the communicator of the ring; its executor counts and records.
         connection: the transport of the ring.
-        token: name of the ring in the files of its recorder, the same on all its ranks.
+        token: name of the ring in the files of its records, the same on all its ranks.
     """
 
     def __init__(self, communicator: Communicator, connection: Connection, token: str) -> None:

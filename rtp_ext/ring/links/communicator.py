@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rtp_ext import _native
 from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext.ring.links.failure_report import FailureReport, broken_links, cut
 from rtp_ext.ring.links.gpu_links import Wiring
@@ -22,7 +23,7 @@ from rtp_ext.ring.links.groups import all_gather_single, destroy, make_group, re
 from rtp_ext.ring.links.hosts import Hosts
 
 _FIRST_BYTES = 1024  # bytes of a value and its length in the first of two gathers; few values are longer
-_CLOSED = re.compile(r"rank (\d+) of the ring did not answer [^:]*: it closed its ring")  # as transports tell it
+_CLOSED = re.compile(rf"rank (\d+) of the ring did not answer [^:]*: {_native.ring_closed}")  # as transports tell it
 _PIECE = datetime.timedelta(milliseconds=200)
 
 _RECORD = "; what this rank did last: "  # precedes the path of the record in errors of the executor, once in a text

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rtp_ext import _native
 from rtp_ext._native import RingTimeout, RotationError
 
 __all__ = ["FailureReport", "Process", "broken_links", "cut", "this_process"]
@@ -238,7 +239,7 @@ class FailureReport:
         process, start = self.neighbours[rank]
         found = _stat(process)
         if found is None or found[1] != start or found[0] in "ZXx":
-            return "its process has ended"
+            return _native.process_ended
         return "its process is stopped" if found[0] in "Tt" else None
 
 
