@@ -28,10 +28,13 @@ void bind_footprint(py::module_& m) {
       .def_readonly("free_gradient", &Footprint::free_gradient)
       .def_readonly("mailboxes", &Footprint::mailboxes);
   py::class_<OperationKind>(m, "OperationKind", "A row of the table of operations.")
+      .def_readonly("key", &OperationKind::key)
       .def_readonly("bundle", &OperationKind::bundle)
       .def_readonly("late", &OperationKind::late)
       .def_readonly("dgrad", &OperationKind::dgrad)
+      .def_readonly("captured", &OperationKind::captured)
       .def_readonly("dims", &OperationKind::dims);
+  m.def("operation_kinds", []() { return std::vector<OperationKind>(std::begin(kOperations), std::end(kOperations)); });
   m.def(
       "operation_kind", [](const std::string& key) { return operation_kind(key); }, py::arg("key"),
       "The row of an operation; the usual facts for one without a row.");

@@ -54,17 +54,18 @@ struct OperationKind {
   bool bundle = false;      // gradients of parameters need results of the gradients of inputs
   bool late = false;        // gradients of parameters may arrive after the pass: no code of it reads them
   bool dgrad = true;        // inputs have gradients, which need the weights
+  bool captured = false;    // CUDA graphs can repeat its passes: their launches follow from shapes alone
   size_t chunked_dims = 0;  // a single weight above the slot cap travels in chunks of rows, if cut along one of these
   size_t dims = 2;          // of a weight; biases have fewer
 };
 
 inline constexpr OperationKind kOperations[] = {
-    {.key = "linear", .late = true, .chunked_dims = 1},
-    {.key = "partial linear", .late = true},
+    {.key = "linear", .late = true, .captured = true, .chunked_dims = 1},
+    {.key = "partial linear", .late = true, .captured = true},
     {.key = "embedding", .dgrad = false, .chunked_dims = 2},
-    {.key = "mlp", .bundle = true, .late = true},
-    {.key = "experts", .bundle = true, .dims = 3},
+    {.key = "mlp", .bundle = true, .late = true, .captured = true},
     {.key = "linear cross-entropy", .bundle = true, .chunked_dims = 1},
+    {.key = "experts", .bundle = true, .dims = 3},
     {.key = "flyweight", .bundle = true},
 };
 

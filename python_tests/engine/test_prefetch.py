@@ -158,7 +158,7 @@ def test_two_layers_ahead_and_into_the_backward():
     (ring, model), (one, twin) = made(2), made(1)
     x = torch.randn(3, 8, requires_grad=True)
     size = _native.footprint(
-        [_native.OperationSize([(2, 8, True)], False, True) for _ in range(4)],
+        [_native.OperationFacts("linear", [_native.ParameterFacts((8, 8))])] * 4,
         **dict(ranks=4, in_place=False, sends_anywhere=True, receives_anywhere=True, cast=False, prefetch=2),
         **dict(compute_bytes=4, reduce_bytes=4, slot_cap=0),
     )

@@ -6,9 +6,9 @@ import pytest
 from schedule_cases import case
 from schedule_checks import violations
 from schedule_races import WAITS, races
-from test_footprint import footprint
+from test_footprint import footprint, operation
 
-from rtp_ext import _native, schedule, timeline
+from rtp_ext import schedule, timeline
 from rtp_ext._native import make_schedule
 
 RANKS = range(1, 17)
@@ -191,7 +191,7 @@ def test_footprint():
     """Three slots, and where contributions are narrowed one more, in which they are summed: see test_footprint.py for
     the numbers of this layer. 33 + 3 numbers: 132 and 12 bytes take 192 and 64, as bfloat16 66 and 6 take 128 and 64,
     in int8 36 + 4 and 4 + 4 take 64 and 64."""
-    layer = [_native.OperationSize([(3, 11, True), (3, 1, False)], False, True)]
+    layer = [operation((3, 11), (3,))]
     direct = {"gradient_route": "direct"}
 
     def gradients(**changed):
@@ -211,6 +211,6 @@ def test_footprint():
 
 
 def test_a_late_gradient_keeps_its_three_slots():
-    layers = [_native.OperationSize([(1, 32, True)], False, False)] * 3
+    layers = [operation((1, 32))] * 3
     _, free, _, most = footprint(layers, late=1, gradient_route="direct", reduce_bytes=2)
     assert (sorted(free), most) == ([64] * 6 + [128], 6 * 64 + 128)

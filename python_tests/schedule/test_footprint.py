@@ -19,31 +19,40 @@ def test_shards_are_cut_as_chunks_are():
         _native.shard_sizes(4, 0)
 
 
+def operation(*shards, key="linear"):
+    """An operation whose largest shards have these shapes, by the number of ranks."""
+
+    def facts(ranks):
+        wholes = [(ranks * rows, *rest) for rows, *rest in shards]
+        return _native.OperationFacts(key, [_native.ParameterFacts(whole) for whole in wholes])
+
+    return facts
+
+
 def test_pieces_are_the_largest_that_fit():
     for rows in (0, 1, 7, 64):
         for cap in (0, 1, 39, 40, 41, 80, 300, 10**6):
-            operation = _native.OperationSize([(rows, 9, True), (rows, 1, False)], False, True)
-            count, each = operation.chunks(4, cap)
+            count, each = operation((rows, 9), (rows,))(1).chunks(1, 4, cap)
             assert count >= 1 and count * each >= rows and (count - 1) * each < max(rows, 1)
             if cap == 0:
                 assert count == 1
             else:  # 40 bytes a row
                 assert each == 1 or each * 40 <= cap
                 assert each == max(rows, 1) or (each + 1) * 40 > cap
-            whole = _native.OperationSize([(rows, 9, True)], False, False)
-            assert whole.chunks(4, cap) == (1, max(rows, 1)), "control: what may not travel in pieces"
+            whole = operation((rows, 9), key="partial linear")(1)
+            assert whole.chunks(1, 4, cap) == (1, max(rows, 1)), "control: what may not travel in pieces"
 
 
 def footprint(operations, ranks=3, **changed):
     options = dict(in_place=False, sends_anywhere=True, receives_anywhere=True, cast=False)
     options |= dict(compute_bytes=2, reduce_bytes=4, slot_cap=0)
-    held = _native.footprint(operations, ranks=ranks, **{**options, **changed})
+    held = _native.footprint([facts(ranks) for facts in operations], ranks=ranks, **{**options, **changed})
     return sorted(held.free_weight), sorted(held.free_gradient), held.weight.peak_bytes, held.gradient.peak_bytes
 
 
 def test_slots_of_one_layer():
     """33 numbers and 3 of a bias: 66 and 6 bytes take 128 and 64 of a slot, as float32 132 and 12 take 192 and 64."""
-    layer = [_native.OperationSize([(3, 11, True), (3, 1, False)], False, True)]
+    layer = [operation((3, 11), (3,))]
     assert footprint(layer) == ([192, 192], [256, 256], 384, 512)
     assert footprint(layer, ranks=2) == ([192], [256], 192, 256), "one hop needs one slot; a gradient's lands at home"
     assert footprint(layer, ranks=2, receives_anywhere=False) == ([192], [256, 256], 192, 512)
@@ -60,7 +69,7 @@ def test_slots_of_one_layer():
 
 def test_the_pool_keeps_slots_and_small_ones_make_way():
     def sized(*elements):
-        return [_native.OperationSize([(1, count, True)], False, False) for count in elements]
+        return [operation((1, count)) for count in elements]
 
     one, two = footprint(sized(32), ranks=2), footprint(sized(32, 32), ranks=2)
     assert one == ([64], [128], 64, 128)
@@ -72,7 +81,7 @@ def test_the_pool_keeps_slots_and_small_ones_make_way():
     for layers, late in ((2, 1), (3, 1), (4, 2)):
         _, gradients, _, most = footprint(sized(*[32] * layers), late=late)
         assert (gradients, most) == ([128] * (2 + 2 * late), 256 + 256 * late), "two more for each that lands late"
-    in_time = [_native.OperationSize([(1, 32, True)], False, False, late=False) for _ in range(3)]
+    in_time = [operation((1, 32), key="convolution")] * 3
     assert footprint(in_time, late=1) == footprint(sized(32, 32, 32)), "an operation that never is late"
     assert footprint(in_time[:1] + sized(32, 32), late=1) == footprint(sized(32, 32, 32), late=1), "one behind others"
     assert footprint(sized(32, 32)) == ([64, 64], [128, 128], 128, 256), "into the slot that the first one is done with"
@@ -83,8 +92,8 @@ def test_the_pool_keeps_slots_and_small_ones_make_way():
 
 
 def test_an_operation_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one tensor"):
-        footprint([_native.OperationSize([], False, True)])
+    with pytest.raises(ValueError, match="at least one parameter"):
+        footprint([operation()])
 
 
 def test_waves_of_tiles():

@@ -8,9 +8,9 @@ from grids import few
 from schedule_cases import case
 from schedule_checks import violations
 from schedule_races import WAITS, deadlocks, races
-from test_footprint import footprint
+from test_footprint import footprint, operation
 
-from rtp_ext import _native, schedule, timeline
+from rtp_ext import schedule, timeline
 from rtp_ext._native import make_schedule
 
 ALL_SIZES = list(product(range(2, 7), repeat=2))  # hosts, ranks of each
@@ -243,7 +243,7 @@ def test_what_it_saves():
 
 def test_footprint():
     """Slots of one layer of 33 numbers: 66 bytes of weights take 128, 132 of gradients take 192."""
-    layer = [_native.OperationSize([(3, 11, True)], False, True)]
+    layer = [operation((3, 11))]
     for hosts, places in SIZES:
         weights, gradients, *_ = footprint(layer, ranks=hosts * places, route="two-level", hosts=hosts)
         made = two_level(hosts, places, pass_="backward").schedules()[0]

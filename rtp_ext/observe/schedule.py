@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rtp_ext._rules import Schedule, Step, make_schedule
+from rtp_ext._rules import Schedule, Step, make_schedule, operation_kind
 from rtp_ext.command_line import WIDTH
 from rtp_ext.words import PassGradientRoute, PassRoute
 
@@ -27,8 +27,9 @@ __all__ = [
     "to_dict",
 ]
 
-BUNDLES = ("mlp", "cross_entropy", "experts")  # operations whose wgrad needs results of the dgrad of the same shard
-OPERATIONS = ("linear", "embedding", *BUNDLES)
+OPERATIONS = ("linear", "embedding", "mlp", "cross_entropy", "experts")
+_KINDS = {op: operation_kind("linear cross-entropy" if op == "cross_entropy" else op) for op in OPERATIONS}
+BUNDLES = tuple(op for op, kind in _KINDS.items() if kind.bundle)  # wgrad needs results of the dgrad of the same shard
 ALL = -1  # the owner of a product with every shard at once
 HALVES = ("", "a", "b")  # suffixes of a whole gradient shard and of its halves
 LARGEST_RING = 512  # limit of `schedules`: all ranks of a ring of R ranks have some R * R steps
@@ -108,7 +109,8 @@ def schedule_of(
     """
     if op not in OPERATIONS:
         raise ValueError(f"expected an operation of {', '.join(OPERATIONS[:-1])} or {OPERATIONS[-1]}, got {op}")
-    if op == "embedding" and dgrad:
+    kind = _KINDS[op]
+    if dgrad and not kind.dgrad:
         raise ValueError("expected dgrad=False for an embedding, whose input has no gradient, got dgrad=True")
     return make_schedule(
         ranks,
@@ -116,10 +118,10 @@ def schedule_of(
         pass_=pass_,
         route=route,
         in_place=in_place,
-        dgrad=op != "embedding" if dgrad is None else dgrad,
+        dgrad=kind.dgrad if dgrad is None else dgrad,
         wgrad=wgrad,
         receive_in_slots=receive_in_slots,
-        bundle=op in BUNDLES,
+        bundle=kind.bundle,
         halves=halves,
         two_lanes=two_lanes,
         late=late,

@@ -32,16 +32,12 @@ from rtp_ext.ring.links.communicator import Communicator
 
 logger = logging.getLogger("rtp_ext")
 
-# Operations whose launches follow from shapes alone. Experts and losses read values on the host.
+# Passes of operations that the table says are captured. Experts and losses read values on the host.
 CAPTURED = frozenset(
-    {
-        _native.linear_forward,
-        _native.linear_backward,
-        _native.partial_linear_forward,
-        _native.partial_linear_backward,
-        _native.mlp_forward,
-        _native.mlp_backward,
-    }
+    getattr(_native, f"{kind.key.replace(' ', '_')}_{pass_}")
+    for kind in _native.operation_kinds()
+    for pass_ in ("forward", "backward")
+    if kind.captured
 )
 MOST_GRAPHS = 4  # graphs of one pass, for different addresses; the least recently used one is dropped first
 MOST_SEEN = 16  # sets of addresses that are kept for one pass

@@ -120,21 +120,6 @@ def test_refusals(what):
             rtp_ext.explain(model.requires_grad_(False), frozen="nf4", ranks=2, **options)
 
 
-def _size(parameters: list, ranks: int, bundle: bool) -> _native.OperationSize:
-    """Returns the largest shards of weights in blocks that travel together."""
-    frozen = [frozen_of(parameter) for parameter in parameters]
-    parts = []
-    for each in frozen:
-        most = max(each.shard_rows(ranks))
-        shape = [*each.shape]
-        shape[each.dim] = most
-        rows, *rest = shape
-        parts.append((rows, torch.Size(rest).numel(), True))
-    return _native.OperationSize(
-        parts, bundle, False, [], False, {place: each.format for place, each in enumerate(frozen)}
-    )
-
-
 @on_ranks(4)
 def test_slots(rank, ranks, cases):
     for transport, what in few([("shm", "experts"), ("c10d", "mlp"), ("c10d", "head")], SLOTS):
@@ -166,8 +151,9 @@ def test_slots(rank, ranks, cases):
                 expected.append((wanted.detach(), theirs.grad))
             counts = [ring.slot_count(channel) for channel in ("weight", "gradient", "scratch")]
             order = [1, 0, 2] if what == "mlp" else range(len(parameters))  # the engine has the gate first
+            key = "linear cross-entropy" if what == "head" else what
             planned = _native.footprint(
-                [_size([parameters[place] for place in order], ranks, True)],
+                [_native.OperationFacts(key, [frozen_of(parameters[place]).facts for place in order])],
                 ranks=ranks,
                 in_place=False,
                 cast=False,

@@ -179,7 +179,7 @@ def rotation_seconds(
         backward_durations["outer weight"] = hop_s(between, back, constants)
     if direct:  # the first contribution is copied to the owner's gradient
         backward_durations["copy"] = traffic_s(local + sent["gradient"], cluster, constants)
-    dgrad = rotation.input_gradient and rotation.kind != "embedding"
+    dgrad = rotation.input_gradient and rotation.facts.kind.dgrad
     wgrad = rotation.trains
     halves = wgrad and op == "linear" and not direct and hosts == 1 and hops["gradient"] > one["dgrad"]
     moves = in_place and chunks == 1 and ranks > 1
