@@ -212,14 +212,14 @@ def _main(
     import torch
     import torch._dynamo.guards
     import torch.distributed as dist
-    from shards import detach_without_rules
+    from shards import copies_without_rules
 
     # The server's imports are no garbage: to scan them takes longer than the rest of a start, and
     # copies the pages that the server shares.
     gc.freeze()
     # torch flushes the processor's caches to time the guards of each graph, for a line of a log.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-    detach_without_rules()
+    copies_without_rules()
     torch.set_num_threads(1)
     os.environ["RTP_RECORD_DIR"] = folder
     with open(Path(folder) / f"stack{rank}", "w") as stacks:

@@ -1,5 +1,5 @@
 """AdamW, SGD and clipping on each rank's own shards, with torch's state and kernels but without DTensor's rules; and
-`detach`, which autograd calls for every gradient that it keeps.
+what makes DTensors of others: `detach`, which autograd calls for every gradient that it keeps, `zeros_like`, `copy_`.
 
 DTensor evaluates its rules for every new shape of an operation in a process, which takes 1 to 20 ms on a mesh of two or
 three dimensions: for the state, the step and the clipping of one small model a third of the time of its test. The steps
@@ -23,15 +23,30 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim.sgd import sgd
 
+# torch's rules give their results the placements of the first argument where none of these is partial.
+_ALIKE = {getattr(torch.ops.aten, name).default for name in ("empty_like", "full_like", "ones_like", "zeros_like")}
 
-def detach_without_rules() -> None:
-    """From now on a detached DTensor keeps its placements, as torch's rule specifies for every placement."""
+
+def copies_without_rules() -> None:
+    """From now on no rule of DTensor is evaluated for `detach`, for the operations of _ALIKE, and for `copy_` between
+    equal placements: their results have the placements of the first argument."""
     stock = ShardingPropagator.propagate_op_sharding_non_cached
+    detach, copy = torch.ops.aten.detach.default, torch.ops.aten.copy_.default
+
+    def keeps(op: Any, spec: DTensorSpec, schema: OpSchema) -> bool:
+        if op is detach:
+            return True
+        if any(placement.is_partial() for placement in spec.placements):
+            return False
+        if op in _ALIKE:
+            given = {key: value for key, value in schema.kwargs_schema.items() if value is not None}
+            return given.items() <= {"memory_format": torch.preserve_format, "pin_memory": False}.items()
+        return op is copy and schema.args_schema[1] == spec and not schema.kwargs_schema
 
     @functools.wraps(stock)
     def propagate(self: ShardingPropagator, schema: OpSchema) -> OutputSharding:
-        spec = schema.args_schema[0] if schema.op is torch.ops.aten.detach.default else None
-        if isinstance(spec, DTensorSpec) and spec.tensor_meta is not None:
+        spec = schema.args_schema[0] if schema.args_schema else None
+        if isinstance(spec, DTensorSpec) and spec.tensor_meta is not None and keeps(schema.op, spec, schema):
             return OutputSharding(spec)
         return stock(self, schema)
 
