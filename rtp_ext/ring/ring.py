@@ -130,7 +130,7 @@ class Ring:
     """
 
     # Beside these, for the modules of rtp_ext: `options` and `travel` as given; `serial`, the index within the process;
-    # `token`, the name in files of its records, equal on all ranks; `tensor_mesh`; `link` of an emulated ring on a
+    # `token`, the name in files of the recorder, equal on all ranks; `tensor_mesh`; `link` of an emulated ring on a
     # GPU; `communicator` (process groups, small collectives, the report of failures); `route_plan`; `agreement` (what
     # the ranks have compared); `telemetry` (counters, traces, records); `common`, the Prepared of functional forms
     # without `prepared=`; `offload_policy` and `host_memory` of models whose shards are on the host.
