@@ -21,6 +21,7 @@ MOST = 8
 INTERNAL = {
     "csrc/compute/": "kernels and GEMMs behind operations, which check their operands before",
     "csrc/python/": "names and fields that rtp_ext passes; rtp_ext checks those of users before",
+    "csrc/schedule/operations.cpp": "the planner and the ring pass sizes that they have checked",
     "csrc/engine/shards/copied/copied_shards.cpp: expected a place": "offsets that rtp_ext has computed",
     "csrc/engine/shards/host_shards.cpp: expected a place": "offsets that rtp_ext has computed",
     "csrc/engine/shards/shard_source.cpp: expected addresses": "addresses that rtp_ext has exchanged",
