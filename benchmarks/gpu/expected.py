@@ -27,8 +27,8 @@ from rtp_ext.planner import (
 )
 from rtp_ext.planner.constants import constants, driver_call_range, host_constant
 from rtp_ext.planner.rotation.seconds import rotation_seconds
-from rtp_ext.planner.time.kernel_time import Product, product_s
 from rtp_ext.planner.time.links import Group
+from rtp_ext.planner.time.work import Product, product_s
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rtp_ext
-from rtp_ext.families.weight_reads import modules_read_by
+from rtp_ext.families.sources import modules_read_by
 
 LIMIT = TOLERANCE[torch.float64]
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import rtp_ext
 from rtp_ext.families.blocks import mlp_block
-from rtp_ext.families.experts import is_experts
+from rtp_ext.families.recognised import is_experts
 from rtp_ext.nn import RotatedExperts
 
 LIMIT = TOLERANCE[torch.float64]

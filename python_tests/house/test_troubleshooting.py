@@ -50,7 +50,7 @@ COMPOSED: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "rtp_ext/functional/_call.py": (1, ()),
     "rtp_ext/outer/local_training/after_steps.py": (1, ("a checkpoint would hold a mixture",)),
-    "rtp_ext/outer/local_training/guards.py": (1, ("a checkpoint would hold a mixture",)),
+    "rtp_ext/outer/local_training/optimizers.py": (1, ("a checkpoint would hold a mixture",)),
     "rtp_ext/outer/policy.py": (1, ("the model differs between replicas", "expected the same weights in all replicas")),
     "rtp_ext/planner/app/settings.py": (1, ()),  # of argparse
     "rtp_ext/ring/links/agree.py": (1, ("failed on rank",)),

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import rtp_ext
-from rtp_ext.families.activations import activation_of
+from rtp_ext.families.same_forward import activation_of
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.nn import RotatedExperts
 from rtp_ext.nn._base import mixed_class

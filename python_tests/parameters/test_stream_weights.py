@@ -12,7 +12,7 @@ from reference import chunk
 from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
-from rtp_ext.parameters.full_state_dict import whole_state
+from rtp_ext.parameters.loading import whole_state
 
 DIMS = (lambda shape: 0, lambda shape: max(len(shape) - 1, 0))  # cut by rows, and by columns
 BUCKET = 16384

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import rtp_ext
-from rtp_ext.parameters.full_state_dict import whole_state
+from rtp_ext.parameters.loading import whole_state
 from rtp_ext.ring.mesh import own_part
 
 EXACT = 1e-10

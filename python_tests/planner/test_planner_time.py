@@ -26,10 +26,10 @@ from rtp_ext.planner import (
 )
 from rtp_ext.planner.rotation.seconds import rotation_seconds
 from rtp_ext.planner.time.estimate import step_flops
-from rtp_ext.planner.time.kernel_time import Product, product_s
 from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s, ring_bytes_per_s
 from rtp_ext.planner.time.report import TIME_COMPONENTS
 from rtp_ext.planner.time.stage import StageClock
+from rtp_ext.planner.time.work import Product, product_s
 
 CONSTANTS = TimeConstants.default()
 H100 = Cluster.preset("h100-80gb")

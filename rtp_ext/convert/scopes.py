@@ -23,7 +23,7 @@ from rtp_ext.convert.modules.gathered import ForwardScope, GatheredModule, avera
 from rtp_ext.convert.modules.refused import refuse_additions
 from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
 from rtp_ext.functional.torch_compile import traced
-from rtp_ext.outer.pipelines import follow_pipelines
+from rtp_ext.outer.micro_batches import follow_pipelines
 from rtp_ext.outer.policy import UNIT, OuterPolicy, Unit, Units
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import unseen

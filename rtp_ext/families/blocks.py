@@ -15,11 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from rtp_ext.families.activations import LIBRARIES as ACTIVATION_LIBRARIES
-from rtp_ext.families.activations import activation_of
-from rtp_ext.families.mlps import computes_mlp
-from rtp_ext.families.same_forward import has_same_forward
-from rtp_ext.families.same_values import is_of_package
+from rtp_ext.families.recognised import computes_mlp, is_of_package
+from rtp_ext.families.same_forward import LIBRARIES as ACTIVATION_LIBRARIES
+from rtp_ext.families.same_forward import activation_of, has_same_forward
 from rtp_ext.families.sources import called_with_one_input, loss_follows_head
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.words import Activation

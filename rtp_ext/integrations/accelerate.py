@@ -18,7 +18,7 @@ from rtp_ext.convert.controls import no_sync
 from rtp_ext.convert.scopes import state_of
 from rtp_ext.integrations.checkpoints import is_converted, load_shards, same_values, save_shards, switch_parameters
 from rtp_ext.outer import AllReduce, ZeroOuter
-from rtp_ext.parameters.full_state_dict import whole_state
+from rtp_ext.parameters.loading import whole_state
 
 _KINDS = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 

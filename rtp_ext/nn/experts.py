@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_ext.families.activations import FUNCTIONS, activation_of
-from rtp_ext.families.experts import computes_experts
+from rtp_ext.families.recognised import computes_experts
+from rtp_ext.families.same_forward import FUNCTIONS, activation_of
 from rtp_ext.functional._operation import rotate
 from rtp_ext.functional.experts import CLAMPED_SWIGLU, Experts
 from rtp_ext.functional.mlp import ACTIVATIONS

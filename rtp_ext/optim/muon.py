@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr
 
 from rtp_ext.convert.adafactor import shard_of
-from rtp_ext.optim.exchange import run_round
+from rtp_ext.optim.exchange import Sharers, on, run_round
 from rtp_ext.optim.layout import Layout, expect_matrices, matrices_of
 from rtp_ext.optim.newton_schulz import Iteration
 from rtp_ext.optim.plan import ROUND, Plan, Task, make_plan
-from rtp_ext.optim.sharers import Sharers, on
 from rtp_ext.optim.table import PlanTable
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import as_gradient

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from rtp_ext.families.blocks import is_transposed_linear, vocabulary_heads
-from rtp_ext.families.experts import is_experts
+from rtp_ext.families.recognised import is_experts
 from rtp_ext.nn import RotatedExperts, RotatedLinearCrossEntropy
 from rtp_ext.nn.linear import RotatedTransposedLinear
 

@@ -8,10 +8,8 @@ Pass a policy to `fully_rotate(model, mesh=, dims=RotationDims(ring=..., replica
 
 from rtp_ext.outer.all_reduce import AllReduce
 from rtp_ext.outer.compressors import EF21, Compressor, Neolithic, PowerSGD, Quantize, RandomK, Sign, TopK
-from rtp_ext.outer.local_training.diloco import DiLoCo
-from rtp_ext.outer.local_training.gossip import Gossip
-from rtp_ext.outer.local_training.local_sgd import LocalSGD
-from rtp_ext.outer.local_training.mixing import mixing_matrix
+from rtp_ext.outer.local_training.diloco import DiLoCo, LocalSGD
+from rtp_ext.outer.local_training.gossip import Gossip, mixing_matrix
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.outer.zero import ZeroOuter
 

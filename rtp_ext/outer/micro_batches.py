@@ -1,13 +1,16 @@
-"""Unreduced gradients that micro-batches accumulate in p.grad."""
+"""Micro-batches without a reduction between replicas, and stages of pipelines, which reduce once a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from rtp_ext.dtensor_hooks import before_steps
+from rtp_ext.dtensor_hooks import before_steps, patch_pipeline_stages
 from rtp_ext.outer.policy import OuterPolicy
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring.autograd import GRADIENT_HANDLER, as_gradient, offloaded_shard_of
@@ -105,3 +108,39 @@ def _check_reduced(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords:
                     "set_requires_all_reduce(model, True) before the last backward of a step (of a pipeline: before "
                     "its schedule's step, which has to call PipelineStage.perform_reduce_grad at its end)"
                 )
+
+
+# -- stages of torch.distributed.pipelining ----------------------------------------------------------------------------
+
+
+def follow_pipelines() -> None:
+    """Patches pipeline stages as described above, once torch.distributed.pipelining is imported."""
+    patch_pipeline_stages(_defer_reductions, _reduce_at_end)
+
+
+def _policies(model: nn.Module) -> list[OuterPolicy]:
+    """Returns the policies of a stage, which may consist of several converted models."""
+    handlers = (parameter.__dict__.get(GRADIENT_HANDLER) for parameter in model.parameters())
+    return list({id(handler.policy): handler.policy for handler in handlers if handler is not None}.values())
+
+
+def _defer_reductions(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def backward_maybe_with_nosync(self: Any, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+        with contextlib.ExitStack() as stack:
+            if not (last_backward and backward_type == "full"):
+                for policy in _policies(self.submod):
+                    stack.enter_context(policy.left_for_later())
+            return stock(self, backward_type, bwd_kwargs, last_backward=last_backward)
+
+    return backward_maybe_with_nosync
+
+
+def _reduce_at_end(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def perform_reduce_grad(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        for policy in _policies(self.submod):
+            policy.reduce()
+        return stock(self, *arguments, **keywords)  # the stock method scales the gradients
+
+    return perform_reduce_grad

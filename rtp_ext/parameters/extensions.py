@@ -17,8 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from rtp_ext.parameters.sharding import held, keep_hooks, take_shard
-from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
+from rtp_ext.parameters.sharding import held, inner_tensors, keep_hooks, take_shard, type_name, with_inner
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import as_gradient, as_parameter, computes_plainly, expect_memory
 from rtp_ext.ring.links.agree import expect_same

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rtp_ext._native import shard_sizes, share_version
 from rtp_ext.parameters.extensions import Extended, agree, is_extended, parts_of_gradient, summed_inside
-from rtp_ext.parameters.sharding import held, local_shard
-from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
+from rtp_ext.parameters.sharding import held, inner_tensors, local_shard, type_name, with_inner
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import first_order_only, gradient_handler_of, rounded, summing_dtype, unseen, wanted
 from rtp_ext.ring.cpu_offload import on_device

@@ -1,10 +1,10 @@
-"""Loads checkpoints of the plain model into a converted one: every rank reads the slices of its shards only."""
+"""Loading of whole tensors into shards, and the whole state dict of a converted model."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.command_line import read_json
-from rtp_ext.parameters.frozen import load_plain
+from rtp_ext.parameters.frozen import gather_plain, load_plain
 from rtp_ext.parameters.sharded_module import end_left_forwards
 from rtp_ext.parameters.sharding import frozen_of
 
@@ -227,3 +227,29 @@ def _part(name: str, target: torch.Tensor) -> tuple[slice, ...]:
         elif type(placement) is not Replicate:
             raise ValueError(f"load_safetensors: {name}: expected Shard or Replicate, got {target.placements}")
     return tuple(part)
+
+
+# -- the whole state dict ----------------------------------------------------------------------------------------------
+
+
+def whole_state(module: nn.Module, keep: bool, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Returns the plain model's state_dict on the CPU if `keep`, else {}.
+
+    Frozen weights in blocks are dequantized. Tied tensors share their memory. Parameters are gathered one at a time,
+    and ranks without `keep` hold none of them. names: entries to return; None: all. Collective: every rank of the mesh
+    passes the same names.
+    """
+    state = module.state_dict(keep_vars=True)
+    found: dict[str, Any] = {}
+    gathered: dict[int, torch.Tensor] = {}  # by id of the parameter
+    for name, value in state.items():
+        if names is not None and name not in names:
+            continue
+        if isinstance(value, DTensor):
+            if id(value) not in gathered:
+                gathered[id(value)] = gather_plain(value, keep=keep)
+            value = gathered[id(value)]
+        elif isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+        found[name] = value
+    return found if keep else {}

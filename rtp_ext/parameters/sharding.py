@@ -1,4 +1,4 @@
-"""Parameters sharded over a ring: DTensors with one local shard on each rank."""
+"""Parameters as shards of a ring."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from rtp_ext._native import RotationError, delivered, shard_sizes, share_version
-from rtp_ext.dtensor_hooks import patch_grad_scaler
-from rtp_ext.parameters.assigned import let_data_be_assigned
+from rtp_ext.dtensor_hooks import patch_data, patch_grad_scaler
 from rtp_ext.parameters.cut_over_replicas import gather_local, is_piece
-from rtp_ext.parameters.wrappers import inner_tensors, type_name, with_inner
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import (
     FROZEN,
@@ -40,6 +38,76 @@ from rtp_ext.ring.autograd import (
 )
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.mesh import local_placements, own_part, ring_shape
+from rtp_ext.ring.parameters_in_use import rotates
+
+# -- tensor subclasses that wrap plain tensors -------------------------------------------------------------------------
+
+
+def type_name(tensor: torch.Tensor) -> str:
+    kind = type(tensor)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """Returns the plain floating-point tensors inside a wrapper if they have its shape; None for any other tensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    plain = all(computes_plainly(type(each)) and each.shape == tensor.shape for each in inner)
+    return inner if inner and plain and all(each.is_floating_point() for each in inner) else None
+
+
+def with_inner(like: Any, inner: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns a tensor of the class of `like` that wraps `inner`, tensors of one shape."""
+    names, context = like.__tensor_flatten__()
+    shape, stride = inner[0].shape, inner[0].stride()
+    return type(like).__tensor_unflatten__(dict(zip(names, inner, strict=True)), context, shape, stride)
+
+
+# -- assignments to `parameter.data` -----------------------------------------------------------------------------------
+
+
+def let_data_be_assigned() -> None:
+    """Has `parameter.data = values` write to the shard of a parameter on a ring, with `values` whole or laid out as the
+    parameter is."""
+    patch_data(rotates, _assign)
+
+
+def _assign(parameter: DTensor, values: Any) -> None:
+    """Copies the values of a whole tensor, or of a DTensor, to the shard; collective for a DTensor that is laid out
+    otherwise."""
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"parameter.data: expected a tensor, got a {type(values).__name__}")
+    shape = tuple(parameter.shape)
+    if values.shape != parameter.shape:
+        raise ValueError(
+            f"parameter.data: expected the values of the whole parameter, of shape {shape}, got {tuple(values.shape)}; "
+            "write to a shard with parameter.to_local().copy_(values) under torch.no_grad()"
+        )
+    if values.dtype != parameter.dtype:
+        raise TypeError(
+            f"parameter.data: expected {parameter.dtype}, the dtype of the parameter of shape {shape}, got "
+            f"{values.dtype}; model.to(dtype) changes it"
+        )
+    if values.is_meta or parameter.is_meta:
+        raise ValueError(
+            f"parameter.data: expected a parameter of shape {shape} and values with storage, got one of them on the "
+            "meta device: call to_empty(device=...) first"
+        )
+    with torch.inference_mode(False), torch.no_grad():
+        parameter._local_tensor.copy_(_part_of(values.detach(), parameter))
+        torch.autograd.graph.increment_version(parameter)
+
+
+def _part_of(values: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    if isinstance(values, DTensor):
+        if values.device_mesh == parameter.device_mesh and values.placements == parameter.placements:
+            return values.to_local()
+        values = values.full_tensor()
+    return own_part(values, parameter.device_mesh, parameter.placements)
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("rtp_ext")
 

@@ -5,8 +5,7 @@ rotations and the tiles of GEMMs (see `engine`).
 """
 
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.measured.calibrate import Calibration, calibrate, errors_of
-from rtp_ext.planner.measured.measurements import Measurement, read_measurements
+from rtp_ext.planner.measured import Calibration, Measurement, calibrate, errors_of, read_measurements
 from rtp_ext.planner.memory.estimate import estimate_memory
 from rtp_ext.planner.memory.report import MemoryReport
 from rtp_ext.planner.plans.forwards import ForwardTime, break_even_tokens, forward_time

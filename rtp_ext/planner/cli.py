@@ -14,8 +14,7 @@ from rtp_ext.command_line import Parser, in_words, progress, wrapped
 from rtp_ext.gpu_rates import LINKS
 from rtp_ext.planner.constants import constants
 from rtp_ext.planner.display import text
-from rtp_ext.planner.measured.calibrate import fitted_and_errors
-from rtp_ext.planner.measured.measurements import read_measurements
+from rtp_ext.planner.measured import fitted_and_errors, read_measurements
 from rtp_ext.planner.memory.estimate import estimate_memory
 from rtp_ext.planner.memory.report import MemoryReport
 from rtp_ext.planner.plan_text import changes_of, name_of, numbers

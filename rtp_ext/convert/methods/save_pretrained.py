@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from rtp_ext.convert.scopes import ring_of_module
-from rtp_ext.parameters.full_state_dict import whole_state
+from rtp_ext.parameters.loading import whole_state
 from rtp_ext.parameters.sharded_module import plain_class
 from rtp_ext.ring import Ring
 from rtp_ext.ring.links.agree import expect_success, in_words

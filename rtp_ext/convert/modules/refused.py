@@ -13,7 +13,7 @@ from rtp_ext.convert.modules.gathered import GatheredModule
 from rtp_ext.dtensor_hooks import patch_parametrizations
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.sharded_module import ShardedModule
-from rtp_ext.parameters.wrappers import type_name
+from rtp_ext.parameters.sharding import type_name
 from rtp_ext.ring import Ring
 from rtp_ext.ring.parameters_in_use import rotates
 

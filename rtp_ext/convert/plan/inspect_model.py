@@ -38,14 +38,14 @@ from rtp_ext.convert.scopes import is_inside
 from rtp_ext.convert.tensor_parallel import GATHERED as REPLICATED_STYLE
 from rtp_ext.convert.tensor_parallel import on_tensor_mesh, style_of
 from rtp_ext.families import blocks
-from rtp_ext.families.experts import is_experts
+from rtp_ext.families.recognised import is_experts
 from rtp_ext.families.same_forward import has_same_forward
-from rtp_ext.families.weight_reads import modules_read_by
+from rtp_ext.families.sources import modules_read_by
 from rtp_ext.nn import RotatedEmbedding, RotatedExperts
 from rtp_ext.nn.attention import SHARD_DIMS as ATTENTION_DIMS
 from rtp_ext.parameters.frozen import FrozenWeight
 from rtp_ext.parameters.sharded_module import ShardedModule
-from rtp_ext.parameters.wrappers import type_name
+from rtp_ext.parameters.sharding import type_name
 
 SCALAR = "a scalar has no dimension to cut"
 IN_IGNORED = "in ignored_params"

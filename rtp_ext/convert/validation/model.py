@@ -32,7 +32,7 @@ from rtp_ext.nn import Flyweight, RotatedEmbedding
 from rtp_ext.outer import AllReduce
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.sharded_module import ShardedModule
-from rtp_ext.parameters.wrappers import type_name
+from rtp_ext.parameters.sharding import type_name
 
 _MANAGERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
 

@@ -29,16 +29,19 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from rtp_ext.dtensor_hooks import before_steps_of
-from rtp_ext.outer.local_training.guards import Guard, mixture, refuse_unattached
-from rtp_ext.outer.local_training.means import Means, mark_written
 from rtp_ext.outer.local_training.optimizers import (
+    Guard,
     leaves,
+    mixture,
     parameters_of,
     refuse_scaler,
+    refuse_unattached,
     rehearses,
     unsharded_state,
 )
-from rtp_ext.outer.local_training.replica_dim import (
+from rtp_ext.outer.local_training.peers import (
+    Means,
+    mark_written,
     own_replica_slice,
     place_on_ring,
     with_replica_dim,

@@ -1,15 +1,22 @@
-"""Access to the state of optimizers, for policies that act after steps."""
+"""Optimizers of local training: access to their state, and refusals."""
 
 from __future__ import annotations
 
+import copy
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from rtp_ext.dtensor_hooks import before_steps
+from rtp_ext.outer.local_training.peers import Means
+from rtp_ext.ring.autograd import GRADIENT_HANDLER
 
 
 def parameters_of(*optimizers: Optimizer) -> list[torch.nn.Parameter]:
@@ -84,3 +91,60 @@ def _plain(value: Any) -> str:
     if isinstance(value, DTensor):
         return "a shard"
     return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
+
+
+# -- refusals: plain state dicts while replicas differ, steps that the policy does not act after -----------------------
+
+
+def mixture(what: str, policy: Any) -> str:
+    return (
+        f"{what}: replicas differ under {policy!r}, and a checkpoint would hold a mixture of them: expected "
+        "outer_of(model).average() before, or outer_of(model).state_dict() in its place, which has a layer for each"
+    )
+
+
+class Guard:
+    """Refuses state dicts of a module while its weights differ between replicas. A copy of it guards its own policy."""
+
+    def __init__(self, policy: Any) -> None:
+        self._reference = None if policy is None else weakref.ref(policy)
+
+    @property
+    def policy(self) -> Any:
+        return None if self._reference is None else self._reference()
+
+    def __call__(self, module: nn.Module, prefix: str, *_: Any) -> None:
+        policy = self.policy
+        if policy is not None and policy._weights_differ and not policy._own_state_dict:
+            raise ValueError(mixture(f"state_dict of {prefix}{type(module).__name__}", policy))
+
+    def __deepcopy__(self, memo: dict) -> Guard:
+        return Guard(copy.deepcopy(self.policy, memo))
+
+    def __reduce__(self) -> Any:
+        return Guard, (None,)
+
+
+# -- optimizers that are not attached ----------------------------------------------------------------------------------
+
+
+def refuse_unattached() -> None:
+    """Makes optimizers refuse to step on parameters of a policy that they are not attached to."""
+    before_steps("attached", _check_attached)
+
+
+def _check_attached(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            handler = parameter.__dict__.get(GRADIENT_HANDLER)
+            if handler is None or not isinstance(handler.policy, Means):
+                continue
+            policy: Any = handler.policy
+            if not policy.acts or any(known is optimizer for known in policy._optimizers):
+                continue
+            if not policy._arrived and rehearses(optimizer, arguments, keywords):
+                return
+            raise ValueError(
+                f"{type(optimizer).__name__}: expected an optimizer that {policy!r} knows of, which acts after its "
+                "steps: call outer_of(model).attach(optimizer) before"
+            )

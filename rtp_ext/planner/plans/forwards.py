@@ -15,8 +15,8 @@ from rtp_ext.planner.rotation.operations import RotatedOperation, rotations_of
 from rtp_ext.planner.rotation.seconds import step_seconds
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
-from rtp_ext.planner.time.kernel_time import traffic_s
 from rtp_ext.planner.time.links import Group, hop_bytes_per_s
+from rtp_ext.planner.time.work import traffic_s
 
 FORMATS = (None, "int8", "nf4")  # of weights; None: 2 bytes a weight
 MODELS = ("llama-3-8b", "llama-3-70b")

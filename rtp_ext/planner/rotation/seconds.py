@@ -15,8 +15,8 @@ from rtp_ext.planner.constants import TimeConstants, host_constant
 from rtp_ext.planner.native import engine, wire_bytes
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
-from rtp_ext.planner.time.kernel_time import Product, product_s, traffic_s
 from rtp_ext.planner.time.links import Group, hop_bytes_per_s
+from rtp_ext.planner.time.work import Product, product_s, traffic_s
 
 if TYPE_CHECKING:
     from rtp_ext.observe.timeline import Lockstep

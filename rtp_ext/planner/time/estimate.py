@@ -7,11 +7,11 @@ from rtp_ext.planner.memory.states import padded_vocab, trained_count
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import OPTIMIZER_MOMENTS, Strategy
-from rtp_ext.planner.time.kernel_time import traffic_s
 from rtp_ext.planner.time.links import all_reduce_s, gather_s
 from rtp_ext.planner.time.outer import outer_cost
 from rtp_ext.planner.time.report import TIME_COMPONENTS, TimeReport
 from rtp_ext.planner.time.stage import StageClock, host_rate
+from rtp_ext.planner.time.work import traffic_s
 
 
 def estimate_time(

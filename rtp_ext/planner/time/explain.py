@@ -12,11 +12,10 @@ from rtp_ext.planner.rotation.seconds import RotationTime
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
-from rtp_ext.planner.time.kernel_time import Product, flops_per_s, product_s
 from rtp_ext.planner.time.links import Group, ring_bytes_per_s
 from rtp_ext.planner.time.report import TIME_COMPONENTS, TimeReport
 from rtp_ext.planner.time.stage import StageClock
-from rtp_ext.planner.time.work import elementwise_bytes, head_product, products
+from rtp_ext.planner.time.work import Product, elementwise_bytes, flops_per_s, head_product, product_s, products
 
 
 def seconds_text(seconds: float) -> str:

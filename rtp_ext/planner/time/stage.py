@@ -12,9 +12,8 @@ from rtp_ext.planner.rotation.seconds import RotationTime, rotation_seconds
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
-from rtp_ext.planner.time.kernel_time import traffic_s
 from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s, send_s
-from rtp_ext.planner.time.work import Seconds, head_seconds, layer_seconds
+from rtp_ext.planner.time.work import Seconds, head_seconds, layer_seconds, traffic_s
 
 
 @dataclass(frozen=True)

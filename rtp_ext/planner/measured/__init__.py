@@ -1,1 +1,0 @@
-"""Measured training steps, and calibration of the time model."""
