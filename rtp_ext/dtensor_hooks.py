@@ -1,7 +1,9 @@
 """Every patch and global hook of torch and transformers that this package makes. No other file makes one.
 
+[Note: hooks of DTensor]
 Each function makes one patch, once, and documents its versions of torch and its reason. The module that is responsible
-for the new behaviour passes it in as a callback. `python_tests/house/test_dtensor_hooks.py` runs torch without each
+for the new behaviour passes it in as a callback, with a test of whose parameters are meant: those of rings, so that
+other DTensors of the process keep torch's behaviour. `python_tests/house/test_dtensor_hooks.py` runs torch without each
 patch, and fails once torch no longer needs it.
 """
 

@@ -1,5 +1,5 @@
 // Dequantization of frozen weights in blocks: see base/blocks.h. Raw pointers only. The results are bitwise equal to
-// those of compute/blocks.cpp on a CPU: one product each.
+// those of compute/frozen_blocks.cpp on a CPU: one product each.
 #pragma once
 
 #include <cstdint>

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engine/executor.h"
-#include "schedule/waves.h"
+#include "schedule/tile_waves.h"
 
 namespace rtp {
 

@@ -9,7 +9,7 @@
 #include "base/checks.h"
 #include "python/fields.h"
 #include "python/rules.h"
-#include "schedule/waves.h"
+#include "schedule/tile_waves.h"
 
 namespace rtp {
 

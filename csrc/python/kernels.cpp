@@ -4,7 +4,7 @@
 
 #include "base/checks.h"
 #include "compute/activation.h"
-#include "compute/blocks.h"
+#include "compute/frozen_blocks.h"
 #include "compute/gemm/gemm.h"
 #include "compute/gemm/grouped.h"
 #include "compute/logits.h"

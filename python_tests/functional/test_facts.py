@@ -70,7 +70,7 @@ def _sent(ring, forward):
 
 
 def _counted(ring, key, parameters, **more):
-    passes = Passes(OPERATIONS[key], f"rotated_{key}", FLOAT, FLOAT, FLOAT, False, **more)
+    passes = Passes(OPERATIONS[key], f"rotated_{key}", FLOAT, FLOAT, FLOAT, **more)
     traffic = rotation_traffic(passes, parameters, RingFacts.of(ring))
     return tuple(sum(getattr(each, what) for each in traffic) for what in ("forward", "backward", "gradients"))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compatibility.framework_table import missing
+from compatibility.frameworks import missing
 from hf_models import VOCABULARY, make
 from reference import assert_same, full
 from torch import nn

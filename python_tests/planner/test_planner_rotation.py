@@ -278,5 +278,7 @@ def test_hops_of_a_flat_ring_take_its_slowest_link():
         assert hop_s(Group(cluster, ranks, stride), size, known) - latency == pytest.approx(size / rate), (ranks, rate)
     operation = rotations_of(ModelSpec.preset("llama-3-8b"))[0][1]
     flat = {link: rotation_seconds(operation, 64, Group(two[link], 16), known).makespan_s[0] for link in two}
-    hosts = {link: rotation_seconds(operation, 64, Group(two[link], 16), known, hosts=2).makespan_s[0] for link in two}
-    assert flat["pcie"] > 1.9 * flat["nvlink"] > 3 * hosts["nvlink"]
+    assert flat["pcie"] > 1.9 * flat["nvlink"]
+    hops = {link: rotation_seconds(operation, 64, Group(two[link], 16), known, hosts=2).durations for link in two}
+    assert hops["pcie"]["weight"] > 5 * hops["nvlink"]["weight"]
+    assert hops["pcie"]["outer weight"] == hops["nvlink"]["outer weight"] > 3 * hops["nvlink"]["weight"]

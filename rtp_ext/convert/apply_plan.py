@@ -18,7 +18,7 @@ from rtp_ext.convert.modules.linear_4bit import RotatedLinear4bit
 from rtp_ext.convert.modules.refused import guard_parametrizations
 from rtp_ext.convert.modules.shared_input import join
 from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
-from rtp_ext.convert.plan.in_blocks import is_taken
+from rtp_ext.convert.plan.frozen_blocks import is_taken
 from rtp_ext.convert.plan.kept import keep
 from rtp_ext.convert.plan.layers import DROP_INS, drop_in, extended_parameters
 from rtp_ext.convert.plan.request import Request

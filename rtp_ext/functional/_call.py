@@ -63,7 +63,15 @@ class OperationPlan:
 
 @dataclass(slots=True)
 class Call:
-    """One call of an operation: its ring, dtypes and native options."""
+    """One call of an operation: its ring, dtypes and native options.
+
+    [Note: watched tensors]
+    Passes read local shards, while users write to parameters, and the two are different tensors. The parameters of a
+    call are watched by their version counters: a hop that was sent ahead is dropped where one has changed since
+    (csrc/engine/prefetch.cpp), and a backward that needs the old values raises. Shards share the counters of their
+    parameters (`share_version`); in graphs of compilers, where autograd saves other tensors, versions and addresses
+    travel beside what it saves (`torch_compile/operators.py`).
+    """
 
     ring: Ring
     name: str

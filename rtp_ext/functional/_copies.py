@@ -29,14 +29,14 @@ class Scope(nn.Module):
 
 
 @dataclass(frozen=True)
-class CallState:
+class Modes:
     """State that a module's forward depends on besides tensors and random numbers: autocast and training modes."""
 
     autocast: list[tuple[str, bool, torch.dtype]]
     training: list[bool]
 
     @classmethod
-    def now(cls, module: nn.Module, device: torch.device) -> CallState:
+    def now(cls, module: nn.Module, device: torch.device) -> Modes:
         kinds = sorted({"cpu", device.type})
         autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         return cls(autocast, [part.training for part in module.modules()])
@@ -106,7 +106,7 @@ class Copies:
     combine: str
     dim: int
     keeps: bool  # a backward may follow
-    state: CallState
+    state: Modes
     stored: bool  # a selective checkpoint may save the output
     # By owner, from the forward for its backward: the random state before its copy ran, and the extent of its output.
     states: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, ShardedParameter, needs_gradients, prepare
-from rtp_ext.functional._copies import CallState, Copies, Cut, random_state, set_random_state
+from rtp_ext.functional._copies import Copies, Cut, Modes, random_state, set_random_state
 from rtp_ext.functional._driven import accumulation_dtype, add_scaled, drive
 from rtp_ext.functional._operation import Operation
 from rtp_ext.functional._rotated import Rotated
@@ -267,7 +267,7 @@ def rotated_flyweight(
         combine,
         dim,
         any(needs),
-        CallState.now(module, ring.device),
+        Modes.now(module, ring.device),
         bool(storing_modes()),
     )
     whole_parameters = [local_shard(parameters[key]).to(call.compute_dtype) for key in replicated]

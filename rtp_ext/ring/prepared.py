@@ -71,8 +71,12 @@ _phases = itertools.count(1)
 class Agreement:
     """The comparisons among the ranks of a ring, done and postponed, and the current phase of the ring.
 
+    [Note: settle]
     The ranks compare a model before its forwards. The requested gradients decide the hops of the backwards, and each
-    operation finds them when it is called: the ranks compare these later, in one exchange.
+    operation finds them when it is called: the ranks compare these later, in one exchange. `settle` makes it before the
+    first thing in which ranks that disagree could wait for each other in vain: the first hop or gather of a backward, a
+    recomputation, a collective of the user's. An entry that fails is deleted on every rank, so that a caught error does
+    not leave a plan that only some of them hold.
 
     Attributes:
         open: postponed comparisons, in order: a table, a key of it, and a text that has to be the same on every rank.

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "compute/blocks.h"
+#include "compute/frozen_blocks.h"
 #include "compute/quantize.h"
 
 namespace rtp {

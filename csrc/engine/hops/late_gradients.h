@@ -1,8 +1,11 @@
+// [Note: late gradients]
 // Gradients that arrive after their pass.
 //
 // The last hop of a gradient overlaps with only one product of its own layer. If that product is too short, the hop may
 // overlap with the products of the next layers: the pass leaves its last step, the addition to the local tensors, to
-// this list.
+// this list. Until it is finished nothing may read the local tensors: `finish` precedes the delivery of a gradient to its
+// parameter (rtp_ext/ring/autograd/gradient_delivery.py), `drain` the next forward and every other use of the ring. The
+// number that may be open is the same on every rank, so that all of them finish the same gradients at the same place.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -95,7 +95,14 @@ struct Slot {
   std::byte* data() const { return static_cast<std::byte*>(memory.data_ptr()); }
 };
 
-// The memory that shards travel through, shared by all layers of a ring: see SlotLedger.
+// [Note: slots]
+// A shard travels through slots, which all layers of a ring share. A pass leases them, and gives them back when its last
+// step is enqueued, not when it has run: a slot keeps its uses, the hops and computes that may still read or write it,
+// and the next pass that leases it waits for exactly those. Hops are posted in the order of the schedule on every rank,
+// so that the rank that sends and the one that receives need no word about which slot is meant. A rank whose slots are
+// all in use delays its own hops, and the neighbour's no further than the slots that have already arrived.
+
+// The memory that shards travel through, shared by all layers of a ring: see SlotLedger and [Note: slots].
 class SlotPool {
  public:
   SlotPool(std::shared_ptr<Transport> transport, at::Device device)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.convert.adapters import adapted_modules, adapter_modules
-from rtp_ext.convert.plan.in_blocks import InBlocks, is_taken, taken_parameters
+from rtp_ext.convert.plan.frozen_blocks import FrozenBlocks, is_taken, taken_parameters
 from rtp_ext.convert.plan.kept import EMULATED, Kept
 from rtp_ext.convert.plan.layers import (
     drop_in,
@@ -71,7 +71,7 @@ class Inspection:
         attention = (part for _, part in self.modules if has_same_forward(part, nn.MultiheadAttention))
         heads = set(map(id, blocks.vocabulary_heads(part for _, part in self.modules)))
         self.projections = {id(part.out_proj) for part in attention}  # type: ignore[union-attr]
-        self.in_blocks = InBlocks(request, self.tied, heads, self.projections, adapter_modules(request.root))
+        self.in_blocks = FrozenBlocks(request, self.tied, heads, self.projections, adapter_modules(request.root))
         self.cut: dict[int, tuple[int, str]] = {}  # by id of a tied parameter: dimension and first layer that rotates
         self.kept = Kept(request.root, self.facts)
         self.first, self.names = self.kept.first, self.kept.names

@@ -15,7 +15,7 @@ from rtp_ext.convert.adapters import reading_adapter
 from rtp_ext.convert.modules.gathered import foreign_hooks
 from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
 from rtp_ext.convert.optimizers import REPLACED
-from rtp_ext.convert.plan.in_blocks import is_taken, refusal_of_package
+from rtp_ext.convert.plan.frozen_blocks import is_taken, refusal_of_package
 from rtp_ext.convert.plan.layers import extended_parameters, own_parameters, table_problem
 from rtp_ext.convert.plan.request import (
     Request,

@@ -18,7 +18,7 @@ from rtp_ext.ring.autograd.gradient_delivery import (
     unrounded,
 )
 from rtp_ext.ring.autograd.once_differentiable import first_order_only, wanted
-from rtp_ext.ring.autograd.tensor_memory import computes_plainly, expect_memory, holds_memory
+from rtp_ext.ring.autograd.readable_memory import computes_plainly, expect_memory, holds_memory
 from rtp_ext.ring.autograd.transforms import other_modes, refuse_transforms, returns, seen_by, storing_modes, unseen
 
 __all__ = [

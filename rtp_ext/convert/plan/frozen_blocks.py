@@ -35,7 +35,7 @@ def refusal_of_package(part: nn.Module, parameter: Any) -> str | None:
     return torchao.refusal_of_nf4(parameter) if torchao.is_nf4(parameter) else None
 
 
-class InBlocks:
+class FrozenBlocks:
     """The decisions of one conversion.
 
     Args:

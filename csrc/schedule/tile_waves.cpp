@@ -1,4 +1,4 @@
-#include "schedule/waves.h"
+#include "schedule/tile_waves.h"
 
 #include <cmath>
 

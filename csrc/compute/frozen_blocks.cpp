@@ -1,4 +1,4 @@
-#include "compute/blocks.h"
+#include "compute/frozen_blocks.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
