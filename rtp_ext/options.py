@@ -217,6 +217,8 @@ def takes(keywords: type, *records: type) -> Callable[[_Function], _Function]:
             return function(*arguments, **options)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
+        kept = {name: kind for name, kind in function.__annotations__.items() if name in signature.parameters}
+        call.__annotations__ = {**kept, **given, "return": before.return_annotation}
         return call  # type: ignore[return-value]
 
     return give

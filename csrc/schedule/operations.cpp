@@ -57,8 +57,9 @@ int64_t ParameterFacts::rows_of_group() const {
 }
 
 std::vector<int64_t> ParameterFacts::sizes(int ranks) const {
+  if (shape.empty()) return std::vector<int64_t>(static_cast<size_t>(ranks), 1);
   const int64_t rows = rows_of_group();
-  int64_t left = shape[dim];
+  int64_t left = shape[static_cast<size_t>(dim)];
   std::vector<int64_t> sizes = shard_sizes((left + rows - 1) / rows, ranks);
   for (int64_t& size : sizes) left -= size = std::min(size * rows, left);
   return sizes;

@@ -201,9 +201,18 @@ def test_options_that_differ_between_ranks_are_refused(rank):
         model(torch.ones(1, 4))
         assert ring.in_place and ring.hops("weight") == ring.size, "control: one hop less where copies travel"
     with rtp_ext.Ring(transport="c10d", timeout=TIMEOUT) as ring:
-        model = rtp_ext.fully_rotate(nn.Linear(4, 4, bias=False), mesh=ring, in_place=rank == 0)
-        with pytest.raises(ValueError, match=r"in_place: expected True \(rank 0\), got False on rank 1"):
-            model(torch.ones(1, 4))
+        with pytest.raises(ValueError, match=r"in_place True.*in_place False.* on rank 1"):
+            rtp_ext.fully_rotate(nn.Linear(4, 4, bias=False), mesh=ring, in_place=rank == 0)
+        model = rtp_ext.fully_rotate(nn.Linear(4, 4, bias=False), mesh=ring)
+        with pytest.raises(ValueError, match="beside other models of the ring"):
+            rtp_ext.fully_rotate(nn.Linear(4, 4, bias=False), mesh=ring, in_place=True)
+        model(torch.ones(1, 4))
+        assert not ring.in_place and ring.hops("weight") == ring.size - 1, "the ring goes on as it was"
+    with (
+        rtp_ext.Ring(in_place=True, timeout=TIMEOUT) as ring,
+        pytest.raises(ValueError, match="expected in_place=True, that of the ring"),
+    ):
+        rtp_ext.fully_rotate(nn.Linear(4, 4, bias=False), mesh=ring, in_place=False)
 
 
 @on_ranks(2)

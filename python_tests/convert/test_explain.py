@@ -302,6 +302,11 @@ def test_details(rank, ring, cases):
         model[1].adapter = nn.Parameter(torch.ones(2))
         after = rtp_ext.explain(model)
         assert rows(after)["0.weight"].bundle == "0" and rows(after)["1.adapter"].reason == "added after fully_rotate"
+        model = rtp_ext.fully_rotate(nn.Sequential(nn.Bilinear(4, 4, 6)), mesh=ring)
+        assert rows(rtp_ext.explain(model))["0.bias"].moved == "gathered"
+        model[0].bias = nn.Parameter(torch.ones(6))
+        bias = rows(rtp_ext.explain(model))["0.bias"]
+        assert (bias.moved, bias.shape) == ("replicated", (6,)), "a plain parameter is no shard"
     with cases.case("what is refused"):
         tied = nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 5, bias=False))
         tied[1].weight = tied[0].weight

@@ -13,6 +13,7 @@ from rtp_ext import words
 from rtp_ext.convert.plan.request import Options, RotateKeywords
 from rtp_ext.functional import experts, mlp
 from rtp_ext.options import DEFAULTS, RingKeywords, RingOptions
+from rtp_ext.ring.links.agree import expect_same_lines
 
 SETS = {name: value for name, value in vars(words).items() if typing.get_origin(value) is typing.Literal}
 # Names of things; op and pass_ of a schedule are of a set, but have a table.
@@ -91,6 +92,19 @@ def test_an_option_of_a_ring_is_told_once():
     assert rotate.keys() - given.keys() == _types(Options).keys() - {"ring"}
     text = rtp_ext.Ring.__doc__
     assert [name for name in given if f"\n        {name}: " not in text] == [] and "**options" not in text
+
+
+def test_annotations_are_those_of_the_signature():
+    for function in (rtp_ext.fully_rotate, rtp_ext.explain, rtp_ext.Ring.__init__):
+        signature = inspect.signature(function)
+        assert {*function.__annotations__} - {"return"} == {*signature.parameters} - {"self"}
+        assert "route" in function.__annotations__ and "options" not in function.__annotations__
+
+
+def test_missing_lines_equal_no_line():
+    with pytest.raises(ValueError, match=r"expected nothing \(rank 0\), got nothing on rank 1"):
+        expect_same_lines("x", [["a"], ["a", "nothing"]])
+    expect_same_lines("x", [["a", "nothing"], ["a", "nothing"]])
 
 
 def test_unknown_options_are_refused():

@@ -29,6 +29,8 @@ def test_pulls_of_several_nodes_take_both_links():
     port = nodes.nic_bytes_per_s * TimeConstants.default().network_fraction
     found = forward_time(MODEL, nodes, 16, 4096).pull_s
     assert found == pytest.approx(80 * 2 * LAYER * 8 / 16 / port)
+    partly = forward_time(MODEL, nodes, 12, 4096).pull_s  # of the second node, 4 GPUs
+    assert partly == pytest.approx(80 * 2 * LAYER * 4 / 12 / port)
     fast = dataclasses.replace(nodes, nic_bytes_per_s=1e15)
     inside = forward_time(MODEL, fast, 16, 4096).pull_s
     assert inside == pytest.approx(80 * 2 * LAYER * 7 / 16 / nodes.nccl_ring_bytes_per_s) and inside < found

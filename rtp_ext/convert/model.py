@@ -129,7 +129,7 @@ def fully_rotate(module: _Given, **keywords: Unpack[RotateKeywords]) -> _Given:
         validate(plan, request)
     ring = _ring_for(request)
     if known is not None:
-        compare_calls(known.communicator)
+        compare_calls(known.communicator, options=f"in_place {request.place.in_place}")
     _convert(plan, request, ring)
     return module
 
@@ -171,6 +171,7 @@ def _convert(plan: RotationPlan, request: Request, ring: Ring) -> None:
     root, members, mp_policy = request.root, request.members, request.mp_policy
     if request.place.in_place and not ring.in_place:
         ring.move_in_place("fully_rotate")
+    ring.has_models = True
     unit = Unit(mp_policy.reduce_dtype)
     states = [RotationState(ring, mp_policy, member, unit) for member in members]
     scopes = {id(part): state for state, member in zip(states, members, strict=True) for part in member.modules()}

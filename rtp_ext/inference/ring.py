@@ -115,6 +115,8 @@ class InferenceRing:
             self.ring.pulls_from = _pulls_from(self.ring)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "ring":  # while it is being made, or copied
+            raise AttributeError(name)
         return getattr(self.ring, name)
 
     def share(self, parameters: Sequence[DTensor]) -> list[torch.Tensor]:
@@ -209,7 +211,8 @@ class InferenceRing:
         try:
             expect_success("update_weights", failures, failure, raises=raises, hint=hint)
             if len(set(digests)) > 1:
-                expect_same_lines("update_weights, the tensors of all ranks", self.exchange(tensors))
+                what = f"update_weights{hint}: the tensors of all ranks"
+                expect_same_lines(what, self.exchange(tensors))
         except Exception as error:
             gate.partly_new = str(error) if partly_new else gate.partly_new
             raise

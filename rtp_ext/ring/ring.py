@@ -101,6 +101,7 @@ class Ring:
     parameter_mesh: DeviceMesh | None = None
     tensor_mesh: DeviceMesh | None = None
     replicas = 1
+    has_models = False  # whether fully_rotate has converted one
     traceable = True  # whether compiled graphs can contain the ring's operations, which then return their gradients
     offload_policy: OffloadPolicy | None = None
     host_memory: HostMemory | None = None

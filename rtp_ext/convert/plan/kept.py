@@ -85,7 +85,9 @@ class Kept:
         rows = []
         before = {owned.key: owned for owned in kept.parameters}
         for key, parameter in own_parameters(part).items():
-            if (old := before.get(key)) is None:
+            old = before.get(key)
+            replaced = old is not None and old.moved == GATHERED and not isinstance(parameter, DTensor)
+            if old is None or (replaced and not self.facts.emulated):
                 rows.append(self._added(name, key, parameter))
             else:
                 row = self._owned(name, key, parameter, old.moved, old.dim, old.reason)

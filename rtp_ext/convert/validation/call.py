@@ -85,8 +85,7 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
         RingOptions.of(options.ring)
     else:
         _check_options(place.ring, options.ring)
-        if place.in_place:
-            place.ring.route_plan.expect_in_place("fully_rotate")
+        _check_in_place(place.ring, options.ring.get("in_place"))
     return Request(
         options=options,
         members=members,
@@ -269,6 +268,21 @@ def _check_options(ring: Ring, asked: Mapping[str, Any]) -> None:
                 f"fully_rotate: expected {name} {expected}, that of the ring, or none, got {got}: a ring gets its "
                 "options when it is made"
             )
+
+
+def _check_in_place(ring: Ring, asked: bool | None) -> None:
+    """Raises ValueError where a call asks for another in_place than that of its ring. It may switch a ring on that has
+    no model yet: other models may have layers or policies whose shards cannot travel themselves."""
+    if asked is None or asked == ring.in_place:
+        return
+    if not asked:
+        raise ValueError("fully_rotate: expected in_place=True, that of the ring, or none, got False")
+    if ring.has_models:
+        raise ValueError(
+            "fully_rotate: expected in_place=False beside other models of the ring, whose shards do not travel "
+            "themselves, got True: make the ring by Ring(in_place=True)"
+        )
+    ring.route_plan.expect_in_place("fully_rotate")
 
 
 # -- policies --------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def forward_time(
             compute += traffic_s(stored + values * _BYTES, cluster, constants)
         pulled += stored
     inside = Group(cluster, min(ranks, cluster.gpus_per_node))
-    between = Group(cluster, ranks // inside.ranks, inside.ranks)
+    between = Group(cluster, -(-ranks // inside.ranks), inside.ranks)
     local = (inside.ranks - 1) / ranks * pulled / hop_bytes_per_s(inside, constants)
     remote = (ranks - inside.ranks) / ranks * pulled / hop_bytes_per_s(between, constants)
     return ForwardTime(tokens, count * whole, count * compute, count * max(local, remote))

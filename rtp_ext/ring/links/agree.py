@@ -49,9 +49,20 @@ def expect_same_lines(
     named: Callable[[int], str] = "rank {}".format,
 ) -> None:
     """`expect_same` of lists of words, whose error has the first that differs. nothing: in place of a missing one."""
+    missing = _Missing(nothing)
     for place, theirs in enumerate(answers):
-        for pair in itertools.zip_longest(answers[0], theirs, fillvalue=nothing):
+        for pair in itertools.zip_longest(answers[0], theirs, fillvalue=missing):
             expect_same(what, pair, named=lambda side, place=place: named(place if side else 0))  # type: ignore[misc]
+
+
+class _Missing:
+    """What an error says of a line that one list lacks; it equals no line."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def agree(what: str, members: Members, mine: Any) -> None:
