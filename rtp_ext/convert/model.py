@@ -93,7 +93,8 @@ def fully_rotate(module: _Given, **keywords: Unpack[RotateKeywords]) -> _Given:
         gather: modules, or their names in named_modules(), that are gathered while in use instead of rotated, with all
             modules in them: for code that reads the weight of a layer without calling it. Where a forward does so by
             names (F.linear(x, self.proj.weight)), it is found without this option.
-        in_place: see Ring. A Ring that is given gets the option, for all of its models.
+        in_place: see Ring. True: a Ring that is given and has no other models gets the option; a ring that has it keeps
+            it, without the argument.
         bundle: rotate MLP blocks (torch's transformer layers, nn.Sequential of linear, activation, linear, and modules
             of transformers that compute an MLP) as bundles, and layers that its modules call with one input, such as
             the q, k and v projections of attention, together; "recompute": bundled MLPs and experts keep no hidden
