@@ -310,27 +310,31 @@ def _modules_differ(expected: list[tuple[str, str]], actual: list[tuple[str, str
 _SAMPLES = 8  # along each dimension
 
 
-def checksums(module: nn.Module, ignored: Collection[str], ring: Ring) -> dict[str, int]:
-    """Returns a checksum for each parameter that has values and is not on the ring yet, from a few bytes of this rank's
-    part of it. `ignored`: names to leave out."""
+def checksums(module: nn.Module, ignored: Collection[str], ring: Ring) -> dict[str, tuple[str, int]]:
+    """Returns shape and dtype of this rank's part of each parameter that has values and is not on the ring yet, and a
+    checksum of a few bytes of it. `ignored`: names to leave out."""
     if ring.size == 1 or ring.mesh is None:
         return {}
-    sums = {}
+    sums, kinds = {}, {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh in (ring.parameter_mesh, ring.mesh):
             continue
         data = held(parameter).data
         if name in ignored or type(data) is not torch.Tensor or data.is_meta or data.layout != torch.strided:
             continue
+        kinds[name] = f"{list(data.shape)} {data.dtype}"
         sample = data[tuple(slice(None, None, -(-extent // _SAMPLES) or 1) for extent in data.shape)]
         values = sample.reshape(-1).contiguous().view(torch.uint8).long()
         sums[name] = (values * torch.arange(1, values.numel() + 1, device=values.device)).sum()
-    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
+    if not sums:
+        return {}
+    found = torch.stack([*sums.values()]).tolist()
+    return {name: (kinds[name], value) for name, value in zip(sums, found, strict=True)}
 
 
-def compare_weights(mine: dict[str, int], ring: Ring) -> None:
-    """Logs a warning on rank 0 where the ranks converted different weights. `mine`: the checksums of this rank.
-    Collective."""
+def compare_weights(mine: dict[str, tuple[str, int]], ring: Ring) -> None:
+    """Logs a warning on rank 0 where the ranks converted different weights of the same shapes and dtypes; others are an
+    error of the first forward. `mine`: the checksums of this rank. Collective."""
     if ring.size == 1 or ring.mesh is None:
         return
     answers = ring.exchange(mine)
@@ -338,7 +342,8 @@ def compare_weights(mine: dict[str, int], ring: Ring) -> None:
         return
     for rank, theirs in enumerate(answers):
         for name, value in answers[0].items():
-            if theirs.get(name, value) != value:
+            other = theirs.get(name, value)
+            if other[0] == value[0] and other != value:
                 logger.warning(
                     "fully_rotate: the values of %s on rank %d are not those on rank 0: the ranks were built with "
                     "different seeds or weights, and the model now consists of shards of both. Use the same seed on "

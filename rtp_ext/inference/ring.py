@@ -211,8 +211,7 @@ class InferenceRing:
         try:
             expect_success("update_weights", failures, failure, raises=raises, hint=hint)
             if len(set(digests)) > 1:
-                what = f"update_weights{hint}: the tensors of all ranks"
-                expect_same_lines(what, self.exchange(tensors))
+                expect_same_lines("update_weights, the tensors of all ranks", self.exchange(tensors))
         except Exception as error:
             gate.partly_new = str(error) if partly_new else gate.partly_new
             raise
