@@ -115,9 +115,7 @@ class InferenceRing:
             self.ring.pulls_from = _pulls_from(self.ring)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "ring":  # while it is being made, or copied
-            raise AttributeError(name)
-        return getattr(self.ring, name)
+        return getattr(object.__getattribute__(self, "ring"), name)  # which is not there while it is made or copied
 
     def share(self, parameters: Sequence[DTensor]) -> list[torch.Tensor]:
         """Moves the local shards of parameters into memory that other ranks read, and connects the ranks. Collective.
