@@ -170,9 +170,7 @@ def _ring_for(request: Request) -> Ring:
 def _convert(plan: RotationPlan, request: Request, ring: Ring) -> None:
     """Applies a validated plan, and installs scopes, hooks and methods around the modules. Collective."""
     root, members, mp_policy = request.root, request.members, request.mp_policy
-    if request.place.in_place and not ring.in_place:
-        ring.move_in_place("fully_rotate")
-    ring.has_models = True
+    ring.in_place, ring.has_models = request.place.in_place or ring.in_place, True
     unit = Unit(mp_policy.reduce_dtype)
     states = [RotationState(ring, mp_policy, member, unit) for member in members]
     scopes = {id(part): state for state, member in zip(states, members, strict=True) for part in member.modules()}

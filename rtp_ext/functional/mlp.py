@@ -51,15 +51,10 @@ class MLP(Operation):
         super().__init__(options, shards.up)
         self.shards, self.activation, self.recompute, self.transposed = shards, activation, recompute, transposed
 
-    def parameters(self) -> list[torch.Tensor]:
+    def _named(self) -> list[tuple[str, torch.Tensor, int, int]]:
+        """Returns name, shard, cut and number of dimensions of each parameter, in the order of the engine."""
         each = self.shards
-        in_order = (each.gate, each.gate_bias, each.up, each.up_bias, each.down, each.down_bias)
-        return [tensor for tensor in in_order if tensor is not None]
-
-    def prepare(self, call: Call, inputs: Sequence[torch.Tensor]) -> _MLP:
-        each, transposed = self.shards, self.transposed
-        function, gated = ACTIVATIONS[self.activation]
-        outputs, features = (1, 0) if transposed else (0, 1)
+        outputs, features = (1, 0) if self.transposed else (0, 1)
         candidates = [
             ("gate weight", each.gate, outputs, 2),
             ("gate bias", each.gate_bias, 0, 1),
@@ -68,9 +63,16 @@ class MLP(Operation):
             ("down weight", each.down, features, 2),
             ("down bias", each.down_bias, 0, 1),
         ]
-        params = [
-            ShardedParameter(what, tensor, dim, dims) for what, tensor, dim, dims in candidates if tensor is not None
-        ]
+        return [(what, tensor, dim, dims) for what, tensor, dim, dims in candidates if tensor is not None]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [tensor for _, tensor, _, _ in self._named()]
+
+    def prepare(self, call: Call, inputs: Sequence[torch.Tensor]) -> _MLP:
+        each, transposed = self.shards, self.transposed
+        function, gated = ACTIVATIONS[self.activation]
+        outputs, features = (1, 0) if transposed else (0, 1)
+        params = [ShardedParameter(*named) for named in self._named()]
         frozen = tuple([frozen_of(param.tensor) for param in params])
         weights = [block for block, param in zip(frozen, params, strict=True) if param.dims > 1]
         formats = {None if block is None else block.format for block in weights}

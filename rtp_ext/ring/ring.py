@@ -378,12 +378,6 @@ class Ring:
             placements[-2] = tensor
         return placements
 
-    def move_in_place(self, name: str) -> None:
-        """Has local shards themselves travel, for all models of the ring. name: of the caller, for the ValueError where
-        they cannot."""
-        self.route_plan.expect_in_place(name)
-        self.in_place = True
-
     def offload(self, policy: OffloadPolicy) -> None:
         """Sets whether local shards stay on the host, for all models of the ring."""
         if isinstance(policy, CPUOffloadPolicy):
