@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar, get_args
 
-from rtp_ext._rules import SLOT_CAP, wire_bytes
+from rtp_ext._rules import SLOT_CAP, travel_bytes
 from rtp_ext.words import CeMode, GradientRoute, GradientTravel, Graphs, Route, Transport, Travel
 
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
@@ -283,4 +283,4 @@ def check_in_place(name: str, travel: str | None, route: str) -> None:
 
 def wire_itemsize(travel: str | None, dtype: Any) -> float:
     """Returns the bytes on the wire of one number of a weight of this compute dtype, with its share of the scales."""
-    return wire_bytes(128, travel, dtype.itemsize) / 128
+    return travel_bytes(128, travel, dtype.itemsize) / 128

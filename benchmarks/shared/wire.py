@@ -21,7 +21,7 @@ from torch import nn
 
 from rtp_ext.host import cores
 from rtp_ext.planner import ModelSpec, rotations_of
-from rtp_ext.planner.native import wire_bytes
+from rtp_ext.planner.native import travel_bytes
 from shared.hosts import address, bits_per_second, bytes_sent, card
 from shared.launch import Place, gather
 
@@ -201,7 +201,7 @@ def adapters_form(
         return 0.0 if strategy in ("none", "single") else None
     rotations, norms = rotations_of(spec, frozen=ways.get("frozen"), lora_rank=rank)
     first = [*rotations[1:10:3], *rotations[2:10:3]]  # q, k, v of the first layer, each with its A
-    size, total = wire_bytes(ways["travel"], 4), 4.0 * sum(weight.shard_elements(ranks) for weight in norms)
+    size, total = travel_bytes(ways["travel"], 4), 4.0 * sum(weight.shard_elements(ranks) for weight in norms)
     for rotation in rotations:
         total += sum(weight.travelling_bytes(ranks, size) for weight in rotation.weights)
         total += sum(4 * weight.shard_elements(ranks) for weight in rotation.weights if weight.has_gradient)

@@ -136,7 +136,7 @@ void Execution::use_prefetched(PrefetchedHop prefetched) {
 
 void Execution::lease_slots() {
   SlotPool& pool = executor_.pool();
-  if (schedule_.options.rounded) quantizer_.emplace(pool, executor_.streams(), bundle(Channel::gradient));
+  if (schedule_.options.narrow) quantizer_.emplace(pool, executor_.streams(), bundle(Channel::gradient));
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     auto& slots = slots_[static_cast<size_t>(channel)];
     for (int slot = static_cast<int>(slots.size()); slot < schedule_.slots(channel); ++slot) {
@@ -171,7 +171,7 @@ void Execution::return_slots() {
 void Execution::stage_local() {
   // On route gather, this rank's shard is copied into the slot of all shards anyway.
   if (!weight_ || prefetched_ || schedule_.whole_weight || schedule_.options.sourced) return;
-  if (!executor_.travel(*weight_).staged(schedule_.hops(Channel::weight) > 0)) return;
+  if (!executor_.movement(*weight_).staged(schedule_.hops(Channel::weight) > 0)) return;
   RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
   staged_ = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
   Sink& sink = executor_.sink_;
@@ -284,7 +284,7 @@ const Step* Execution::next() {
       const Step& step = schedule_.steps[position_++];
       if (step.action == Action::hop) {
         hop(step);
-      } else if (schedule_.defers_reduction() && position_ == schedule_.steps.size()) {
+      } else if (schedule_.ends_late() && position_ == schedule_.steps.size()) {
         leave_late(step);
       } else if (step.action == Action::copy || step.action == Action::add) {
         copy_or_add(step);
@@ -326,7 +326,7 @@ void Execution::before_compute(const Step& step) {
     wait(*transfer, end);
   };
   const auto after_compute = [&](const StreamEvent& event) {
-    if (schedule_.options.two_streams) streams.order_compute_after(event);  // computes of one stream are in order
+    if (schedule_.options.two_lanes) streams.order_compute_after(event);  // computes of one stream are in order
   };
   for (const Access& access : accesses().reads) usage(access).before_read(after_hop, after_compute);
   for (const Access& access : accesses().writes) usage(access).before_write(after_hop, after_compute);

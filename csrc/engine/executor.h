@@ -78,7 +78,7 @@ class Executor {
     pulls_.enter(context.phase);
     prefetcher_.enter(std::move(context));
   }
-  // Finishes a late gradient: see Schedule::defers_reduction.
+  // Finishes a late gradient: see Schedule::ends_late.
   void land(const at::Tensor& gradient);
   // Passes as CUDA graphs. After fix_slots(), the hops of a pass use the same slots whether the pass is enqueued step
   // by step or as a graph; hops must not cross pass boundaries then, neither by prefetching nor by deferring.
@@ -100,7 +100,7 @@ class Executor {
   const Schedule& schedule(ScheduleOptions options);
   size_t schedules() const { return schedules_.size(); }
   // Returns how the transport can move the local tensors of a bundle.
-  Travel travel(const ShardBundle& weights) const {
+  Movement movement(const ShardBundle& weights) const {
     return {weights.cast(), transport_->sends_anywhere(), transport_->receives_anywhere()};
   }
 

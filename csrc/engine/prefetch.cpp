@@ -81,7 +81,7 @@ void Prefetcher::prefetch(const PassHandle& pass, int position) {
     cast = cast || record.layouts[index].casts(record.local[index].dtype());
   }
   // If the memory has been freed, the pass will not run, but every rank must post the hop: its contents do not matter.
-  const bool stage = !alive || Travel{cast, transport.sends_anywhere()}.staged(true);
+  const bool stage = !alive || Movement{cast, transport.sends_anywhere()}.staged(true);
 
   Pending pending{
       {}, record, context_.phase, next.position, versions_of(record.watched), transport.streams().capture()};

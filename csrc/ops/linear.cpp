@@ -109,7 +109,7 @@ class BundleBackward {
                               .wgrad = gradients.has_value(),
                               .bundle = kLinear.bundle,
                               .halves = options_.halves && !bundle_.shapes[0].transposed,
-                              .two_streams = two_streams(part)};
+                              .two_lanes = two_lanes(part)};
     const Schedule& schedule = backward_schedule(executor_, part.options(), weights, needs);
     Execution pass(executor_, schedule, std::move(weights), std::move(gradients), options_.name + " backward");
     while (const Step* step = pass.next()) {
@@ -126,7 +126,7 @@ class BundleBackward {
     }
   }
 
-  bool two_streams(const Weights& part) const {
+  bool two_lanes(const Weights& part) const {
     const int multiprocessors = executor_.streams().multiprocessors();
     const int64_t tokens = inputs_[0].size(0);
     const int64_t features = bundle_.shapes[0].in_features;
@@ -229,9 +229,9 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
 
   layers.each_chunk([&](const Weights& part) {
     ShardBundle weights = *part.bundle();
-    const bool two_streams =
+    const bool two_lanes =
         wastes_last_wave(inputs[0].size(0), part.rows(0, 0).count, executor.streams().multiprocessors());
-    const Schedule& schedule = forward_schedule(executor, part.options(), weights, two_streams);
+    const Schedule& schedule = forward_schedule(executor, part.options(), weights, two_lanes);
     Execution pass(executor, schedule, std::move(weights), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
       const std::vector<at::Tensor> shards = pass.weight();

@@ -7,7 +7,7 @@ namespace rtp {
 namespace {
 
 bool moves_in_place(const Executor& executor, const RotationOptions& options, const ShardBundle& weights) {
-  return options.in_place && options.route != Route::gather && executor.travel(weights).in_place();
+  return options.in_place && options.route != Route::gather && executor.movement(weights).in_place();
 }
 
 }  // namespace
@@ -19,24 +19,24 @@ at::ScalarType RotationOptions::local_dtype() const {
 ShardBundle travelling_weights(const Executor& executor, const RotationOptions& options,
                                std::vector<TensorLayout> layouts, std::vector<at::Tensor> local, size_t dims) {
   if (executor.ranks() > 1) {
-    RTP_CHECK_VALUE(options.wire == Wire::plain || options.route != Route::gather, options.name,
+    RTP_CHECK_VALUE(options.travel == TravelFormat::plain || options.route != Route::gather, options.name,
                     ": expected weights that travel in the compute dtype on route gather, which computes with all "
                     "shards at once");
     for (TensorLayout& layout : layouts) {
       if (layout.shapes.front().size() < dims || layout.frozen) continue;
-      layout.wire = options.wire;
+      layout.travel = options.travel;
     }
   }
   return {std::move(layouts), std::move(local)};
 }
 
 const Schedule& forward_schedule(Executor& executor, const RotationOptions& options, const ShardBundle& weights,
-                                 bool two_streams) {
+                                 bool two_lanes) {
   ScheduleOptions schedule;
   schedule.pass = Pass::forward;
   schedule.route = options.route;
   schedule.in_place = moves_in_place(executor, options, weights);
-  schedule.two_streams = two_streams;
+  schedule.two_lanes = two_lanes;
   return executor.schedule(schedule);
 }
 
@@ -55,11 +55,11 @@ const Schedule& backward_schedule(Executor& executor, const RotationOptions& opt
   schedule.wgrad = needs.wgrad;
   schedule.bundle = needs.bundle;
   schedule.halves = needs.halves;
-  schedule.deferred = options.deferred;
-  schedule.two_streams = needs.two_streams;
+  schedule.late = options.late;
+  schedule.two_lanes = needs.two_lanes;
   schedule.receive_in_slots = !executor.transport().receives_anywhere();
   schedule.gradient_route = options.gradient_route;
-  schedule.rounded = options.rounded();
+  schedule.narrow = options.narrow();
   return executor.schedule(schedule);
 }
 
@@ -69,7 +69,7 @@ ShardBundle travelling_gradients(ShardBundle gradients, const RotationOptions& o
                    ": expected a gradient of dtype ", options.local_dtype(), ", got ",
                    gradients.local[index].scalar_type());
     gradients.layouts[index].dtype = options.reduce_dtype;
-    if (options.gradients_quantized) gradients.layouts[index].wire = Wire::int8;
+    if (options.gradients_quantized) gradients.layouts[index].travel = TravelFormat::int8;
   }
   return gradients;
 }

@@ -20,25 +20,25 @@ struct RotationOptions {
   at::ScalarType reduce_dtype = at::kFloat;   // dtype in which partial gradients travel
   int64_t slot_cap = 0;                       // maximum bytes of a slot; larger shards travel in chunks. 0: no limit
   bool halves = false;                        // gradients of single linear layers travel in two halves
-  bool deferred = false;                      // a backward may end before the last gradient hop has arrived
+  bool late = false;                          // a backward may end before the last gradient hop has arrived
   std::string name;                           // name of the module or function, for messages
-  Wire wire = Wire::plain;                    // travel format of weights, if it has fewer bits than the compute dtype
+  TravelFormat travel = TravelFormat::plain;  // travel format of weights, if it has fewer bits than the compute dtype
   GradientRoute gradient_route = GradientRoute::chain;  // direct is unsupported on routes gather and two_level
   bool gradients_quantized = false;  // gradient route direct only: gradients travel in 8 bits, with block scales
 
   // The dtype in which the owner sums gradients. A sum that travels is rounded at every rank anyway.
   at::ScalarType local_dtype() const;
-  bool rounded() const { return gradients_quantized || local_dtype() != reduce_dtype; }
+  bool narrow() const { return gradients_quantized || local_dtype() != reduce_dtype; }
 };
 
 // Returns the bundle of weights: layouts in the compute dtype and the local tensors. In a ring of several ranks,
-// tensors with at least `dims` dimensions travel in options.wire; biases, which have fewer, in the compute dtype.
+// tensors with at least `dims` dimensions travel in options.travel; biases, which have fewer, in the compute dtype.
 ShardBundle travelling_weights(const Executor& executor, const RotationOptions& options,
                                std::vector<TensorLayout> layouts, std::vector<at::Tensor> local, size_t dims = 2);
 
-// Return the schedule of a pass over `weights`, in place if requested and supported: see Travel.
+// Return the schedule of a pass over `weights`, in place if requested and supported: see Movement.
 const Schedule& forward_schedule(Executor& executor, const RotationOptions& options, const ShardBundle& weights,
-                                 bool two_streams = false);
+                                 bool two_lanes = false);
 
 // The gradients that a backward pass computes, whether its weight gradients depend on its input gradients, and the
 // schedule features that the operation permits.
@@ -47,7 +47,7 @@ struct BackwardNeeds {
   bool wgrad = true;
   bool bundle = false;
   bool halves = false;
-  bool two_streams = false;
+  bool two_lanes = false;
 };
 const Schedule& backward_schedule(Executor& executor, const RotationOptions& options,
                                   const std::optional<ShardBundle>& weights, const BackwardNeeds& needs);

@@ -81,7 +81,7 @@ Rows Weights::first_rows(int parameter, int owner) const {
 
 TensorLayout Weights::layout(int parameter, at::ScalarType dtype) const {
   const ParameterFacts& facts = facts_.parameters[static_cast<size_t>(parameter)];
-  TensorLayout layout{dtype, {}, Wire::plain, facts.frozen};
+  TensorLayout layout{dtype, {}, TravelFormat::plain, facts.frozen};
   for (int owner = 0; owner < executor_.ranks(); ++owner) {
     layout.shapes.push_back(facts.shape);
     layout.shapes.back()[0] = first_rows(parameter, owner).count;
@@ -106,7 +106,7 @@ RotationOptions Weights::options() const {
   RotationOptions options = rotation_;
   if (!chunk_.empty()) {
     options.in_place = false;
-    options.deferred = false;  // a deferred reduction supports one hop per gradient
+    options.late = false;  // a late gradient supports one hop per gradient
     if (options.route == Route::gather) options.route = Route::direct;
   }
   return options;

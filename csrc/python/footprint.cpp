@@ -47,7 +47,7 @@ void bind_footprint(py::module_& m) {
       .def(
           "travelling_bytes",
           [](const ParameterFacts& parameter, int ranks, int owner, int64_t element_bytes) {
-            return travelling_bytes(product(parameter.shard(ranks, owner)), parameter.frozen, Wire::plain,
+            return travelling_bytes(product(parameter.shard(ranks, owner)), parameter.frozen, TravelFormat::plain,
                                     element_bytes);
           },
           py::arg("ranks"), py::arg("owner"), py::arg("element_bytes"))
@@ -70,20 +70,20 @@ void bind_footprint(py::module_& m) {
   Fields<StepSize> step("footprint");
   step.required("ranks", &StepSize::ranks)
       .required("in_place", &StepSize::in_place)
-      .required("sends_anywhere", [](StepSize& size) -> bool& { return size.travel.sends_anywhere; })
-      .required("receives_anywhere", [](StepSize& size) -> bool& { return size.travel.receives_anywhere; })
-      .required("cast", [](StepSize& size) -> bool& { return size.travel.cast; })
+      .required("sends_anywhere", [](StepSize& size) -> bool& { return size.movement.sends_anywhere; })
+      .required("receives_anywhere", [](StepSize& size) -> bool& { return size.movement.receives_anywhere; })
+      .required("cast", [](StepSize& size) -> bool& { return size.movement.cast; })
       .required("compute_bytes", &StepSize::compute_bytes)
       .required("reduce_bytes", &StepSize::reduce_bytes)
       .required("slot_cap", &StepSize::slot_cap)
-      .optional("late", &StepSize::deferred)
+      .optional("late", &StepSize::late)
       .optional("prefetch", &StepSize::prefetched)
       .optional("route", &StepSize::route)
       .optional("hosts", &StepSize::hosts)
       .optional("gradient_route", &StepSize::gradient_route)
       .optional("sum_bytes", &StepSize::sum_bytes)
       .optional("gradients_quantized", &StepSize::gradients_quantized)
-      .optional("travel", &StepSize::wire)
+      .optional("travel", &StepSize::travel)
       .optional("halves", &StepSize::halves);
   m.def(
       "footprint",
@@ -103,11 +103,11 @@ void bind_footprint(py::module_& m) {
       py::arg("operation"), py::arg("rank"),
       "Bytes of each parameter that a rank sends in a step: weights forward, weights backward, gradients.");
   m.def("aligned", &aligned, py::arg("bytes"), "The bytes that a tensor of so many takes in a slot.");
-  m.def("wire_bytes", &wire_bytes, py::arg("numbers"), py::arg("travel"), py::arg("compute_bytes"));
+  m.def("travel_bytes", &travel_bytes, py::arg("numbers"), py::arg("travel"), py::arg("compute_bytes"));
   m.def(
       "travels_in_place",
       [](bool cast, bool sends_anywhere, bool receives_anywhere) {
-        return Travel{cast, sends_anywhere, receives_anywhere}.in_place();
+        return Movement{cast, sends_anywhere, receives_anywhere}.in_place();
       },
       py::arg("cast"), py::arg("sends_anywhere"), py::arg("receives_anywhere"));
   m.def(

@@ -37,9 +37,9 @@ void parse(const std::string& text, Channel& parsed) {
   parsed = text == "weight" ? Channel::weight : Channel::gradient;
 }
 
-void parse(const std::string& text, Wire& parsed) {
+void parse(const std::string& text, TravelFormat& parsed) {
   RTP_CHECK_VALUE(text == "bfloat16" || text == "int8", "expected travel bfloat16, int8 or None, got ", text);
-  parsed = text == "int8" ? Wire::int8 : Wire::bfloat16;
+  parsed = text == "int8" ? TravelFormat::int8 : TravelFormat::bfloat16;
 }
 
 void parse(const std::string& text, BlockFormat& parsed) {

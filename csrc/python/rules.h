@@ -24,7 +24,7 @@ void parse(const std::string& text, Pass& parsed);
 void parse(const std::string& text, Route& parsed);
 void parse(const std::string& text, GradientRoute& parsed);
 void parse(const std::string& text, Channel& parsed);
-void parse(const std::string& text, Wire& parsed);
+void parse(const std::string& text, TravelFormat& parsed);
 void parse(const std::string& text, BlockFormat& parsed);
 const char* name(BlockFormat format);
 
@@ -57,10 +57,10 @@ struct type_caster<rtp::BlockFormat> : text_caster<rtp::BlockFormat> {};
 
 // The dtype in which weights travel. None: the compute dtype.
 template <>
-struct type_caster<rtp::Wire> : text_caster<rtp::Wire> {
+struct type_caster<rtp::TravelFormat> : text_caster<rtp::TravelFormat> {
   bool load(handle source, bool convert) {
-    if (!source.is_none()) return text_caster<rtp::Wire>::load(source, convert);
-    value = rtp::Wire::plain;
+    if (!source.is_none()) return text_caster<rtp::TravelFormat>::load(source, convert);
+    value = rtp::TravelFormat::plain;
     return true;
   }
 };

@@ -70,12 +70,12 @@ void bind_schedule(py::module_& m) {
       .def_property_readonly("route", [](const Schedule& schedule) { return name(schedule.options.route); })
       .def_property_readonly("in_place", [](const Schedule& schedule) { return schedule.options.in_place; })
       .def_property_readonly("halves", [](const Schedule& schedule) { return schedule.options.halves; })
-      .def_property_readonly("late", [](const Schedule& schedule) { return schedule.options.deferred; })
-      .def_property_readonly("two_lanes", [](const Schedule& schedule) { return schedule.options.two_streams; })
+      .def_property_readonly("late", [](const Schedule& schedule) { return schedule.options.late; })
+      .def_property_readonly("two_lanes", [](const Schedule& schedule) { return schedule.options.two_lanes; })
       .def_property_readonly("hosts", [](const Schedule& schedule) { return schedule.options.hosts; })
       .def_property_readonly("gradient_route",
                              [](const Schedule& schedule) { return name(schedule.options.gradient_route); })
-      .def_property_readonly("narrow", [](const Schedule& schedule) { return schedule.options.rounded; })
+      .def_property_readonly("narrow", [](const Schedule& schedule) { return schedule.options.narrow; })
       .def_readonly("steps", &Schedule::steps)
       .def_readonly("weight_slots", &Schedule::weight_slots)
       .def_readonly("gradient_slots", &Schedule::gradient_slots);
@@ -88,11 +88,11 @@ void bind_schedule(py::module_& m) {
       .optional("receive_in_slots", &ScheduleOptions::receive_in_slots)
       .optional("bundle", &ScheduleOptions::bundle)
       .optional("halves", &ScheduleOptions::halves)
-      .optional("two_lanes", &ScheduleOptions::two_streams)
-      .optional("late", &ScheduleOptions::deferred)
+      .optional("two_lanes", &ScheduleOptions::two_lanes)
+      .optional("late", &ScheduleOptions::late)
       .optional("hosts", &ScheduleOptions::hosts)
       .optional("gradient_route", &ScheduleOptions::gradient_route)
-      .optional("narrow", &ScheduleOptions::rounded)
+      .optional("narrow", &ScheduleOptions::narrow)
       .optional("sourced", &ScheduleOptions::sourced);
   m.def(
       "make_schedule",

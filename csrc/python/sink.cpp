@@ -20,11 +20,11 @@ py::dict keywords(const ScheduleOptions& options) {
   made["receive_in_slots"] = options.receive_in_slots;
   made["bundle"] = options.bundle;
   made["halves"] = options.halves;
-  made["two_lanes"] = options.two_streams;
-  made["late"] = options.deferred;
+  made["two_lanes"] = options.two_lanes;
+  made["late"] = options.late;
   made["hosts"] = options.hosts;
   made["gradient_route"] = name(options.gradient_route);
-  made["narrow"] = options.rounded;
+  made["narrow"] = options.narrow;
   if (options.sourced) made["sourced"] = true;
   return made;
 }

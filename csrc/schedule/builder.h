@@ -30,14 +30,14 @@ class Builder {
     if (chosen.bundle && chosen.route == Route::gather) chosen.route = Route::direct;
     const bool direct = chosen.gradient_route == GradientRoute::direct && chosen.pass == Pass::backward &&
                         chosen.wgrad && chosen.route != Route::gather && chosen.route != Route::two_level;
-    chosen.rounded = chosen.rounded && direct && ranks > 1;
+    chosen.narrow = chosen.narrow && direct && ranks > 1;
     // With two ranks, both routes send one contribution, and the chain needs no addition.
-    chosen.gradient_route = direct && (ranks > 2 || chosen.rounded) ? GradientRoute::direct : GradientRoute::chain;
+    chosen.gradient_route = direct && (ranks > 2 || chosen.narrow) ? GradientRoute::direct : GradientRoute::chain;
     chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && chosen.route != Route::gather &&
                     chosen.route != Route::two_level && chosen.wgrad && chosen.gradient_route == GradientRoute::chain;
-    chosen.two_streams = chosen.two_streams && !chosen.bundle && chosen.route != Route::gather && !chosen.sourced;
-    chosen.deferred = chosen.deferred && chosen.pass == Pass::backward && chosen.route != Route::gather &&
-                      chosen.route != Route::two_level && chosen.wgrad && !chosen.halves;
+    chosen.two_lanes = chosen.two_lanes && !chosen.bundle && chosen.route != Route::gather && !chosen.sourced;
+    chosen.late = chosen.late && chosen.pass == Pass::backward && chosen.route != Route::gather &&
+                  chosen.route != Route::two_level && chosen.wgrad && !chosen.halves;
   }
 
   int ranks() const { return schedule_.ranks; }
@@ -99,7 +99,7 @@ class Builder {
     step.gradient_in = gradient_in;
     step.gradient_out = gradient_out;
     step.half = half;
-    if (options().two_streams) {
+    if (options().two_lanes) {
       step.lane = kind == Compute::forward ? forwards_++ % 2 : (kind == Compute::wgrad ? 1 : 0);
     }
     schedule_.steps.push_back(step);

@@ -17,7 +17,7 @@ void DirectGradients::compute(int s, Buffer weight) {
 
 void DirectGradients::land() {
   // Runs on the stream of the wgrads, so that no dgrad waits for a hop.
-  const int lane = builder_.options().two_streams ? 1 : 0;
+  const int lane = builder_.options().two_lanes ? 1 : 0;
   builder_.local(started_ ? Action::add : Action::copy, Channel::gradient, builder_.at(0), arriving(), home(), lane);
   started_ = true;
 }

@@ -24,14 +24,14 @@ int64_t numbers_of(std::vector<int64_t> shard, const Chunks& chunks, int64_t chu
 }
 
 // How the shards of a pass travel. Frozen blocks travel as they are stored.
-Travel travel_of(const OperationFacts& operation, const StepSize& step, Pass pass) {
-  Travel travel = step.travel;
-  travel.cast = false;
+Movement movement_of(const OperationFacts& operation, const StepSize& step, Pass pass) {
+  Movement movement = step.movement;
+  movement.cast = false;
   for (size_t place = 0; place < operation.parameters.size(); ++place) {
     if (!operation.travels(place, pass) || operation.parameters[place].frozen) continue;
-    travel.cast = travel.cast || step.travel.cast || step.quantizes_weight(operation, place);
+    movement.cast = movement.cast || step.movement.cast || step.quantizes_weight(operation, place);
   }
-  return travel;
+  return movement;
 }
 
 // The options of a pass, as csrc/ops makes them.
@@ -47,15 +47,15 @@ ScheduleOptions pass_options(const OperationFacts& operation, const StepSize& st
   options.route = !alone && step.route == Route::gather ? Route::direct : step.route;
   options.hosts = step.hosts;
   options.in_place = step.in_place && alone && weights && step.route != Route::gather;
-  options.in_place = options.in_place && travel_of(operation, step, pass).in_place();
+  options.in_place = options.in_place && movement_of(operation, step, pass).in_place();
   options.dgrad = weights;
   options.wgrad = forward || gradients;
   options.bundle = operation.kind.bundle && !forward;
   options.halves = step.halves && !step.direct_gradients() && !forward;
-  options.receive_in_slots = !forward && !step.travel.receives_anywhere;
-  options.deferred = step.deferred > 0 && operation.late() && !forward && alone;
+  options.receive_in_slots = !forward && !step.movement.receives_anywhere;
+  options.late = step.late > 0 && operation.late() && !forward && alone;
   options.gradient_route = step.gradient_route;
-  options.rounded = step.rounded();
+  options.narrow = step.narrow();
   return options;
 }
 
@@ -146,8 +146,8 @@ class Walk {
     const auto trained = [&](size_t place) { return operation.has_gradient(place); };
     const auto quantized = [&](size_t place) { return step_.quantizes_weight(operation, place); };
     pass.weight = slot_bytes(operation, chunks, chunk, travels, [&](size_t place, int64_t numbers) {
-      const Wire wire = quantized(place) ? step_.wire : Wire::plain;
-      return travelling_bytes(numbers, operation.parameters[place].frozen, wire, step_.compute_bytes);
+      const TravelFormat travel = quantized(place) ? step_.travel : TravelFormat::plain;
+      return travelling_bytes(numbers, operation.parameters[place].frozen, travel, step_.compute_bytes);
     });
     pass.scratch = slot_bytes(operation, chunks, chunk, travels, [&](size_t place, int64_t numbers) {
                      const bool made = operation.parameters[place].frozen || quantized(place);
@@ -155,24 +155,24 @@ class Walk {
                    }).value_or(0);
     if (kind == Pass::backward) {
       pass.gradient = slot_bytes(operation, chunks, chunk, trained, [&](size_t, int64_t numbers) {
-        return wire_bytes(numbers, step_.gradient_wire(), step_.reduce_bytes);
+        return travel_bytes(numbers, step_.gradient_travel(), step_.reduce_bytes);
       });
     }
     const ScheduleOptions options = pass_options(operation, step_, chunks, kind);
     auto& known = schedules_[options];
     if (known.steps.empty()) known = make_schedule(step_.ranks, 0, options);
     pass.schedule = &known;
-    if (known.options.rounded) {
+    if (known.options.narrow) {
       pass.sum = slot_bytes(operation, chunks, chunk, trained,
                             [&](size_t, int64_t numbers) { return numbers * step_.sum_bytes; });
     }
     for (const Step& hop : known.steps) {
-      if (hop.action != Action::hop || hop.outer || step_.travel.receives_anywhere) continue;
+      if (hop.action != Action::hop || hop.outer || step_.movement.receives_anywhere) continue;
       const int64_t bytes = hop.channel == Channel::weight ? *pass.weight : *pass.gradient;
       int64_t& most = small_[{hop.channel, hop.from}];
       most = std::max(most, std::min(bytes, kMostSmall));  // the last shard or half a gradient may be small
     }
-    pass.staged = pass.weight && travel_of(operation, step_, kind).staged(known.hops(Channel::weight) > 0);
+    pass.staged = pass.weight && movement_of(operation, step_, kind).staged(known.hops(Channel::weight) > 0);
     for (size_t position = 0; position < known.steps.size() && !pass.freed; ++position) {
       if (known.steps[position].action == Action::compute) pass.freed = freed_before(known, position, pass.staged);
     }
@@ -194,8 +194,8 @@ class Walk {
   }
 
   void finish_all_but(int most) {
-    for (; static_cast<int>(deferred_.size()) > most; deferred_.pop_front()) {
-      for (const int64_t slot : deferred_.front()) gradients_.give_back(slot);
+    for (; static_cast<int>(late_.size()) > most; late_.pop_front()) {
+      for (const int64_t slot : late_.front()) gradients_.give_back(slot);
     }
   }
 
@@ -244,12 +244,12 @@ class Walk {
     if (scratch) scratch_.give_back(*scratch);
     if (held.staged) weights_.give_back(*held.staged);
     for (const int64_t slot : held.slots) weights_.give_back(slot);
-    if (pass.schedule->defers_reduction()) {
-      deferred_.push_back(std::move(gradients));
+    if (pass.schedule->ends_late()) {
+      late_.push_back(std::move(gradients));
     } else {
       for (const int64_t slot : gradients) gradients_.give_back(slot);
     }
-    finish_all_but(step_.deferred);
+    finish_all_but(step_.late);
   }
 
   const StepSize& step_;
@@ -258,7 +258,7 @@ class Walk {
   SlotLedger<int64_t> weights_, gradients_, scratch_;
   std::map<std::pair<Channel, int>, int64_t> small_;  // bytes of a small message from each sender, at most
   std::deque<Held> ahead_;                            // slots of the prefetched hops of the next passes
-  std::deque<std::vector<int64_t>> deferred_;         // slots of passes whose reductions are deferred
+  std::deque<std::vector<int64_t>> late_;             // slots of passes whose reductions are late
 };
 
 }  // namespace
@@ -300,7 +300,7 @@ std::vector<Sent> traffic(const OperationFacts& operation, const StepSize& step,
     const Schedule schedule = make_schedule(step.ranks, rank, pass_options(operation, step, chunks, pass));
     for (size_t place = 0; place < sent.size(); ++place) {
       const ParameterFacts& parameter = operation.parameters[place];
-      const Wire wire = step.quantizes_weight(operation, place) ? step.wire : Wire::plain;
+      const TravelFormat travel = step.quantizes_weight(operation, place) ? step.travel : TravelFormat::plain;
       std::vector<int64_t> shard = parameter.shape;
       const std::vector<int64_t> sizes = parameter.sizes(step.ranks);
       for (const Step& hop : schedule.steps) {
@@ -313,8 +313,8 @@ std::vector<Sent> traffic(const OperationFacts& operation, const StepSize& step,
                                                  : sent[place].backward;
         for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
           const int64_t numbers = numbers_of(shard, chunks, chunk, hop.half);
-          total += gradient ? wire_bytes(numbers, step.gradient_wire(), step.reduce_bytes)
-                            : travelling_bytes(numbers, parameter.frozen, wire, step.compute_bytes);
+          total += gradient ? travel_bytes(numbers, step.gradient_travel(), step.reduce_bytes)
+                            : travelling_bytes(numbers, parameter.frozen, travel, step.compute_bytes);
         }
       }
     }

@@ -33,7 +33,7 @@ int64_t packed_bytes(size_t tensors, Bytes&& bytes_of) {
 }
 
 // How local shards may be sent and received.
-struct Travel {
+struct Movement {
   bool cast = false;  // they travel in another dtype than they are stored in
   bool sends_anywhere = true;
   bool receives_anywhere = true;
@@ -133,27 +133,29 @@ class SlotLedger {
 
 struct StepSize {
   int ranks = 1;
-  Travel travel;
+  Movement movement;
   bool in_place = false;
   int64_t compute_bytes = 4;  // bytes of an element of a travelling weight
   int64_t reduce_bytes = 4;   // bytes of an element of a travelling gradient
   int64_t slot_cap = kSlotCap;
-  int deferred = 0;    // number of gradient reductions that may finish after their pass
+  int late = 0;        // number of gradient reductions that may finish after their pass
   int prefetched = 1;  // number of passes whose first hop may be in flight before they begin; 2: also into a backward
   Route route = Route::ring;
   int hosts = 1;  // number of hosts, for route two_level
   GradientRoute gradient_route = GradientRoute::chain;
   int64_t sum_bytes = 4;  // gradient route direct only: bytes of an element of the owner's gradient
   bool gradients_quantized = false;
-  Wire wire = Wire::plain;  // of weights
-  bool halves = false;      // gradients travel in two halves, unless they take the direct route
+  TravelFormat travel = TravelFormat::plain;  // of weights
+  bool halves = false;                        // gradients travel in two halves, unless they take the direct route
 
   bool quantizes_weight(const OperationFacts& operation, size_t parameter) const {
-    return ranks > 1 && !operation.is_bias(parameter) && quantizes(wire, compute_bytes);
+    return ranks > 1 && !operation.is_bias(parameter) && quantizes(travel, compute_bytes);
   }
-  Wire gradient_wire() const { return direct_gradients() && gradients_quantized ? Wire::int8 : Wire::plain; }
+  TravelFormat gradient_travel() const {
+    return direct_gradients() && gradients_quantized ? TravelFormat::int8 : TravelFormat::plain;
+  }
   bool direct_gradients() const { return gradient_route == GradientRoute::direct; }
-  bool rounded() const { return direct_gradients() && (gradients_quantized || reduce_bytes < sum_bytes); }
+  bool narrow() const { return direct_gradients() && (gradients_quantized || reduce_bytes < sum_bytes); }
   int64_t widest() const { return std::max({compute_bytes, reduce_bytes, direct_gradients() ? sum_bytes : 0}); }
 };
 

@@ -42,13 +42,13 @@ Chunks cut_in_chunks(int64_t most, int64_t row_bytes, int64_t cap) {
   return {rows, std::max<int64_t>((most + rows - 1) / rows, 1)};
 }
 
-bool quantizes(Wire wire, int64_t compute_bytes) {
-  return wire == Wire::int8 || (wire == Wire::bfloat16 && compute_bytes > 2);
+bool quantizes(TravelFormat travel, int64_t compute_bytes) {
+  return travel == TravelFormat::int8 || (travel == TravelFormat::bfloat16 && compute_bytes > 2);
 }
 
-int64_t wire_bytes(int64_t numbers, Wire wire, int64_t compute_bytes) {
-  if (!quantizes(wire, compute_bytes)) return numbers * compute_bytes;
-  return wire == Wire::int8 ? quantized_bytes(numbers) : numbers * 2;
+int64_t travel_bytes(int64_t numbers, TravelFormat travel, int64_t compute_bytes) {
+  if (!quantizes(travel, compute_bytes)) return numbers * compute_bytes;
+  return travel == TravelFormat::int8 ? quantized_bytes(numbers) : numbers * 2;
 }
 
 int64_t ParameterFacts::rows_of_group() const {
@@ -75,7 +75,7 @@ int64_t ParameterFacts::held_bytes(int ranks, int owner, int64_t element_bytes) 
   std::vector<int64_t> held = shard(ranks, owner);
   const int64_t rows = rows_of_group();
   if (frozen) held[dim] = (held[dim] + rows - 1) / rows * rows;
-  return travelling_bytes(product(held), frozen, Wire::plain, element_bytes);
+  return travelling_bytes(product(held), frozen, TravelFormat::plain, element_bytes);
 }
 
 bool OperationFacts::late() const {

@@ -37,15 +37,16 @@ struct Chunks {
 Chunks cut_in_chunks(int64_t most, int64_t row_bytes, int64_t cap);
 
 // travel format of weights
-enum class Wire : uint8_t { plain, bfloat16, int8 };
+enum class TravelFormat : uint8_t { plain, bfloat16, int8 };
 
 // Return whether a format has fewer bits than a number of `compute_bytes`, and the bytes of `numbers` numbers in it.
 // The 8-bit format includes scales: see base/quantized.h.
-bool quantizes(Wire wire, int64_t compute_bytes);
-int64_t wire_bytes(int64_t numbers, Wire wire, int64_t compute_bytes);
+bool quantizes(TravelFormat travel, int64_t compute_bytes);
+int64_t travel_bytes(int64_t numbers, TravelFormat travel, int64_t compute_bytes);
 // Returns the bytes of `numbers` numbers that travel, of a parameter that is stored in blocks if `frozen` has a format.
-inline int64_t travelling_bytes(int64_t numbers, std::optional<BlockFormat> frozen, Wire wire, int64_t compute_bytes) {
-  return frozen ? block_bytes(*frozen, numbers) : wire_bytes(numbers, wire, compute_bytes);
+inline int64_t travelling_bytes(int64_t numbers, std::optional<BlockFormat> frozen, TravelFormat travel,
+                                int64_t compute_bytes) {
+  return frozen ? block_bytes(*frozen, numbers) : travel_bytes(numbers, travel, compute_bytes);
 }
 
 // A row of the table of operations.

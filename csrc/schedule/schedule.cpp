@@ -85,7 +85,7 @@ class GradientRotation {
   // Adds this rank's contribution to the gradient of shard r + s, 1 <= s <= R.
   void compute(int s) {
     const bool last = s == builder_.ranks();
-    const bool from_zero = last && builder_.options().deferred;
+    const bool from_zero = last && builder_.options().late;
     out_ = last ? home() : (partial_.exists() ? partial_ : slot(0));
     builder_.compute(Compute::wgrad, builder_.at(s), kNoBuffer, from_zero ? kNoBuffer : partial_, out_, half_);
   }
@@ -93,7 +93,7 @@ class GradientRotation {
     const int ranks = builder_.ranks();
     if (s == ranks) return;
     const ScheduleOptions& options = builder_.options();
-    const bool lands_home = s == ranks - 1 && !options.receive_in_slots && !options.deferred;
+    const bool lands_home = s == ranks - 1 && !options.receive_in_slots && !options.late;
     partial_ = lands_home ? home() : slot(s % 2);
     builder_.hop(Channel::gradient, builder_.at(-1), builder_.at(1), builder_.at(s), builder_.at(s + 1), out_, partial_,
                  half_);
@@ -101,7 +101,7 @@ class GradientRotation {
 
   // Adds the last arrival if the last product did not.
   void land() {
-    const bool due = builder_.options().deferred && partial_.exists();
+    const bool due = builder_.options().late && partial_.exists();
     if (due) builder_.local(Action::add, Channel::gradient, builder_.at(0), partial_, home());
   }
 
@@ -120,7 +120,7 @@ class GradientRotation {
 
 // dgrad(r) | wgrad(r+1) dgrad(r+1) | ... | wgrad(r): a gradient hop overlaps with a dgrad, a weight hop with a wgrad
 // and a dgrad. Hops are enqueued in the order w1, g1, w2, g2, ...: with gradients first, a single communicator would
-// deadlock. In halves, the hop of the first half also overlaps with the wgrad of the second. With deferred reductions,
+// deadlock. In halves, the hop of the first half also overlaps with the wgrad of the second. With late gradients,
 // the last wgrad starts from zero, and the last arrival is added at the end of the pass or after it.
 void build_backward(Builder& builder) {
   const int ranks = builder.ranks();

@@ -117,19 +117,19 @@ struct ScheduleOptions {
   bool receive_in_slots = false;  // the transport receives gradients in slots only, not in the local tensor
   bool bundle = false;            // backward only: wgrad(j) depends on dgrad(j), so that weights always travel
   bool halves = false;            // backward only, except bundles and two levels: gradients travel in two halves
-  bool two_streams = false;  // except bundles: forwards alternate between two streams, dgrads and wgrads have one each
-  // backward only: the pass may end before the last gradient hop has arrived: see Schedule::defers_reduction
-  bool deferred = false;
+  bool two_lanes = false;  // except bundles: forwards alternate between two streams, dgrads and wgrads have one each
+  // backward only: the pass may end before the last gradient hop has arrived: see Schedule::ends_late
+  bool late = false;
   int hosts = 1;  // route two_level, or sourced: number of hosts; each holds the same number of consecutive ranks
   GradientRoute gradient_route = GradientRoute::chain;  // backward only: direct excludes routes gather and two_level
-  bool rounded = false;  // gradient route direct only: contributions travel in fewer bits than the dtype of their sum
+  bool narrow = false;   // gradient route direct only: contributions travel in fewer bits than the dtype of their sum
   bool sourced = false;  // forward only: the shards come from a source without hops: see ShardSource
 
   // Returns whether both make the same hops. The number of compute streams may differ between ranks: it depends on each
   // rank's own tokens and device.
   bool same_hops(const ScheduleOptions& other) const {
     ScheduleOptions mine = *this;
-    mine.two_streams = other.two_streams;
+    mine.two_lanes = other.two_lanes;
     return mine == other;
   }
 };
@@ -154,7 +154,7 @@ struct Schedule {
 
   // Returns whether the last step adds the last arriving gradient to the local tensor and no other step waits for it:
   // it may run after the pass.
-  bool defers_reduction() const { return options.deferred && gradient_hops > 0; }
+  bool ends_late() const { return options.late && gradient_hops > 0; }
 
   int slots(Channel channel) const { return channel == Channel::weight ? weight_slots : gradient_slots; }
   int hops(Channel channel) const { return channel == Channel::weight ? weight_hops : gradient_hops; }

@@ -19,7 +19,7 @@ from rtp_ext.planner import (
     rtp_bytes,
     search,
 )
-from rtp_ext.planner.native import wire_bytes
+from rtp_ext.planner.native import travel_bytes
 from rtp_ext.planner.rotation.seconds import hop_s, rotation_seconds
 from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s
 from rtp_ext.planner.time.stage import StageClock
@@ -127,8 +127,14 @@ def test_products_with_shards_read_and_write_their_sums():
 
 
 def test_what_travels_in_fewer_bits():
-    assert wire_bytes("int8", 2) == wire_bytes("int8", 4) == 1 + 4 / 128, "a float32 scale for 128 values"
-    assert wire_bytes("bfloat16", 4) == wire_bytes("bfloat16", 2) == wire_bytes(None, 2) == 2 != wire_bytes(None, 4)
+    assert travel_bytes("int8", 2) == travel_bytes("int8", 4) == 1 + 4 / 128, "a float32 scale for 128 values"
+    assert (
+        travel_bytes("bfloat16", 4)
+        == travel_bytes("bfloat16", 2)
+        == travel_bytes(None, 2)
+        == 2
+        != travel_bytes(None, 4)
+    )
     rotations = [RotatedOperation("linear", (Weight((512, 256)), Weight((512,))))]
     held, int8, bfloat16, direct, narrow_direct = (
         rtp_bytes(rotations, 4, compute_bytes=4, **ways)

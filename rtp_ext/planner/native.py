@@ -14,7 +14,7 @@ def engine() -> Any:
     return _rules
 
 
-def wire_bytes(travel: str | None, element_bytes: int) -> float:
+def travel_bytes(travel: str | None, element_bytes: int) -> float:
     """Returns the bytes of a number that travels, including its share of the scales; `element_bytes`: its size at
     rest."""
-    return engine().wire_bytes(128, travel, element_bytes) / 128
+    return engine().travel_bytes(128, travel, element_bytes) / 128

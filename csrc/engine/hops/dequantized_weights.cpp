@@ -12,7 +12,7 @@ namespace {
 void dequantize_weight(const at::Tensor& to, const at::Tensor& from, const TensorLayout& layout) {
   if (layout.frozen) {
     dequantize_blocks(to, from, *layout.frozen);
-  } else if (layout.wire == Wire::int8) {
+  } else if (layout.travel == TravelFormat::int8) {
     dequantize(to, from);
   } else {
     to.copy_(from);

@@ -34,10 +34,10 @@ GradientQuantizer::GradientQuantizer(SlotPool& pool, Streams& streams, const Sha
   for (size_t index = 0; index < wide_.layouts.size(); ++index) {
     TensorLayout& each = wide_.layouts[index];
     const at::ScalarType local = wide_.local[index].scalar_type();
-    RTP_ASSERT(each.wire == Wire::int8 || c10::elementSize(each.dtype) < c10::elementSize(local),
+    RTP_ASSERT(each.travel == TravelFormat::int8 || c10::elementSize(each.dtype) < c10::elementSize(local),
                "contributions must travel in fewer bits than their sum has");
     each.dtype = local;
-    each.wire = Wire::plain;
+    each.travel = TravelFormat::plain;
   }
   slot_ = pool_.lease(Channel::gradient, wide_.slot_bytes());
   slot_->usage.wait_for_all(streams);

@@ -85,22 +85,22 @@ struct OwnMemory {
 int64_t TensorLayout::elements(int owner) const { return product(shapes[owner]); }
 
 bool TensorLayout::quantized() const {
-  return frozen || quantizes(wire, static_cast<int64_t>(c10::elementSize(dtype)));
+  return frozen || quantizes(travel, static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
 bool TensorLayout::casts(at::ScalarType local) const { return !frozen && (local != dtype || quantized()); }
 
 at::ScalarType TensorLayout::wire_dtype() const {
   if (!quantized()) return dtype;
-  return frozen || wire == Wire::int8 ? at::kByte : at::kBFloat16;
+  return frozen || travel == TravelFormat::int8 ? at::kByte : at::kBFloat16;
 }
 
 std::vector<int64_t> TensorLayout::wire_shape(int owner) const {
-  return frozen || wire == Wire::int8 ? std::vector<int64_t>{bytes(owner)} : shapes[owner];
+  return frozen || travel == TravelFormat::int8 ? std::vector<int64_t>{bytes(owner)} : shapes[owner];
 }
 
 int64_t TensorLayout::bytes(int owner) const {
-  return travelling_bytes(elements(owner), frozen, wire, static_cast<int64_t>(c10::elementSize(dtype)));
+  return travelling_bytes(elements(owner), frozen, travel, static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
 int64_t TensorLayout::dequantized_bytes(int owner) const {
@@ -182,7 +182,7 @@ void ShardBundle::stage(Streams& streams, const at::Tensor& memory, int rank) {
   std::vector<PackItem> items;
   for (size_t index = 0; index < layouts.size(); ++index) {
     const at::Tensor copy = in_slot(memory, rank, index);
-    if (local[index].defined() && layouts[index].wire == Wire::int8) {
+    if (local[index].defined() && layouts[index].travel == TravelFormat::int8) {
       quantize(copy, local[index]);
     } else if (local[index].defined()) {
       items.push_back({local[index], copy});

@@ -25,7 +25,7 @@ namespace rtp {
 struct TensorLayout {
   at::ScalarType dtype;
   std::vector<std::vector<int64_t>> shapes;
-  Wire wire = Wire::plain;
+  TravelFormat travel = TravelFormat::plain;
   std::optional<BlockFormat> frozen = std::nullopt;  // the local tensor itself holds blocks, which travel unchanged
 
   int64_t elements(int owner) const;
@@ -96,11 +96,11 @@ struct Slot {
 };
 
 // [Note: slots]
-// A shard travels through slots, which all layers of a ring share. A pass leases them, and gives them back when its last
-// step is enqueued, not when it has run: a slot keeps its uses, the hops and computes that may still read or write it,
-// and the next pass that leases it waits for exactly those. Hops are posted in the order of the schedule on every rank,
-// so that the rank that sends and the one that receives need no word about which slot is meant. A rank whose slots are
-// all in use delays its own hops, and the neighbour's no further than the slots that have already arrived.
+// A shard travels through slots, which all layers of a ring share. A pass leases them, and gives them back when its
+// last step is enqueued, not when it has run: a slot keeps its uses, the hops and computes that may still read or write
+// it, and the next pass that leases it waits for exactly those. Hops are posted in the order of the schedule on every
+// rank, so that the rank that sends and the one that receives need no word about which slot is meant. A rank whose
+// slots are all in use delays its own hops, and the neighbour's no further than the slots that have already arrived.
 
 // The memory that shards travel through, shared by all layers of a ring: see SlotLedger and [Note: slots].
 class SlotPool {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rtp_ext.planner.constants import TimeConstants, host_constant
-from rtp_ext.planner.native import engine, wire_bytes
+from rtp_ext.planner.native import engine, travel_bytes
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.time.links import Group, hop_bytes_per_s
@@ -34,7 +34,7 @@ def lockstep(
     dgrad: bool,
     two_lanes: bool,
     direct: bool = False,
-    rounded: bool = False,
+    narrow: bool = False,
     route: str = "ring",
     hosts: int = 1,
     wgrad: bool = True,
@@ -47,7 +47,7 @@ def lockstep(
     if pass_ == "backward":
         ways |= {"dgrad": dgrad, "halves": halves, "wgrad": wgrad}
         if direct:
-            ways |= {"gradient_route": "direct", "narrow": rounded}
+            ways |= {"gradient_route": "direct", "narrow": narrow}
     return Lockstep(schedule_of(ranks, 0, op=op, pass_=pass_, **ways))
 
 
@@ -141,9 +141,9 @@ def rotation_seconds(
     direct = gradient_route == "direct"
     local_bytes = max(4, reduce_bytes) if direct else reduce_bytes
     chunks = rotation.chunks(ranks, max(compute_bytes, local_bytes))
-    weight_bytes = wire_bytes(travel, compute_bytes)
-    gradient_bytes = wire_bytes(gradient_travel, reduce_bytes)
-    rounded = direct and gradient_bytes < local_bytes
+    weight_bytes = travel_bytes(travel, compute_bytes)
+    gradient_bytes = travel_bytes(gradient_travel, reduce_bytes)
+    narrow = direct and gradient_bytes < local_bytes
     cluster = group.cluster
     width = (product_bytes, experts_per_token)
     whole = step_seconds(rotation, tokens, 1, 1, cluster, constants, recompute, *width)
@@ -163,7 +163,7 @@ def rotation_seconds(
     cast_s = dict.fromkeys(one, 0.0)  # seconds of quantizing and dequantizing
     if weight_bytes < compute_bytes or any(weight.frozen for weight in rotation.weights):
         cast_s["forward"] = cast_s["dgrad"] = traffic_s(sent["weight"] + values * compute_bytes, cluster, constants)
-    if rounded:
+    if narrow:
         rounds = (ranks - 1) / ranks  # a rank's contribution to its own gradient is not quantized
         cast_s["wgrad"] = rounds * traffic_s(local + sent["gradient"], cluster, constants)
     one = {kind: time + cast_s[kind] for kind, time in one.items()}
@@ -195,7 +195,7 @@ def rotation_seconds(
         ranks * sum((filled if two else one)[kind] for kind in kind_s) for kind_s, two in zip(kinds, lanes, strict=True)
     ]
     way = ("two-level", hosts) if hosts > 1 else (route, 1)
-    ways = (moves, halves, dgrad, lanes[1], direct, rounded, *way, wgrad)
+    ways = (moves, halves, dgrad, lanes[1], direct, narrow, *way, wgrad)
     simulated = [(lockstep(ranks, op, "forward", moves, False, dgrad, lanes[0], False, False, *way), durations)]
     if kinds[1]:
         simulated.append((lockstep(ranks, op, "backward", *ways), backward_durations))

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from rtp_ext.options import check_gradients, check_in_place
 from rtp_ext.planner.constants import check_at_least, check_known
-from rtp_ext.planner.native import wire_bytes
+from rtp_ext.planner.native import travel_bytes
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.words import Bundle, Format, GradientTravel, PassGradientRoute, Route, Topology, Travel
@@ -273,12 +273,12 @@ class Strategy:
     @property
     def travel_bytes(self) -> float:
         """Bytes of a value of a rotating weight; in eight bits including its share of a scale per 128 values."""
-        return wire_bytes(self.travel, self.param_bytes)
+        return travel_bytes(self.travel, self.param_bytes)
 
     @property
     def gradient_travel_bytes(self) -> float:
         """Bytes of a value of a rotating gradient."""
-        return wire_bytes(self.gradient_travel, self.reduce_bytes)
+        return travel_bytes(self.gradient_travel, self.reduce_bytes)
 
     @property
     def effective_stack(self) -> str:
