@@ -46,6 +46,9 @@ def _saves(rank, ranks, folder):
     dcp.save(get_model_state_dict(model), checkpoint_id=folder)
     streamed = dict(rtp_ext.stream_weights(model))
     assert all(torch.equal(streamed[name], value) for name, value in rtp_ext.frozen_weights(model).items())
+    for name, shard, _, offsets in rtp_ext.local_shards(model):
+        whole = streamed[name][tuple(slice(o, o + n) for o, n in zip(offsets, shard.shape, strict=True))]
+        assert torch.equal(shard, whole), f"{name} at {offsets}"
     rtp_ext.ring_of(model).close()
     return [each.double().sum().item() for each in values]
 
