@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar, get_args
 
 from rtp_ext._rules import SLOT_CAP, travel_bytes
-from rtp_ext.words import CeMode, GradientRoute, GradientTravel, Graphs, Route, Transport, Travel
+from rtp_ext.words import BufferPolicy, CeMode, GradientRoute, GradientTravel, Graphs, Route, Transport, Travel
 
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 ROUTES: tuple[str, ...] = get_args(Route)
@@ -76,6 +76,7 @@ class RingKeywords(TypedDict, total=False):
     late_gradients: int | None
     gradient_route: GradientRoute
     gradient_travel: GradientTravel | None
+    buffers: BufferPolicy | int
     graphs: Graphs
     in_place: bool
     checksum: bool
@@ -104,6 +105,10 @@ class RingOptions:
             gradients travel in fewer than 32 bits and every rank reaches every other as cheaply as its neighbour.
         gradient_travel: `int8`: contributions travel in 8 bits, with a scale for each 128 numbers; on gradient route
             direct only. None: in the reduce dtype.
+        buffers: what a rank may hold beyond its shards and the slots that rotation needs. On gradient route direct,
+            `auto` gives every contribution to a gradient a slot of its own, R - 1 slots of a shard, and one addition
+            reads and writes the gradient once. `lean`: contributions arrive and are added one after the other, in one
+            slot. A number: as `auto` for operations whose gradient slots fit that many bytes, else lean.
         timeout: seconds (or a timedelta); a neighbour that does not answer for so long is an error, RingTimeout.
         prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
             the forward or backward before. 2: of the next two layers, and of the first layers of a backward during the
@@ -112,7 +117,7 @@ class RingOptions:
         gradient_halves: gradients of linear layers travel in two halves; None: where a gradient hop outlasts a dgrad.
             Not on route two-level.
         late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
-            each layer takes two more gradient slots. None: 1 where hops cross a network (a CPU ring over `tcp` or
+            each layer keeps its gradient slots until then. None: 1 where hops cross a network (a CPU ring over `tcp` or
             `c10d`), else 0. On route two-level gradients arrive within the pass.
         travel: the dtype in which weights travel: None (the compute dtype), `bfloat16`, or `int8` (rounded to the
             nearest of 255 values in blocks of 128 numbers, each with a float32 scale: 1.03 bytes a number). The owner
@@ -147,6 +152,7 @@ class RingOptions:
     late_gradients: int | None = None
     gradient_route: GradientRoute = "auto"
     gradient_travel: GradientTravel | None = None
+    buffers: BufferPolicy | int = "auto"
     graphs: Graphs = "off"
     in_place: bool = False
     checksum: bool = False
@@ -173,6 +179,7 @@ class RingOptions:
         if self.timeout <= datetime.timedelta(0):
             raise ValueError(f"Ring: expected a positive timeout, got {self.timeout}")
         check_choice("graphs", self.graphs, get_args(Graphs))
+        check_buffers(self.buffers)
         if self.slot_cap < 0:
             raise ValueError(f"Ring: expected slot_cap >= 0, got {self.slot_cap}")
         if self.prefetch not in (0, 1, 2):
@@ -239,6 +246,13 @@ def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
     """Raises ValueError where `value` is not one of `choices`."""
     if value not in choices:
         raise ValueError(f"Ring: expected {what} to be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_buffers(buffers: str | int) -> None:
+    """Raises ValueError unless `buffers` is 'auto', 'lean' or a number of bytes."""
+    number = isinstance(buffers, int) and not isinstance(buffers, bool)
+    if buffers not in get_args(BufferPolicy) and not (number and int(buffers) >= 0):
+        raise ValueError(f"Ring: expected buffers 'auto', 'lean' or a number of bytes, got {buffers!r}")
 
 
 def check_travel(travel: str | None, route: str) -> None:

@@ -91,9 +91,17 @@ RTP_INLINE void add_blocks(double* to, const int8_t* from, const float* scales, 
   }
 }
 
+// Tiles that stay in the first-level cache: sums are read from and written to memory once.
 template <typename Value>
-RTP_INLINE void add_converted_range(float* sum, const Value* values, int64_t first, int64_t last) {
-  for (int64_t i = first; i < last; ++i) sum[i] += to_float(values[i]);
+RTP_INLINE void add_converted_range(float* sum, const Addends& from, int64_t first, int64_t last) {
+  constexpr int64_t kTile = 2048;
+  for (int64_t begin = first; begin < last; begin += kTile) {
+    const int64_t end = std::min(begin + kTile, last);
+    for (int k = 0; k < from.count; ++k) {
+      const auto* values = static_cast<const Value*>(from.values[k]);
+      for (int64_t i = begin; i < end; ++i) sum[i] += to_float(values[i]);
+    }
+  }
 }
 
 void check(const at::Tensor& values, const at::Tensor& bytes) {
@@ -183,31 +191,37 @@ void dequantize_add(const at::Tensor& sum, const at::Tensor& bytes) {
   });
 }
 
-void add_converted(const at::Tensor& sum, const at::Tensor& values) {
-  RTP_CHECK_VALUE(sum.sizes() == values.sizes(), "expected values of shape ", sum.sizes(), " to add, got ",
-                  values.sizes());
-  const bool widens = sum.scalar_type() == at::kFloat &&
-                      (values.scalar_type() == at::kBFloat16 || values.scalar_type() == at::kHalf) &&
-                      sum.is_contiguous() && values.is_contiguous();
-  if (!widens) {
-    sum.add_(values);
+void add_converted(const at::Tensor& sum, const std::vector<at::Tensor>& values) {
+  const at::ScalarType type = values[0].scalar_type();
+  bool at_once = sum.scalar_type() == at::kFloat && element_of(type) && sum.is_contiguous();
+  for (const at::Tensor& each : values) {
+    RTP_CHECK_VALUE(sum.sizes() == each.sizes(), "expected values of shape ", sum.sizes(), " to add, got ",
+                    each.sizes());
+    at_once = at_once && each.is_contiguous() && each.scalar_type() == type;
+  }
+  if (!at_once) {
+    for (const at::Tensor& each : values) sum.add_(each);
     return;
   }
   const int64_t numbers = sum.numel();
+  for (size_t first = 0; first < values.size(); first += kMostAddends) {
+    Addends from{};
+    from.count = static_cast<int>(std::min(values.size() - first, kMostAddends));
+    for (int i = 0; i < from.count; ++i) from.values[i] = values[first + static_cast<size_t>(i)].const_data_ptr();
 #ifdef RTP_WITH_CUDA
-  if (sum.is_cuda()) {
-    const AddConvertedParameters parameters{kernel_element(values), numbers, values.const_data_ptr(),
-                                            sum.data_ptr<float>()};
-    return launch_on_device_of(sum, [&](void* stream) { return launch_add_converted(parameters, stream); });
-  }
+    if (sum.is_cuda()) {
+      const AddConvertedParameters parameters{*element_of(type), numbers, from, sum.data_ptr<float>()};
+      launch_on_device_of(sum, [&](void* stream) { return launch_add_converted(parameters, stream); });
+      continue;
+    }
 #endif
-  AT_DISPATCH_REDUCED_FLOATING_TYPES(values.scalar_type(), "add_converted", [&] {
-    auto* to = sum.data_ptr<float>();
-    const auto* from = values.const_data_ptr<scalar_t>();
-    at::parallel_for(0, numbers, kGrain * kQuantizeBlock, [&](int64_t first, int64_t last) {
-      vectorised([&]() RTP_INLINE_LAMBDA { add_converted_range(to, from, first, last); });
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, type, "add_converted", [&] {
+      auto* to = sum.data_ptr<float>();
+      at::parallel_for(0, numbers, kGrain * kQuantizeBlock, [&](int64_t begin, int64_t end) {
+        vectorised([&]() RTP_INLINE_LAMBDA { add_converted_range<scalar_t>(to, from, begin, end); });
+      });
     });
-  });
+  }
 }
 
 }  // namespace rtp

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "base/quantized.h"
 
@@ -23,7 +24,8 @@ void dequantize(const at::Tensor& out, const at::Tensor& bytes);
 // sum += dequantized values.
 void dequantize_add(const at::Tensor& sum, const at::Tensor& bytes);
 
-// sum += values; same shape, both contiguous. The values may have fewer bits than the sum; no converted copy is made.
-void add_converted(const at::Tensor& sum, const at::Tensor& values);
+// sum += values[0], then values[1], ...; all of one shape. The values have one dtype, perhaps of fewer bits than the
+// sum's; no converted copy is made, and a float32 sum is read and written once.
+void add_converted(const at::Tensor& sum, const std::vector<at::Tensor>& values);
 
 }  // namespace rtp

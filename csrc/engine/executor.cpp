@@ -371,17 +371,25 @@ void Execution::hop(const Step& step) {
                         executor_.sink_.begin(begun_, position(), step), begun_, position());
 }
 
+std::vector<std::vector<at::Tensor>> Execution::arrivals(const Step& step) const {
+  std::vector<std::vector<at::Tensor>> arrivals;
+  for (Buffer from = step.send; from.slot < step.send.slot + step.count; ++from.slot) {
+    arrivals.push_back(views(from, step.send_owner, step.half));
+  }
+  return arrivals;
+}
+
 void Execution::copy_or_add(const Step& step) {
   before_compute(step);
-  auto from = views(step.send, step.send_owner, step.half);
   auto to = views(step.receive, step.receive_owner, step.half);
-  dequantize_into(executor_.streams(), std::move(to), std::move(from), step.action == Action::add);
+  dequantize_into(executor_.streams(), std::move(to), arrivals(step), step.action == Action::add);
   after_compute(step);
 }
 
 // Leaves the last addition, together with the slots that its hop uses, until after the pass.
 void Execution::leave_late(const Step& step) {
-  auto arriving = views(step.send, step.send_owner), local = views(step.receive, step.receive_owner);
+  auto arriving = arrivals(step);
+  auto local = views(step.receive, step.receive_owner);
   auto& slots = slots_[static_cast<size_t>(Channel::gradient)];
   executor_.late_.add({std::exchange(slots, {}), std::move(arriving), std::move(local), begun_, position(), step});
 }

@@ -208,6 +208,8 @@ class Execution {
   void before_compute(const Step& step);
   void after_compute(const Step& step);
   void hop(const Step& step);
+  // What the slots of a copying or adding step hold.
+  std::vector<std::vector<at::Tensor>> arrivals(const Step& step) const;
   void copy_or_add(const Step& step);
   void leave_late(const Step& step);
   void end();

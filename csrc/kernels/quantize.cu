@@ -102,16 +102,17 @@ __global__ void dequantize(DequantizeParameters parameters) {
 }
 
 template <typename T>
-__global__ void add_converted(AddConvertedParameters parameters) {
+__global__ void add_converted(const __grid_constant__ AddConvertedParameters parameters) {
   constexpr int kWidth = kWindow<T>;
-  const T* const from = static_cast<const T*>(parameters.values);
   for_windows_of_warps<kWidth>(parameters.numbers, [&](int64_t first) {
     if (first >= parameters.numbers) return;
     float sum[kWidth], values[kWidth];
     load_floats<kWidth>(sum, parameters.sum, first, parameters.numbers);
-    load_floats<kWidth>(values, from, first, parameters.numbers);
+    for (int k = 0; k < parameters.addends.count; ++k) {
+      load_floats<kWidth>(values, static_cast<const T*>(parameters.addends.values[k]), first, parameters.numbers);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) sum[i] += values[i];
+      for (int i = 0; i < kWidth; ++i) sum[i] += values[i];
+    }
     store_floats<kWidth>(parameters.sum, first, parameters.numbers, sum);
   });
 }
@@ -154,10 +155,15 @@ int launch_dequantize(const DequantizeParameters& parameters, void* stream) {
 int launch_add_converted(const AddConvertedParameters& parameters, void* stream) {
   const int64_t numbers = parameters.numbers;
   if (numbers == 0) return 0;
-  if (parameters.type == Element::bfloat16) {
-    return launch(add_converted<__nv_bfloat16>, shape_of<__nv_bfloat16>(numbers), stream, parameters);
+  switch (parameters.type) {
+    case Element::float32:
+      return launch(add_converted<float>, shape_of<float>(numbers), stream, parameters);
+    case Element::bfloat16:
+      return launch(add_converted<__nv_bfloat16>, shape_of<__nv_bfloat16>(numbers), stream, parameters);
+    case Element::float16:
+      return launch(add_converted<__half>, shape_of<__half>(numbers), stream, parameters);
   }
-  return launch(add_converted<__half>, shape_of<__half>(numbers), stream, parameters);
+  return 0;
 }
 
 }  // namespace rtp

@@ -1,8 +1,9 @@
-// 8-bit quantization with one scale per block, and float32 sums of 16-bit values. Raw pointers only. The results are
+// 8-bit quantization with one scale per block, and float32 sums. Raw pointers only. The results are
 // bitwise equal to those of compute/quantize.cpp on a CPU; the build therefore does not contract products and sums
 // (CMakeLists.txt).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/common/elements.h"
@@ -26,10 +27,17 @@ struct DequantizeParameters {
   bool add;  // accumulate instead of overwrite
 };
 
+inline constexpr size_t kMostAddends = 15;
+
+struct Addends {
+  int count;
+  const void* values[kMostAddends];
+};
+
 struct AddConvertedParameters {
-  Element type;  // type of the values: a 16-bit type
+  Element type;  // type of the values
   int64_t numbers;
-  const void* values;
+  Addends addends;  // added in this order
   float* sum;
 };
 

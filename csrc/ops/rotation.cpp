@@ -60,6 +60,7 @@ const Schedule& backward_schedule(Executor& executor, const RotationOptions& opt
   schedule.receive_in_slots = !executor.transport().receives_anywhere();
   schedule.gradient_route = options.gradient_route;
   schedule.narrow = options.narrow();
+  schedule.apart = options.gradients_apart;
   return executor.schedule(schedule);
 }
 

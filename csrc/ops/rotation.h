@@ -25,6 +25,7 @@ struct RotationOptions {
   TravelFormat travel = TravelFormat::plain;  // travel format of weights, if it has fewer bits than the compute dtype
   GradientRoute gradient_route = GradientRoute::chain;  // direct is unsupported on routes gather and two_level
   bool gradients_quantized = false;  // gradient route direct only: gradients travel in 8 bits, with block scales
+  bool gradients_apart = false;      // gradient route direct only: see ScheduleOptions::apart
 
   // The dtype in which the owner sums gradients. A sum that travels is rounded at every rank anyway.
   at::ScalarType local_dtype() const;

@@ -298,6 +298,7 @@ void bind_operations(py::module_& m) {
       .optional("travel", &RotationOptions::travel)
       .optional("gradient_route", &RotationOptions::gradient_route)
       .optional("gradients_quantized", &RotationOptions::gradients_quantized)
+      .optional("gradients_apart", &RotationOptions::gradients_apart)
       .bind(m)
       .def_property_readonly("local_dtype", &RotationOptions::local_dtype);
   py::class_<LinearShape>(m, "LinearShape")

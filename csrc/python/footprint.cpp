@@ -83,6 +83,7 @@ void bind_footprint(py::module_& m) {
       .optional("gradient_route", &StepSize::gradient_route)
       .optional("sum_bytes", &StepSize::sum_bytes)
       .optional("gradients_quantized", &StepSize::gradients_quantized)
+      .optional("gradients_apart", &StepSize::gradients_apart)
       .optional("travel", &StepSize::travel)
       .optional("halves", &StepSize::halves);
   m.def(

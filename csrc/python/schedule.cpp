@@ -54,6 +54,7 @@ void bind_schedule(py::module_& m) {
                              })
       .def_readonly("owner", &Step::owner)
       .def_readonly("lane", &Step::lane)
+      .def_readonly("count", &Step::count)
       .def_property_readonly("half", [](const Step& step) { return static_cast<int>(step.half); })
       .def_property_readonly("label", [](const Step& step) { return label(step); })
       .def(
@@ -76,6 +77,7 @@ void bind_schedule(py::module_& m) {
       .def_property_readonly("gradient_route",
                              [](const Schedule& schedule) { return name(schedule.options.gradient_route); })
       .def_property_readonly("narrow", [](const Schedule& schedule) { return schedule.options.narrow; })
+      .def_property_readonly("apart", [](const Schedule& schedule) { return schedule.options.apart; })
       .def_readonly("steps", &Schedule::steps)
       .def_readonly("weight_slots", &Schedule::weight_slots)
       .def_readonly("gradient_slots", &Schedule::gradient_slots);
@@ -93,6 +95,7 @@ void bind_schedule(py::module_& m) {
       .optional("hosts", &ScheduleOptions::hosts)
       .optional("gradient_route", &ScheduleOptions::gradient_route)
       .optional("narrow", &ScheduleOptions::narrow)
+      .optional("apart", &ScheduleOptions::apart)
       .optional("sourced", &ScheduleOptions::sourced);
   m.def(
       "make_schedule",

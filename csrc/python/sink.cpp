@@ -25,6 +25,7 @@ py::dict keywords(const ScheduleOptions& options) {
   made["hosts"] = options.hosts;
   made["gradient_route"] = name(options.gradient_route);
   made["narrow"] = options.narrow;
+  made["apart"] = options.apart;
   if (options.sourced) made["sourced"] = true;
   return made;
 }

@@ -33,6 +33,7 @@ class Builder {
     chosen.narrow = chosen.narrow && direct && ranks > 1;
     // With two ranks, both routes send one contribution, and the chain needs no addition.
     chosen.gradient_route = direct && (ranks > 2 || chosen.narrow) ? GradientRoute::direct : GradientRoute::chain;
+    chosen.apart = chosen.apart && chosen.gradient_route == GradientRoute::direct && ranks > 2;
     chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && chosen.route != Route::gather &&
                     chosen.route != Route::two_level && chosen.wgrad && chosen.gradient_route == GradientRoute::chain;
     chosen.two_lanes = chosen.two_lanes && !chosen.bundle && chosen.route != Route::gather && !chosen.sourced;
@@ -78,8 +79,8 @@ class Builder {
     schedule_.steps.push_back(step);
   }
 
-  // Copies `from` to `to` on this rank, or adds it.
-  void local(Action action, Channel channel, int owner, Buffer from, Buffer to, int lane = 0) {
+  // Copies `from` to `to` on this rank, or adds it and the slots after it, `count` in all.
+  void local(Action action, Channel channel, int owner, Buffer from, Buffer to, int lane = 0, int count = 1) {
     Step step;
     step.action = action;
     step.channel = channel;
@@ -87,6 +88,7 @@ class Builder {
     step.send = from;
     step.receive = to;
     step.lane = lane;
+    step.count = count;
     schedule_.steps.push_back(step);
   }
 

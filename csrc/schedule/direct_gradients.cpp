@@ -10,15 +10,16 @@ void DirectGradients::compute(int s, Buffer weight) {
     started_ = true;
     return;
   }
-  if (s > 1) land();
+  if (s > 1 && !apart()) land();
   builder_.hop(Channel::gradient, builder_.at(s), builder_.at(-s), builder_.at(s), builder_.at(0), leaving(s),
-               arriving());
+               arriving(s));
 }
 
 void DirectGradients::land() {
   // Runs on the stream of the wgrads, so that no dgrad waits for a hop.
   const int lane = builder_.options().two_lanes ? 1 : 0;
-  builder_.local(started_ ? Action::add : Action::copy, Channel::gradient, builder_.at(0), arriving(), home(), lane);
+  builder_.local(started_ ? Action::add : Action::copy, Channel::gradient, builder_.at(0), arriving(1), home(), lane,
+                 apart() ? builder_.ranks() - 1 : 1);
   started_ = true;
 }
 

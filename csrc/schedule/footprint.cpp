@@ -56,6 +56,7 @@ ScheduleOptions pass_options(const OperationFacts& operation, const StepSize& st
   options.late = step.late > 0 && operation.late() && !forward && alone;
   options.gradient_route = step.gradient_route;
   options.narrow = step.narrow();
+  options.apart = step.gradients_apart;
   return options;
 }
 

@@ -145,6 +145,7 @@ struct StepSize {
   GradientRoute gradient_route = GradientRoute::chain;
   int64_t sum_bytes = 4;  // gradient route direct only: bytes of an element of the owner's gradient
   bool gradients_quantized = false;
+  bool gradients_apart = false;
   TravelFormat travel = TravelFormat::plain;  // of weights
   bool halves = false;                        // gradients travel in two halves, unless they take the direct route
 

@@ -254,7 +254,9 @@ std::vector<Access> reads(const Step& step, int ranks) {
     add_access(accesses, step, step.weight, step.owner, ranks);
     add_access(accesses, step, step.gradient_in, step.owner, ranks);
   } else {
-    add_access(accesses, step, step.send, step.send_owner, ranks);
+    for (Buffer from = step.send; from.slot < step.send.slot + step.count; ++from.slot) {
+      add_access(accesses, step, from, step.send_owner, ranks);
+    }
     if (step.action == Action::add) add_access(accesses, step, step.receive, step.receive_owner, ranks);
   }
   return accesses;

@@ -65,7 +65,8 @@ struct Step {
 
   // hop: `send`, the shard of `send_owner`, leaves for rank `to`; the shard of `receive_owner` arrives from rank `from`
   // in `receive`. `outer`: the hop goes between hosts, concurrently with those inside a host. copy: copies `send` to
-  // `receive` on this rank (both of owner `send_owner`); add: adds it.
+  // `receive` on this rank (both of owner `send_owner`); add: adds it, and those of the next `count - 1` slots, in this
+  // order.
   Channel channel = Channel::weight;
   bool outer = false;
   int to = -1;
@@ -74,6 +75,7 @@ struct Step {
   int receive_owner = -1;
   Buffer send = kNoBuffer;
   Buffer receive = kNoBuffer;
+  int count = 1;
 
   // compute: the kind of product, and the owner of the shard (kAllOwners: all shards at once). A wgrad adds to
   // `gradient_in` (kNoBuffer: starts from zero) and writes `gradient_out`; usually the two are the same buffer. The
@@ -123,6 +125,7 @@ struct ScheduleOptions {
   int hosts = 1;  // route two_level, or sourced: number of hosts; each holds the same number of consecutive ranks
   GradientRoute gradient_route = GradientRoute::chain;  // backward only: direct excludes routes gather and two_level
   bool narrow = false;   // gradient route direct only: contributions travel in fewer bits than the dtype of their sum
+  bool apart = false;    // gradient route direct only: contributions arrive in slots of their own and are added at once
   bool sourced = false;  // forward only: the shards come from a source without hops: see ShardSource
 
   // Returns whether both make the same hops. The number of compute streams may differ between ranks: it depends on each

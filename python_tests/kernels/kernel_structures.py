@@ -86,13 +86,22 @@ class DequantizeBlocks(Structure):
     ]  # fmt: skip
 
 
-class AddWidened(Structure):
-    _fields_ = [("type", c_int32), ("numbers", c_int64), ("values", c_void_p), ("sum", c_void_p)]
+class Addends(Structure):
+    MOST = 15
+    _fields_ = [("count", c_int32), ("values", c_void_p * MOST)]
+
+    @classmethod
+    def at(cls, *addresses: int) -> Addends:
+        return cls(len(addresses), (c_void_p * cls.MOST)(*addresses))
+
+
+class AddConverted(Structure):
+    _fields_ = [("type", c_int32), ("numbers", c_int64), ("addends", Addends), ("sum", c_void_p)]
 
 
 STRUCTURES = (
     *(HiddenForward, HiddenBackward, LogitSums, LogitGradient, EmbeddingGather, EmbeddingScatter, PackEntry),
-    *(Quantize, Dequantize, AddWidened, DequantizeBlocks),
+    *(Quantize, Dequantize, AddConverted, DequantizeBlocks),
 )
 
 

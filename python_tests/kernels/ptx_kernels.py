@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_uint8, c_void_p
 from pathlib import Path
 
 import numpy as np
 from kernel_arrays import BYTES, CANARY, ELEMENTS, POISON, Array, decode, encode
 from kernel_structures import (
-    AddWidened,
+    AddConverted,
+    Addends,
     Dequantize,
     DequantizeBlocks,
     EmbeddingGather,
@@ -277,8 +279,9 @@ class Ptx:
         self.launch("dequantize_blocks", DequantizeBlocks(element, which, out.shape[1], source.address, target.address))
         return target.read()
 
-    def add_converted(self, total: Array, values: Array) -> np.ndarray:
-        target, source = self.memory(total), self.memory(values)
-        kind = ELEMENTS.index(values.element)
-        self.launch("add_converted", AddWidened(kind, values.shape[1], source.address, target.address))
+    def add_converted(self, total: Array, values: Sequence[Array]) -> np.ndarray:
+        target, kind = self.memory(total), ELEMENTS.index(values[0].element)
+        sources = [self.memory(each) for each in values]
+        addends = Addends.at(*(source.address for source in sources))
+        self.launch("add_converted", AddConverted(kind, total.shape[1], addends, target.address))
         return target.read()

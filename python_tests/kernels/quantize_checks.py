@@ -6,6 +6,8 @@ except for roundings of float32, which are a thousandth of a step here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from kernel_arrays import BYTES, ELEMENTS, ROUNDING, Array, assert_close, assert_refused, place, rounded
 
@@ -127,16 +129,26 @@ def check_dequantize(runner, rng: np.random.Generator) -> None:
 
 
 def check_add_converted(runner, rng: np.random.Generator) -> None:
-    element, numbers = str(rng.choice(ELEMENTS[1:])), numbers_of(rng)
-    values = place(rng, rng.standard_normal((1, numbers)), element, dense=True)
+    element, numbers, count = str(rng.choice(ELEMENTS)), numbers_of(rng), int(rng.integers(1, 6))
+    values = [place(rng, rng.standard_normal((1, numbers)), element, dense=True) for _ in range(count)]
     total = place(rng, rng.standard_normal((1, numbers)), "float32", dense=True)
-    expected = values.values + total.values
-    error = ROUNDING["float32"] * np.abs(expected)
-    actual, what = runner.add_converted(total, values), f"add_converted {element} {numbers}"
+    expected = total.values + sum(each.values for each in values)
+    error = ROUNDING["float32"] * count * (np.abs(total.values) + sum(np.abs(each.values) for each in values))
+    actual, what = runner.add_converted(total, values), f"add_converted {element} {numbers} {count}"
     assert_close(actual, expected, "float32", error, what)
-    assert np.array_equal(actual, rounded(expected, "float32")), f"expected one rounding from {what}"
+    assert np.array_equal(actual, added_in_turn(total, values)), f"expected one rounding an addend from {what}"
+    if count > 1 and numbers > 100:
+        assert not np.array_equal(actual, added_in_turn(total, values[::-1])), "control: another order"
     if numbers > 1:
         assert_refused(actual, expected, "float32", error, what)
+
+
+def added_in_turn(total: Array, values: Sequence[Array]) -> np.ndarray:
+    """The float32 sum of the values in their order, rounded after every one."""
+    result = total.values
+    for each in values:
+        result = rounded(result + each.values, "float32")
+    return result
 
 
 def bytes_array(rng: np.random.Generator, numbers: int) -> Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from kernel_arrays import BYTES, CANARY, Array
@@ -116,7 +118,7 @@ class Torch:
         kernels.dequantize_blocks(target, torch.from_numpy(packed).to(self.device), kind)
         return self.read(target)
 
-    def add_converted(self, total: Array, values: Array) -> np.ndarray:
+    def add_converted(self, total: Array, values: Sequence[Array]) -> np.ndarray:
         target = self.tensor(total)
-        kernels.add_converted(target, self.tensor(values))
+        kernels.add_converted(target, [self.tensor(each) for each in values])
         return self.read(target)

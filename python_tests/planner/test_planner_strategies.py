@@ -136,7 +136,7 @@ def test_what_travels_in_fewer_bits():
         != travel_bytes(None, 4)
     )
     rotations = [RotatedOperation("linear", (Weight((512, 256)), Weight((512,))))]
-    held, int8, bfloat16, direct, narrow_direct = (
+    held, int8, bfloat16, direct, narrow_direct, lean = (
         rtp_bytes(rotations, 4, compute_bytes=4, **ways)
         for ways in (
             {},
@@ -144,6 +144,7 @@ def test_what_travels_in_fewer_bits():
             {"travel": "bfloat16"},
             {"gradient_route": "direct"},
             {"gradient_route": "direct", "gradient_travel": "int8"},
+            {"gradient_route": "direct", "gradients_apart": False},
         )
     )
     shard, bias = 128 * 256, 128
@@ -152,11 +153,11 @@ def test_what_travels_in_fewer_bits():
     assert int8.weight_slot_sizes == 3 * (one,) and bfloat16.weight_slot_sizes == 3 * (2 * shard + 4 * bias,)
     assert int8.scratch_bytes == bfloat16.scratch_bytes == 4 * shard, "the place where weights are widened"
     assert int8.gradient_slot_sizes == bfloat16.gradient_slot_sizes == held.gradient_slot_sizes
-    assert (
-        direct.gradient_slot_sizes == 3 * (4 * (shard + bias),) and direct.weight_slot_sizes == held.weight_slot_sizes
-    )
+    assert direct.gradient_slot_sizes == 5 * (4 * (shard + bias),), "two that leave, and one for each arrival"
+    assert lean.gradient_slot_sizes == 3 * (4 * (shard + bias),)
+    assert direct.weight_slot_sizes == held.weight_slot_sizes == lean.weight_slot_sizes
     rounded = shard + 4 * shard // 128 + 192  # so is no gradient's bias: 128 values and a scale, up to 64 bytes
-    assert narrow_direct.gradient_slot_sizes == (*3 * (rounded,), 4 * (shard + bias)), (
+    assert narrow_direct.gradient_slot_sizes == (*5 * (rounded,), 4 * (shard + bias)), (
         "the last is where they are summed"
     )
     few = {"rtp": 8, "fused_loss": True}
@@ -164,7 +165,8 @@ def test_what_travels_in_fewer_bits():
         _bytes(**few, **more).components["rotation_slots"]
         for more in ({}, {"travel": "int8"}, {"gradient_route": "direct", "gradient_travel": "int8"})
     ]
-    assert slots[0] > slots[2] and slots[0] != slots[1]
+    assert slots[2] > slots[0], "each of 7 contributions has a slot of its own"
+    assert slots[0] != slots[1]
     narrow = ModelSpec.preset("llama-3-8b", seq=1024)  # where hops are in the open
     times = {
         name: _seconds(model=narrow, **few, **more).components["rotation"]

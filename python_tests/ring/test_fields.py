@@ -146,6 +146,7 @@ def test_ranks_compare_every_option(monkeypatch):
         "late_gradients": 1,
         "gradient_route": "direct",
         "gradient_travel": "int8",
+        "buffers": "lean",
         "graphs": "auto",
         "in_place": True,
         "checksum": True,

@@ -124,7 +124,7 @@ def _operations_on_rings(rank, ranks, transports):
             with cases.case(f"{transport} collect"):
                 total = ring.collect(lambda owner, partial: partial.add_(rank + 1.0), torch.zeros(3))
                 assert torch.equal(total, torch.full((3,), ranks * (ranks + 1) / 2))
-    with rtp_ext.Ring(gradient_route="direct", slot_cap=400, timeout=PATIENT) as ring:
+    with rtp_ext.Ring(gradient_route="direct", slot_cap=400, buffers="lean", timeout=PATIENT) as ring:
         _exact(cases, ring, "in pieces")
         _bits(cases, ring, "in pieces, bfloat16")
     with rtp_ext.Ring(gradient_travel="int8", slot_cap=400, timeout=PATIENT) as ring:
@@ -273,6 +273,9 @@ def _sent(rank, ranks):
     for name, dtype, options in (
         ("chain", torch.float32, {"gradient_route": "chain"}),
         ("direct", torch.float32, {"gradient_route": "direct"}),
+        ("lean", torch.float32, {"gradient_route": "direct", "buffers": "lean"}),
+        ("room", torch.float32, {"gradient_route": "direct", "buffers": 4 * 8 * 96 * 4}),
+        ("no room", torch.float32, {"gradient_route": "direct", "buffers": 4 * 8 * 96 * 4 - 1}),
         ("bfloat16", HALF, {}),
         ("int8", HALF, {"gradient_travel": "int8"}),
     ):
@@ -287,12 +290,15 @@ def _sent(rank, ranks):
 def test_bytes_on_the_wire():
     numbers = 8 * 96
     for found in run_ranks(_sent, 3):
-        assert found["chain"][:2] == found["direct"][:2] == (2, 2 * numbers * 4), "as many messages, as many bytes"
+        for route in ("chain", "direct", "lean"):
+            assert found[route][:2] == (2, 2 * numbers * 4), "as many messages, as many bytes"
         assert found["bfloat16"][:2] == (2, 2 * numbers * 2)
         assert found["int8"][:2] == (2, 2 * (numbers + 4 * numbers // BLOCK)), "1 + 4 / 128 bytes a number"
-        assert found["direct"][2:] == (3, 3 * numbers * 4)
-        assert found["bfloat16"][2:] == (4, numbers * (4 + 3 * 2)), "and one to sum a contribution in"
-        assert found["int8"][2:] == (4, numbers * 4 + 3 * 832), "792 bytes in slots of 64"
+        assert found["direct"] == found["room"] and found["lean"] == found["no room"]
+        assert found["direct"][2:] == (4, 4 * numbers * 4), "two that leave, and one for each of two arrivals"
+        assert found["lean"][2:] == (3, 3 * numbers * 4)
+        assert found["bfloat16"][2:] == (5, numbers * (4 + 4 * 2)), "and one to sum a contribution in"
+        assert found["int8"][2:] == (5, numbers * 4 + 4 * 832), "792 bytes in slots of 64"
 
 
 # -- errors of long rings --------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ class Case:
     hosts: int = 1
     gradient_route: str = "chain"
     narrow: bool = False
+    apart: bool = False
 
     def schedules(self) -> list:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -60,6 +61,11 @@ class Case:
         """Whether contributions to gradients go straight to their owners."""
         applies = self.gradient_route == "direct" and "wgrad" in self.products and self.taken in ("ring", "direct")
         return applies and self.ranks > (1 if self.narrow else 2)
+
+    @property
+    def added_once(self) -> bool:
+        """Whether contributions arrive in slots of their own."""
+        return self.direct and self.apart and self.ranks > 2
 
     @property
     def places(self) -> int:
@@ -127,7 +133,7 @@ class Case:
         """After the wgrad of shard r + s: the arrived sum goes to its owner, this one leaves, the next arrives."""
         arrived = f"{'copy' if s == 2 else 'add'} gradient {rank}"
         leaves = f"gradient hop {(rank + s) % self.ranks} {rank}"
-        return [*[arrived] * (s > 1), leaves] if s < self.ranks else []
+        return [*[arrived] * (s > 1 and not self.added_once), leaves] if s < self.ranks else []
 
     def _two_level_order(self, rank: int) -> list[str]:
         """DESIGN.md section 8, written down a second time."""

@@ -10,9 +10,9 @@
     hop count       R - 1 hops of each kind that is needed, R weight hops in place, twice as many of half gradients,
                     none of the others; R - 1 shards (in place R) in all; of K hosts K - 1 between them, on two levels
     slots           at most two slots of each kind, one weight slot in place, two gradient slots for each half, three
-                    for gradients on the direct route; with gathered shards no weight slot, and one slot for all shards
-                    for each kind that is needed; two more of each kind on two levels, minus a weight slot if a host has
-                    two ranks, and minus one if there are two hosts
+                    for gradients on the direct route, R + 1 where they arrive apart; with gathered shards no weight
+                    slot, and one slot for all shards for each kind that is needed; two more of each kind on two levels,
+                    minus a weight slot if a host has two ranks, and minus one if there are two hosts
     parts           a buffer is used as a whole or in halves, and each half has its own slots
     route           hops go to the neighbour (on two levels to that of the host, or the same place of the next host), or
                     weights come directly from their owner's local shard (with gathered shards, from its place in the
@@ -140,7 +140,7 @@ def slots(case: Case, ring: Ring) -> Iterator[str]:
     most = {"weight slot": 1 if case.in_place else 2, "gradient slot": 2 * len(case.parts)}
     most |= {"weight whole": 0, "gradient whole": 0}
     if case.direct:
-        most["gradient slot"] = min(case.ranks, 3)
+        most["gradient slot"] = case.ranks + 1 if case.added_once else min(case.ranks, 3)
     if case.taken == "two-level":
         most["weight slot"] = min(2, case.places - 1) + min(2, case.hosts - 1)
         most["gradient slot"] = 4
@@ -318,7 +318,8 @@ def simulate(case: Case, ring: Ring) -> list[Violation]:
             own.write(position, received, own.read(position, sent, leaving))
         else:
             there = Value(channel, step.receive_owner, step.half)
-            added = [own.read(position, sent, leaving), own.read(position, received, there)]
+            added = [own.read(position, name, leaving) for name in step.sent(ranks)]
+            added.append(own.read(position, received, there))
             own.write(position, received, there._replace(ranks=sum((value.ranks for value in added if value), ())))
         positions[rank] += 1
         return True

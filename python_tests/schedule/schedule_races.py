@@ -35,6 +35,7 @@ class Step:
     half: int
     label: str
     outer: bool = False
+    count: int = 1
 
     @property
     def link(self) -> str:
@@ -50,6 +51,13 @@ class Step:
             return [f"{buffer} {each}" for each in (range(ranks) if owner == ALL else [owner])]
         return [f"{buffer} {HALVES[self.half]}".strip() if buffer.endswith(" home") else buffer]
 
+    def sent(self, ranks: int) -> list[str]:
+        """Returns the parts of the buffers that a hop, a copy or an addition takes."""
+        if self.count == 1:
+            return self.parts(self.send, self.send_owner, ranks)
+        kind, _, first = str(self.send).rpartition(" ")
+        return [f"{kind} {int(first) + i}" for i in range(self.count)]
+
     def reads(self, ranks: int) -> list[str]:
         if self.action == "compute":
             return [
@@ -57,7 +65,7 @@ class Step:
                 *self.parts(self.gradient_in, self.owner, ranks),
             ]
         added = self.receive if self.action == "add" else None
-        return [*self.parts(self.send, self.send_owner, ranks), *self.parts(added, self.receive_owner, ranks)]
+        return [*self.sent(ranks), *self.parts(added, self.receive_owner, ranks)]
 
     def writes(self, ranks: int) -> list[str]:
         if self.action == "compute":

@@ -31,15 +31,17 @@ def name_of(form):
 
 @pytest.mark.parametrize("form", FORMS, ids=name_of)
 @pytest.mark.parametrize("narrow", [0, 1])
-def test_every_schedule_is_right(form, narrow):
+@pytest.mark.parametrize("apart", [0, 1])
+def test_every_schedule_is_right(form, narrow, apart):
     for ranks in RANKS:
-        this = straight(ranks, narrow=narrow, **form)
+        this = straight(ranks, narrow=narrow, apart=apart, **form)
         ring = this.ring()
         assert violations(this, ring) == [], this
         for made in this.schedules():
             assert made.gradient_route == ("direct" if this.direct else "chain")
             assert made.narrow == (this.direct and bool(narrow))
-            assert made.gradient_slots == (min(ranks, 3) if this.direct else len(_gradient_slots(made, ranks)))
+            several = ranks + 1 if this.added_once else min(ranks, 3)
+            assert made.gradient_slots == (several if this.direct else len(_gradient_slots(made, ranks)))
             if this.late and ranks > 1:
                 last = made.steps[-1]
                 assert (last.action, last.channel, last.receive) == ("add", "gradient", "gradient home")
@@ -142,6 +144,26 @@ def test_a_wrong_schedule_is_found(change, checks):
     assert checks & {violation.check for violation in violations(this, ring)}
 
 
+def _leave_one_out(ring):
+    for steps in ring:
+        steps[-1].count -= 1
+
+
+def _one_slot_to_arrive(ring):
+    for steps in ring:
+        for at in _gradient_steps(steps, "hop"):
+            steps[at].receive = "gradient slot 2"
+
+
+@pytest.mark.parametrize("change", [_leave_one_out, _one_slot_to_arrive])
+def test_contributions_that_arrive_apart_are_all_added(change):
+    this = straight(5, apart=1)
+    ring = this.ring()
+    assert [step.count for step in ring[0] if step.action == "add"] == [4]
+    change(ring)
+    assert {"gradients", "contents", "overwritten"} & {violation.check for violation in violations(this, ring)}
+
+
 def test_waits_are_needed():
     """One slot to send is right, but slow; without any one kind of wait there are races."""
     ring = straight(5).ring()
@@ -199,6 +221,10 @@ def test_footprint():
         return free, most
 
     assert gradients() == ([256] * 3, 768)
+    for ranks in (3, 4, 7):  # and a slot for every contribution that arrives apart
+        assert gradients(ranks=ranks, gradients_apart=True)[0] == gradients(ranks=ranks)[0][:1] * (ranks + 1)
+        assert len(gradients(ranks=ranks, gradients_apart=True, reduce_bytes=2)[0]) == ranks + 2
+    assert gradients(ranks=2, gradients_apart=True) == gradients(ranks=2)
     assert gradients(ranks=2) == footprint(layer, ranks=2)[1::2], "the chain"
     assert gradients(reduce_bytes=2) == ([192] * 3 + [256], 832)
     assert gradients(ranks=2, reduce_bytes=2) == ([192] * 2 + [256], 640)

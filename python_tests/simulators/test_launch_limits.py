@@ -11,7 +11,8 @@ from itertools import product
 import ptx
 import pytest
 from kernel_structures import (
-    AddWidened,
+    AddConverted,
+    Addends,
     Dequantize,
     DequantizeBlocks,
     EmbeddingGather,
@@ -54,8 +55,7 @@ def structures(rows: int, columns: int):
         yield "dequantize", Dequantize(kind, rows * columns, AT, AT, AT, False)
         for blocks in range(6):
             yield "dequantize_blocks", DequantizeBlocks(kind, blocks, rows * columns, AT, AT)
-        if kind:
-            yield "add_converted", AddWidened(kind, rows * columns, AT, AT)
+        yield "add_converted", AddConverted(kind, rows * columns, Addends.at(AT), AT)
     for odd in (0, 4, 2):  # the alignment decides which words the kernel copies
         yield "embedding_gather", EmbeddingGather(AT, rows, AT + odd, 0, rows, columns * 16, AT, columns * 16)
 

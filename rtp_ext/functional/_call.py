@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -58,6 +59,7 @@ class OperationPlan:
             compute_dtype=self.compute_dtype,
             reduce_dtype=self.reduce_dtype,
             late=self.late,
+            slots_bytes=sum(map(math.prod, self.shapes)) * self.reduce_dtype.itemsize * (ring.size + 1) / ring.size,
         )
 
 

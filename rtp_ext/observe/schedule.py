@@ -77,6 +77,7 @@ def schedule_of(
     hosts: int = 1,
     gradient_route: PassGradientRoute = "chain",
     narrow: bool = False,
+    apart: bool = False,
 ) -> Schedule:
     """Returns the schedule of one pass of one operation on rank `rank` of a ring of `ranks`.
 
@@ -128,6 +129,7 @@ def schedule_of(
         hosts=hosts,
         gradient_route=gradient_route,
         narrow=narrow,
+        apart=apart,
     )
 
 

@@ -40,7 +40,7 @@ from rtp_ext.ring.routes.plan import RoutePlan, plan_routes
 from rtp_ext.ring.routes.route_planner import Link, RoutePlanner
 from rtp_ext.ring.routes.weight_routes import choose_ce_modes
 from rtp_ext.ring.telemetry import Telemetry
-from rtp_ext.words import GradientTravel, Graphs, PassGradientRoute, PassRoute, Travel
+from rtp_ext.words import BufferPolicy, GradientTravel, Graphs, PassGradientRoute, PassRoute, Travel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -159,6 +159,7 @@ class Ring:
         gradient_halves: bool | None = None,
         gradient_route: PassGradientRoute = "chain",
         gradient_travel: GradientTravel | None = None,
+        buffers: BufferPolicy | int = "auto",
         graphs: Graphs = "off",
         in_place: bool = False,
     ) -> Ring:

@@ -11,21 +11,26 @@ bool quantized(const at::Tensor& travelling, const at::Tensor& wide) {
   return travelling.scalar_type() == at::kByte && wide.scalar_type() != at::kByte;
 }
 
-void dequantize_into(const at::Tensor& to, const at::Tensor& from, bool add) {
-  if (quantized(from, to)) {
-    add ? dequantize_add(to, from) : dequantize(to, from);
+void dequantize_into(const at::Tensor& to, const std::vector<at::Tensor>& from, bool add) {
+  if (quantized(from[0], to)) {
+    for (const at::Tensor& each : from) add ? dequantize_add(to, each) : dequantize(to, each);
   } else if (add) {
     add_converted(to, from);
   } else {
-    to.copy_(from);
+    to.copy_(from[0]);
   }
 }
 
 }  // namespace
 
-void dequantize_into(Streams& streams, std::vector<at::Tensor> to, std::vector<at::Tensor> from, bool add) {
+void dequantize_into(Streams& streams, std::vector<at::Tensor> to, std::vector<std::vector<at::Tensor>> from,
+                     bool add) {
   streams.on_compute([to = std::move(to), from = std::move(from), add] {
-    for (size_t index = 0; index < from.size(); ++index) dequantize_into(to[index], from[index], add);
+    for (size_t index = 0; index < to.size(); ++index) {
+      std::vector<at::Tensor> arrived;
+      for (const auto& slot : from) arrived.push_back(slot[index]);
+      dequantize_into(to[index], arrived, add);
+    }
   });
 }
 

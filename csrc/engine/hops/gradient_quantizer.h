@@ -10,8 +10,8 @@
 
 namespace rtp {
 
-// Dequantizes received data, then copies or accumulates.
-void dequantize_into(Streams& streams, std::vector<at::Tensor> to, std::vector<at::Tensor> from, bool add);
+// Dequantizes received data, by slot, then copies or accumulates all of them in this order.
+void dequantize_into(Streams& streams, std::vector<at::Tensor> to, std::vector<std::vector<at::Tensor>> from, bool add);
 
 // Full-precision memory in which a pass computes its contributions: one slot in the dtype of the owner's gradient.
 // Every wgrad accumulates there, and the sum is rounded once, into the slot that the hop sends. Only computes of one

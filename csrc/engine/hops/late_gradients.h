@@ -3,9 +3,10 @@
 //
 // The last hop of a gradient overlaps with only one product of its own layer. If that product is too short, the hop may
 // overlap with the products of the next layers: the pass leaves its last step, the addition to the local tensors, to
-// this list. Until it is finished nothing may read the local tensors: `finish` precedes the delivery of a gradient to its
-// parameter (rtp_ext/ring/autograd/gradient_delivery.py), `drain` the next forward and every other use of the ring. The
-// number that may be open is the same on every rank, so that all of them finish the same gradients at the same place.
+// this list. Until it is finished nothing may read the local tensors: `finish` precedes the delivery of a gradient to
+// its parameter (rtp_ext/ring/autograd/gradient_delivery.py), `drain` the next forward and every other use of the ring.
+// The number that may be open is the same on every rank, so that all of them finish the same gradients at the same
+// place.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,9 +20,10 @@
 namespace rtp {
 
 struct LateGradient {
-  // slots of the pass: the receiving one, and possibly one that is still being sent
+  // slots of the pass: the receiving ones, and possibly one that is still being sent
   std::vector<std::shared_ptr<Slot>> slots;
-  std::vector<at::Tensor> arriving, local;
+  std::vector<std::vector<at::Tensor>> arriving;  // by slot
+  std::vector<at::Tensor> local;
   PassHandle traced;
   int position;  // position of the adding step in the schedule
   Step step;

@@ -18,7 +18,17 @@ from rtp_ext.convert.scopes import RotationState, is_inside, state_of
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.ring import Ring, RotationDims
 from rtp_ext.ring.mesh import RankGrid
-from rtp_ext.words import Bundle, Format, GradientRoute, GradientTravel, LossHead, Route, Transport, Travel
+from rtp_ext.words import (
+    BufferPolicy,
+    Bundle,
+    Format,
+    GradientRoute,
+    GradientTravel,
+    LossHead,
+    Route,
+    Transport,
+    Travel,
+)
 
 TIMEOUT = 600.0  # seconds
 
@@ -54,6 +64,7 @@ class RotateKeywords(TypedDict, total=False):
     route: Route
     gradient_route: GradientRoute
     gradient_travel: GradientTravel | None
+    buffers: BufferPolicy | int
     transport: Transport
     travel: Travel | None
     timeout: float | datetime.timedelta
@@ -211,7 +222,7 @@ def place_of_grid(grid: RankGrid, options: Options) -> Place:
         replicas=grid.shape[0] if grid.has_replicas else 1,
         replica=grid.place[0] if grid.has_replicas else 0,
         tensor_ranks=1 if grid.tensor_mesh is None else grid.tensor_mesh.size(),
-        **{name: value for name, value in options.ring.items() if name != "timeout"},
+        **{name: value for name, value in options.ring.items() if name not in ("timeout", "buffers")},
     )
     return Place(
         facts=facts,

@@ -177,6 +177,7 @@ def rtp_bytes(
     travel: str | None = None,
     gradient_route: str = "chain",
     gradient_travel: str | None = None,
+    gradients_apart: bool = True,
     hosts: int = 1,
     late_gradients: int = 0,
     prefetch: int = 1,
@@ -198,6 +199,7 @@ def rtp_bytes(
         travel: format in which weights travel, as in `rtp_ext.Ring`; excludes in_place.
         gradient_route, gradient_travel: route of gradients, `chain` or `direct`, and their format; None:
             `reduce_bytes` per number. `direct` sums in float32 (float64 for 8 bytes).
+        gradients_apart: whether contributions that go directly arrive in slots of their own: `buffers` of the ring.
         hosts: number of hosts of a two-level ring; 1: a flat ring.
         late_gradients: of the ring: passes whose gradients may still be arriving while the next one runs, each with
             its own slots. 0 on GPUs, 1 on CPUs over a network.
@@ -205,7 +207,8 @@ def rtp_bytes(
 
     Slots: up to two for weights (one in place) and two for gradients, each of the largest shard of the operation, its
     parts aligned to 64 bytes; one more weight slot where shards are cast, or can be sent from slots only. Gradient
-    route direct takes three for gradients, and one in the dtype of their sum where they travel quantized. The pool
+    route direct takes three for gradients, R + 1 with gradients_apart (a ring's buffers), and one in the dtype of their
+    sum where they travel quantized. The pool
     keeps slots and replaces those that are too small. Source: csrc/schedule/footprint.cpp, which the engine itself
     runs.
     """
@@ -237,6 +240,7 @@ def rtp_bytes(
         gradient_route=gradient_route,
         sum_bytes=max(4, reduce_bytes),
         gradients_quantized=gradient_travel is not None,
+        gradients_apart=gradients_apart,
         route="two-level" if hosts > 1 else "ring",
         hosts=hosts,
         late=late_gradients,

@@ -23,6 +23,7 @@ class RoutePlan:
         hop_route: `ring`, `direct` or `two-level`: the route of the hops of a rotation.
         travel: the dtype in which weights travel; None: the compute dtype.
         gradients: the route and dtype of gradients, and the reason.
+        buffers: as in RingOptions.
         missed: why the ring does not take the requested route; empty if it does.
     """
 
@@ -31,11 +32,12 @@ class RoutePlan:
     travel: str | None
     gradients: GradientRoutes
     missed: str = ""
+    buffers: str | int = "auto"
 
     @classmethod
     def of(cls, options: RingOptions, hop_route: str, gradients: GradientRoutes, missed: str = "") -> RoutePlan:
         route = "gather" if options.route == "gather" else hop_route
-        return cls(route, hop_route, options.travel, gradients, missed)
+        return cls(route, hop_route, options.travel, gradients, missed, options.buffers)
 
     def expect_in_place(self, name: str) -> None:
         """Raises ValueError where local shards cannot travel themselves."""
@@ -52,6 +54,7 @@ class RoutePlan:
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         late: bool = False,
+        slots_bytes: float = 0,
     ) -> Any:
         """Returns the engine's options for one operation.
 
@@ -60,6 +63,7 @@ class RoutePlan:
             halves: whether gradients travel in two halves, unless they take the direct route.
             slot_cap: bytes of a slot; 0: no cap.
             late: whether gradients may arrive after the pass.
+            slots_bytes: of gradient slots with one for every contribution.
         """
         direct = self.gradients.direct(route, reduce_dtype)
         return _native.RotationOptions(
@@ -74,7 +78,11 @@ class RoutePlan:
             travel=self.travel,
             gradient_route="direct" if direct else "chain",
             gradients_quantized=direct and self.gradients.travel == "int8",
+            gradients_apart=direct and (self.buffers == "auto" or self._fits(slots_bytes)),
         )
+
+    def _fits(self, slots_bytes: float) -> bool:
+        return not isinstance(self.buffers, str) and slots_bytes <= self.buffers
 
 
 def plan_routes(ring: Communicator, transport: str, options: RingOptions) -> RoutePlan:
