@@ -1,5 +1,6 @@
 #include "compute/joined.h"
 
+#include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -46,22 +47,25 @@ at::Tensor joined_biases(std::vector<at::Tensor> parts, const std::vector<at::Te
 void add_products(const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& ins,
                   const std::vector<at::Tensor>& lefts, const at::Tensor& right, double alpha, bool joined) {
   const at::Tensor left = joined ? joined_view(lefts, 1) : at::Tensor();
-  const at::Tensor in = left.defined() && ins.front().defined() ? joined_view(ins, 0) : at::Tensor();
-  if (!left.defined() || in.defined() != ins.front().defined()) {
+  if (!left.defined()) {
     for (size_t i = 0; i < outs.size(); ++i) gemm(outs[i], ins[i], lefts[i].t(), right, alpha);
     return;
   }
-  const at::Tensor out = joined_view(outs, 0);
-  if (out.defined()) {
+  const bool starts = !ins.front().defined();
+  const at::Tensor out = joined_view(outs, 0), in = starts ? at::Tensor() : joined_view(ins, 0);
+  if (out.defined() && (starts || in.defined())) {
     gemm(out, in, left.t(), right, alpha);
     return;
   }
-  const at::Tensor sums = at::empty({left.size(1), right.size(1)}, outs.front().options());
-  gemm(sums, in, left.t(), right, alpha);
+  const auto dtype = accumulation_dtype(outs.front().scalar_type());
+  const at::Tensor product = at::empty({left.size(1), right.size(1)}, outs.front().options().dtype(dtype));
+  gemm(product, at::Tensor(), left.t(), right, alpha);
   int64_t row = 0;
-  for (const at::Tensor& part : outs) {
-    part.copy_(sums.narrow(0, row, part.size(0)));
-    row += part.size(0);
+  for (size_t i = 0; i < outs.size(); ++i) {
+    at::Tensor sum = outs[i];
+    const at::Tensor part = product.narrow(0, row, sum.size(0));
+    starts ? sum.copy_(part) : at::add_out(sum, ins[i], part);
+    row += sum.size(0);
   }
 }
 

@@ -17,7 +17,7 @@ at::Tensor joined_rows(const std::vector<at::Tensor>& parts);
 at::Tensor joined_biases(std::vector<at::Tensor> parts, const std::vector<at::Tensor>& weights);
 
 // outs[i] = ins[i] + alpha * lefts[i].T @ right; all or none of `ins` are defined. One product if `joined`, where lefts
-// and ins lie side by side.
+// lie side by side; it is computed apart from outs and ins that do not.
 void add_products(const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& ins,
                   const std::vector<at::Tensor>& lefts, const at::Tensor& right, double alpha, bool joined);
 

@@ -49,9 +49,9 @@ struct Overlap {
 // What a pass does with the operand that several projections multiply: see joins().
 struct OperandUse {
   int64_t passes = 1;
-  bool weights = true;         // it reads the weights
-  int64_t gradient_bytes = 0;  // of a number in the sum of gradients that it writes; 0: it writes none
-  bool halves = false;         // it writes them in two halves
+  bool weights = true;     // it reads the weights
+  bool gradients = false;  // it writes gradients of several weights
+  bool halves = false;     // these travel in two halves
 };
 
 // The projections of one input. Their outputs, or the gradients of these, lie side by side if the products of a shard
@@ -75,9 +75,8 @@ class InputProjections {
     // a chunk of a shard, which is of a single layer, has other halves
     if (use.halves && places.size() > 1 && !gathers) halves = {Half::first, Half::second};
     JoinedColumns columns(projections.size());
-    int64_t repeats = 0, most = 0;
+    int64_t repeats = 0;
     for (int owner = gathers ? kAllOwners : 0; owner < (gathers ? 0 : executor.ranks()); ++owner) {
-      const int64_t before = columns.columns();
       int64_t products = 0;
       for (const Half half : halves) {
         for (const size_t k : members) {
@@ -89,13 +88,15 @@ class InputProjections {
         }
       }
       repeats += std::max<int64_t>(products - 1, 0);
-      most = std::max(most, columns.columns() - before);
     }
     const int64_t features = bundle.shapes[projections[members[0]].layer].in_features;
     int64_t copied = 0;
-    if (places.size() > 1 && use.weights) copied = copied_rows(executor, layers, places, features, options);
-    if (places.size() > 1)
-      copied += most * use.gradient_bytes / static_cast<int64_t>(c10::elementSize(options.compute_dtype));
+    if (places.size() > 1) {
+      const auto rows = [&](at::ScalarType dtype) {
+        return copied_rows(executor, layers, places, features, dtype, options);
+      };
+      copied = (use.weights ? rows(options.compute_dtype) : 0) + (use.gradients ? rows(options.reduce_dtype) : 0);
+    }
     if (!joins(repeats, use.passes, x.size(0), features, columns.columns(), copied)) {
       halves = {Half::whole};
       return;
@@ -154,14 +155,13 @@ class BundleBackward {
       sums_[projection.input].emplace(x.size(0), features, x.options().dtype(options.compute_dtype));
     }
     for (size_t input = 0; input < inputs.size(); ++input) {
-      OperandUse use{0, needs_input[input], 0, halves()};
-      if (needs_input[input]) use.passes += sum_passes(options.compute_dtype);
-      for (const Projection& projection : projections) {
-        if (projection.input != static_cast<int64_t>(input) || !gradients_.wants(weights_.weight[projection.layer]))
-          continue;
-        use.gradient_bytes = static_cast<int64_t>(c10::elementSize(options.reduce_dtype));
+      int trained = 0;
+      for (size_t k = 0; k < projections.size(); ++k) {
+        const bool its = projections[k].input == static_cast<int64_t>(input) && used[k];
+        trained += its && gradients_.wants(weights_.weight[projections[k].layer]);
       }
-      use.passes += use.gradient_bytes > 0;
+      const int64_t passes = needs_input[input] ? sum_passes(options.compute_dtype) : 0;
+      const OperandUse use{passes + (trained > 1), needs_input[input], trained > 1, halves()};
       groups_.emplace_back(executor, weights_, bundle, projections, input, inputs[input], used, use, options);
       const InputProjections& group = groups_.back();
       if (!group.joined) continue;
@@ -312,21 +312,21 @@ int64_t sum_passes(at::ScalarType dtype) {
 }
 
 int64_t copied_rows(const Executor& executor, const Weights& weights, const std::vector<int>& places, int64_t features,
-                    const RotationOptions& options) {
+                    at::ScalarType dtype, const RotationOptions& options) {
   const bool gathers = options.route == Route::gather;
-  const int64_t row_bytes = features * static_cast<int64_t>(c10::elementSize(options.compute_dtype));
+  const auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
   int64_t own = 0, all = 0;
   bool gaps = false;
   for (int owner = gathers ? kAllOwners : 0; owner < (gathers ? 0 : executor.ranks()); ++owner) {
     int64_t rows = 0;
     for (const int place : places) {
       const int64_t count = weights.rows(place, owner).count;
-      gaps = gaps || (place != places.back() && aligned(count * row_bytes) != count * row_bytes);
+      gaps = gaps || (place != places.back() && aligned(count * features * bytes) != count * features * bytes);
       rows += count;
     }
     own = std::max(own, rows), all += rows;
   }
-  return gaps ? all : gathers ? 0 : own;
+  return (gaps ? all : gathers ? 0 : own) * bytes / static_cast<int64_t>(c10::elementSize(options.compute_dtype));
 }
 
 void check_operand(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& tensor,

@@ -52,14 +52,18 @@ void check_blocks(const MlpShape& shape, const RotationOptions& options) {
 // features] for up, or [M, 2 * features] with those of the gate first.
 class FirstLayer {
  public:
-  // `passes`: see joins(); `copied`: rows of gradients that joined products copy.
+  // `passes`: see joins(). `trained`: the pass writes the gradients of both.
   FirstLayer(const Executor& executor, const MlpWeights& layout, const MlpShape& shape, const RotationOptions& options,
-             int64_t tokens, int64_t passes, int64_t copied)
+             int64_t tokens, int64_t passes, bool trained)
       : layout_(layout), gated_(shape.gated) {
     int64_t shards = 0;
     for (int owner = 0; owner < executor.ranks(); ++owner) shards += layout.rows(layout.up_weight, owner).count > 0;
-    copied += copied_rows(executor, layout, weights(), shape.in_features, options);
-    joined_ = gated_ && !shape.transposed && joins(shards, passes, tokens, shape.in_features, 0, copied);
+    const auto copied = [&](at::ScalarType dtype) {
+      return copied_rows(executor, layout, weights(), shape.in_features, dtype, options);
+    };
+    joined_ = gated_ && !shape.transposed &&
+              joins(shards, passes + trained, tokens, shape.in_features, 0,
+                    copied(options.compute_dtype) + (trained ? copied(options.reduce_dtype) : 0));
   }
 
   void take(const std::vector<at::Tensor>& shard) {
@@ -159,7 +163,7 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
   if (keep) {
     result.kept = {executor.results().empty({rows, (shape.gated ? 2 : 1) * shape.hidden_features}, x.options())};
   }
-  FirstLayer first(executor, layout, shape, options, rows, /*passes=*/1, /*copied=*/0);
+  FirstLayer first(executor, layout, shape, options, rows, /*passes=*/1, /*trained=*/false);
   ProductSum sum(rows, shape.out_features, x.options());
   const at::Tensor bias = shape.down_bias ? at::empty({shape.out_features}, x.options()) : at::Tensor();
 
@@ -202,11 +206,9 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
     at::Tensor value, d_values;
   };
   std::map<int, Slice> hidden;  // by owner, from its dgrad to its wgrad
-  const bool wgrad = gradients.wants(layout.gate_weight) && gradients.wants(layout.up_weight);
-  const int64_t sum_bytes = static_cast<int64_t>(c10::elementSize(options.reduce_dtype));
-  const int64_t passes = (needs_x ? sum_passes(options.compute_dtype) : 0) + wgrad + kept.empty();
-  const int64_t copied = 2 * layout.rows(layout.up_weight, 0).count * sum_bytes / dy.element_size();
-  FirstLayer first(executor, layout, shape, options, dy.size(0), passes, wgrad ? copied : 0);
+  const int64_t passes = (needs_x ? sum_passes(options.compute_dtype) : 0) + kept.empty();
+  const bool trained = gradients.wants(layout.gate_weight) && gradients.wants(layout.up_weight);
+  FirstLayer first(executor, layout, shape, options, dy.size(0), passes, trained);
   const BackwardNeeds needs{.wgrad = gradients.any(), .bundle = kMlp.bundle};
   const Schedule& schedule = backward_schedule(executor, options, weights, needs);
   Execution pass(executor, schedule, std::move(weights), gradients.bundle(layout), options.name + " backward");
