@@ -110,6 +110,14 @@ class InputProjections {
     return joined ? joined->of(k, overlap.column, overlap.rows) : overlap.of_output(output);
   }
 
+  // The rows of the weights in a product with the largest shard.
+  int64_t product_rows(const LinearWeights& layers, const Weights& part) const {
+    if (!joined) return part.rows(0, 0).count;
+    int64_t rows = 0;
+    for (const int weight : layers.weight) rows += part.rows(weight, 0).count;
+    return rows;
+  }
+
   int64_t input;
   std::vector<size_t> members;
   std::vector<Half> halves{Half::whole};  // pieces of a shard that lie side by side
@@ -214,7 +222,7 @@ class BundleBackward {
     const int64_t tokens = inputs_[0].size(0);
     const int64_t features = bundle_.shapes[0].in_features;
     return wastes_last_wave(tokens, features, multiprocessors) ||
-           wastes_last_wave(part.rows(0, 0).count, features, multiprocessors);
+           wastes_last_wave(groups_[0].product_rows(weights_, part), features, multiprocessors);
   }
 
   void dgrad(const InputProjections& group, const Weights& part, const Step& step, Execution& pass) {
@@ -365,7 +373,7 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
   layers.each_chunk([&](const Weights& part) {
     ShardBundle weights = *part.bundle();
     const bool two_lanes =
-        wastes_last_wave(inputs[0].size(0), part.rows(0, 0).count, executor.streams().multiprocessors());
+        wastes_last_wave(inputs[0].size(0), groups[0].product_rows(layers, part), executor.streams().multiprocessors());
     const Schedule& schedule = forward_schedule(executor, part.options(), weights, two_lanes);
     Execution pass(executor, schedule, std::move(weights), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
