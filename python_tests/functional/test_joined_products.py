@@ -84,6 +84,16 @@ def check_unused(operation: Operation, ring: rtp_ext.Ring) -> None:
     assert not actual.gradients["k"].any()
 
 
+@on_ranks([3])
+def test_a_shard_gives_the_same_bits_at_its_owner(rank, ranks, cases, ring):
+    for name, make in QKV.items():
+        operation = make(dtype=torch.float32)
+        (x,) = operation.inputs("many", 0, 0)
+        y = operation.rotated(operation.shards(rank, ranks), [x], ring=ring)
+        with cases.case(name):
+            assert len(set(ring.exchange(y.detach().numpy().tobytes().hex()))) == 1
+
+
 @on_ranks([2, 3])
 def test_tolerances_refuse_wrong_results(ring):
     for dtype, tolerances in TOLERANCES.items():
