@@ -23,8 +23,8 @@ inline constexpr uint32_t kMailboxDepth = 8;
 // Rounds up to a multiple of 64 bytes, where the tensors of a slot begin: a cache line, and enough for any vector load.
 int64_t aligned(int64_t bytes);
 
-// Returns the bytes of `tensors` tensors that lie one after the other in a slot, which is also the offset of the next
-// one. `bytes_of(tensor)`: bytes of a single tensor.
+// Returns the bytes of `tensors` tensors that lie one after the other in a slot. `bytes_of(tensor)`: bytes of a single
+// tensor.
 template <typename Bytes>
 int64_t packed_bytes(size_t tensors, Bytes&& bytes_of) {
   int64_t total = 0;

@@ -37,6 +37,17 @@ at::Tensor view_of(const at::Tensor& memory, int64_t offset, int64_t bytes, at::
   return view;
 }
 
+// Returns the bytes of a slot before a tensor, or all bytes: see [Note: order in a slot].
+template <typename Bytes>
+int64_t bytes_before(const std::vector<TensorLayout>& layouts, size_t index, Bytes&& bytes_of) {
+  const auto is_matrix = [&](size_t tensor) { return layouts[tensor].shapes.front().size() > 1; };
+  return packed_bytes(layouts.size(), [&](size_t other) {
+    const bool before =
+        index == layouts.size() || (is_matrix(other) == is_matrix(index) ? other < index : is_matrix(other));
+    return before ? bytes_of(layouts[other]) : 0;
+  });
+}
+
 // Slots allocated by a transport.
 struct TransportMemory {
   Transport& transport;
@@ -114,7 +125,7 @@ int64_t TensorLayout::whole_bytes() const {
 }
 
 int64_t ShardBundle::offset(int owner, size_t index) const {
-  return packed_bytes(index, [&](size_t before) { return layouts[before].bytes(owner); });
+  return bytes_before(layouts, index, [&](const TensorLayout& layout) { return layout.bytes(owner); });
 }
 
 int64_t ShardBundle::slot_bytes() const {
@@ -126,7 +137,7 @@ int64_t ShardBundle::slot_bytes() const {
 }
 
 int64_t ShardBundle::whole_offset(int owner, size_t index) const {
-  int64_t offset = packed_bytes(index, [&](size_t before) { return layouts[before].whole_bytes(); });
+  int64_t offset = bytes_before(layouts, index, [](const TensorLayout& layout) { return layout.whole_bytes(); });
   for (int before = 0; before < owner; ++before) offset += layouts[index].bytes(before);
   return offset;
 }
@@ -134,7 +145,7 @@ int64_t ShardBundle::whole_offset(int owner, size_t index) const {
 int64_t ShardBundle::whole_bytes() const { return whole_offset(0, layouts.size()); }
 
 int64_t ShardBundle::dequantized_offset(int owner, size_t index) const {
-  return packed_bytes(index, [&](size_t before) { return layouts[before].dequantized_bytes(owner); });
+  return bytes_before(layouts, index, [&](const TensorLayout& layout) { return layout.dequantized_bytes(owner); });
 }
 
 int64_t ShardBundle::dequantized_bytes() const {

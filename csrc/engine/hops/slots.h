@@ -40,8 +40,12 @@ struct TensorLayout {
   int64_t dequantized_bytes(int owner) const;
 };
 
-// Tensors that travel together, and this rank's local ones. In a slot, the tensors of one shard lie one after the
-// other; in a slot of all shards, the rows of all owners are contiguous for each tensor.
+// [Note: order in a slot]
+// The tensors of one shard lie one after the other, weights before biases, so that weights that multiply the same input
+// lie side by side and are one operand of a product, as long as their bytes are a multiple of what a tensor is aligned
+// to. In a slot of all shards, the rows of all owners are contiguous for each tensor.
+
+// Tensors that travel together, and this rank's local ones: see [Note: order in a slot].
 struct ShardBundle {
   std::vector<TensorLayout> layouts;
   std::vector<at::Tensor> local;
