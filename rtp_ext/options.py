@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar, get_args
 
 from rtp_ext._rules import SLOT_CAP, travel_bytes
-from rtp_ext.words import CeMode, GradientRoute, GradientTravel, Graphs, Route, Transport, Travel
+from rtp_ext.words import CeMode, EmbeddingWay, GradientRoute, GradientTravel, Graphs, Route, Transport, Travel
 
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 ROUTES: tuple[str, ...] = get_args(Route)
@@ -76,6 +76,7 @@ class RingKeywords(TypedDict, total=False):
     late_gradients: int | None
     gradient_route: GradientRoute
     gradient_travel: GradientTravel | None
+    embedding: EmbeddingWay
     graphs: Graphs
     in_place: bool
     checksum: bool
@@ -104,6 +105,11 @@ class RingOptions:
             gradients travel in fewer than 32 bits and every rank reaches every other as cheaply as its neighbour.
         gradient_travel: `int8`: contributions travel in 8 bits, with a scale for each 128 numbers; on gradient route
             direct only. None: in the reduce dtype.
+        embedding: how ranks get the rows of an embedding. `rotate`: the table travels, and its gradient. `rows`: every
+            rank sends its ids to the owners of the table, who answer with rows, and in backward the gradients of these
+            rows, by collectives of torch.distributed. `auto`: rows in converted models where they save 1 MiB at least
+            of what a rank sends for the largest number of tokens on any rank, as of the model's forwards 2, 4, 8, ...;
+            elsewhere `rotate`. Rows are not rounded, so not with `travel`.
         timeout: seconds (or a timedelta); a neighbour that does not answer for so long is an error, RingTimeout.
         prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
             the forward or backward before. 2: of the next two layers, and of the first layers of a backward during the
@@ -147,6 +153,7 @@ class RingOptions:
     late_gradients: int | None = None
     gradient_route: GradientRoute = "auto"
     gradient_travel: GradientTravel | None = None
+    embedding: EmbeddingWay = "auto"
     graphs: Graphs = "off"
     in_place: bool = False
     checksum: bool = False
@@ -181,6 +188,12 @@ class RingOptions:
         if late is not None and (isinstance(late, bool) or late < 0):
             raise ValueError(f"Ring: expected late_gradients >= 0 or None, got {late!r}")
         check_travel(self.travel, self.route)
+        check_choice("embedding", self.embedding, get_args(EmbeddingWay))
+        if self.embedding == "rows" and self.travel is not None:
+            raise ValueError(
+                f"Ring: expected embedding auto or rotate with travel={self.travel!r}, to which no row is rounded, got "
+                "'rows'"
+            )
         if self.in_place:
             check_in_place("Ring", self.travel, self.route)
 

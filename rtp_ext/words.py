@@ -20,6 +20,8 @@ GradientRoute = Literal["auto", PassGradientRoute]
 Travel = Literal["bfloat16", "int8"]
 #: `gradient_travel`, or None
 GradientTravel = Literal["int8"]
+#: `embedding` of Ring
+EmbeddingWay = Literal["auto", "rotate", "rows"]
 #: `graphs` of Ring
 Graphs = Literal["auto", "on", "off"]
 #: `ce_mode` of the transport options
