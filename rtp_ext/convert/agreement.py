@@ -141,8 +141,9 @@ def plan_anew(root: nn.Module, ring: Ring) -> None:
     Does nothing where there is no choice. Raises ValueError on every rank where ranks have called different layers.
     Collective."""
     gate = ring.gate
+    tables = (each.weight.numel() for each in root.modules() if isinstance(each, RotatedEmbedding))
     kinds = (LayerSize, TableSize) if gate.models else (TableSize,)
-    if not gate.models and not (gate.decides and any(isinstance(each, RotatedEmbedding) for each in root.modules())):
+    if not gate.models and not any(map(gate.may_pay, tables)):
         return
     layers = []
     for prepared in _operations(root):

@@ -92,7 +92,7 @@ def _ask(call: Call, settings: Settings, ids: torch.Tensor, name: str) -> _Asked
     ring, (shape, dim, _) = call.ring, settings
     communicator, ranks = ring.communicator, ring.size
     sizes = _native.shard_sizes(shape[dim], ranks)
-    order, rows, problem = None, ids, ""
+    order, rows, ends = None, ids, (0, -1)
     ring.check_alive(name)
     ring.settle_in_backward()
     with communicator.ended_by_errors(name):
@@ -106,19 +106,21 @@ def _ask(call: Call, settings: Settings, ids: torch.Tensor, name: str) -> _Asked
             if ids.is_cuda:
                 torch._assert_async(inside)
             elif not inside:
-                problem = f"expected ids in [0, {shape[0]}), got ids from {ids.min()} to {ids.max()}"
-        counts = [0 if problem else len(ids)] * ranks
+                ends = int(ids.min()), int(ids.max())
+        counts = [len(ids)] * ranks
         if dim == 1:
             rows = ids.repeat(ranks)
-        elif not problem:
+        elif ends == (0, -1):
             starts = torch.tensor([0, *itertools.accumulate(sizes[:-1])], device=ids.device)
             owners = torch.bucketize(ids, starts, right=True).sub_(1)
             order = owners.argsort(stable=True)
             counts, rows = owners.bincount(minlength=ranks).tolist(), (ids - starts[owners])[order]
-    every = communicator.exchange((counts, problem), f"ids of {name}")
-    for rank, (_, theirs) in enumerate(every):
-        if theirs:
-            raise IndexError(f"{call.name}: {theirs} on rank {rank}")
+    every = communicator.exchange((counts, ends), f"ids of {name}")
+    for rank, (_, (first, last)) in enumerate(every):
+        if first <= last:
+            raise IndexError(
+                f"{call.name}: expected ids in [0, {shape[0]}), got ids from {first} to {last} on rank {rank}"
+            )
     given = counts if ring.alone else [theirs[ring.rank] for theirs, _ in every]
     arrived = communicator.all_to_all(rows.new_empty(sum(given)), rows, given, counts, f"ids of {name}")
     return _Asked(order, counts, given, sizes if dim == 1 else [shape[1]] * ranks, arrived)

@@ -40,7 +40,8 @@ class Embedding(Operation):
     def prepare(self, call: Call, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, int], int, int]:
         param, padding = ShardedParameter("weight", self.given[0], self.shard_dim, 2), self.padding_idx
         planned: dict[str, Any] = {}
-        if call.ring.gate.may_send_rows(self.options.prepared):
+        prepared = self.options.prepared
+        if call.ring.gate.may_send_rows(prepared is not None and prepared.covered):
             planned = {"tokens": inputs[0].numel(), "size": lambda shapes: self._size(call, shapes[0])}
         shape = self.agree(call, [param], inputs, (), lambda shapes: shapes[0], **planned)
         if padding is None:

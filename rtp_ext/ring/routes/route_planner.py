@@ -18,7 +18,6 @@ import torch
 from rtp_ext._native import shard_sizes, wave_efficiency
 from rtp_ext.embedding_rows import rows_traffic
 from rtp_ext.ring.links.gpu_links import Wiring
-from rtp_ext.ring.prepared import Prepared
 from rtp_ext.ring.routes.gpus import Device, Link, device_of, link_of
 from rtp_ext.words import EmbeddingWay
 
@@ -270,10 +269,15 @@ class RoutePlanner:
         logger.debug("%s: route %s, gradients in halves: %s (%s)", name, plan.route, plan.halves, plan.reason)
         return plan
 
-    def may_send_rows(self, prepared: Prepared | None) -> bool:
-        """Whether an embedding has a choice, or sends rows as asked. The ranks count tokens together only in converted
-        models, which they have compared."""
-        return self.embedding == "rows" or (self.embedding == "auto" and prepared is not None and prepared.covered)
+    def may_send_rows(self, in_model: bool) -> bool:
+        """Whether an embedding has a choice, or sends rows as asked. in_model: whether it is in a model that the ranks
+        have compared; only there they count tokens together."""
+        return self.embedding == "rows" or (self.embedding == "auto" and in_model)
+
+    def may_pay(self, numbers: int) -> bool:
+        """Whether the number of tokens decides how an embedding of so many numbers gets its rows, or only counts."""
+        most = 2 * 8 * numbers  # bytes of the table and its gradient, in the widest dtype
+        return self.decides and (self.embedding == "rows" or most > ROWS_MARGIN)
 
     def plan_table(self, name: str, tokens: int | None, table: TableSize) -> TablePlan:
         """Returns the plan of an embedding: as requested, else by the bytes that the rank of the largest shard sends.
