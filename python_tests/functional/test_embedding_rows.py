@@ -232,9 +232,7 @@ def _models(rank, ranks, way):
                     for optimizer in optimizers:
                         optimizer.step()
                 plans = {name: plan.by_rows for name, plan in ring.gate.tables.items()}
-                assert plans == {"embed": True, "other": way == "rows"}, (
-                    plans
-                )  # 4 rows, and more tokens
+                assert plans == {"embed": True, "other": way == "rows"}, plans  # 4 rows, and more tokens
                 for name, parameter in plain.named_parameters():
                     mine = full(model.get_parameter(name))
                     assert_same(mine, parameter, 1e-8, name)
