@@ -15,7 +15,17 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar, get_args
 
 from rtp_ext._rules import SLOT_CAP, travel_bytes
-from rtp_ext.words import BufferPolicy, CeMode, GradientRoute, GradientTravel, Graphs, Route, Transport, Travel
+from rtp_ext.words import (
+    BufferPolicy,
+    CeMode,
+    EmbeddingWay,
+    GradientRoute,
+    GradientTravel,
+    Graphs,
+    Route,
+    Transport,
+    Travel,
+)
 
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 ROUTES: tuple[str, ...] = get_args(Route)
@@ -77,6 +87,7 @@ class RingKeywords(TypedDict, total=False):
     gradient_route: GradientRoute
     gradient_travel: GradientTravel | None
     buffers: BufferPolicy | int
+    embedding: EmbeddingWay
     graphs: Graphs
     in_place: bool
     checksum: bool
@@ -109,6 +120,11 @@ class RingOptions:
             `auto` gives every contribution to a gradient a slot of its own, R - 1 slots of a shard, and one addition
             reads and writes the gradient once. `lean`: contributions arrive and are added one after the other, in one
             slot. A number: as `auto` for operations whose gradient slots fit that many bytes, else lean.
+        embedding: how ranks get the rows of an embedding. `rotate`: the table travels, and its gradient. `rows`: every
+            rank sends its ids to the owners of the table, who answer with rows, and in backward the gradients of these
+            rows, by collectives of torch.distributed. `auto`: rows in converted models where they save 1 MiB at least
+            of what a rank sends for the largest number of tokens on any rank, as of the model's forwards 2, 4, 8, ...;
+            elsewhere `rotate`. Rows are not rounded, so not with `travel`.
         timeout: seconds (or a timedelta); a neighbour that does not answer for so long is an error, RingTimeout.
         prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
             the forward or backward before. 2: of the next two layers, and of the first layers of a backward during the
@@ -153,6 +169,7 @@ class RingOptions:
     gradient_route: GradientRoute = "auto"
     gradient_travel: GradientTravel | None = None
     buffers: BufferPolicy | int = "auto"
+    embedding: EmbeddingWay = "auto"
     graphs: Graphs = "off"
     in_place: bool = False
     checksum: bool = False
@@ -188,6 +205,12 @@ class RingOptions:
         if late is not None and (isinstance(late, bool) or late < 0):
             raise ValueError(f"Ring: expected late_gradients >= 0 or None, got {late!r}")
         check_travel(self.travel, self.route)
+        check_choice("embedding", self.embedding, get_args(EmbeddingWay))
+        if self.embedding == "rows" and self.travel is not None:
+            raise ValueError(
+                f"Ring: expected embedding auto or rotate with travel={self.travel!r}, to which no row is rounded, got "
+                "'rows'"
+            )
         if self.in_place:
             check_in_place("Ring", self.travel, self.route)
 

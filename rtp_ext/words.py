@@ -22,6 +22,8 @@ Travel = Literal["bfloat16", "int8"]
 GradientTravel = Literal["int8"]
 #: `buffers` of Ring and fully_rotate, or a number of bytes
 BufferPolicy = Literal["auto", "lean"]
+#: `embedding` of Ring
+EmbeddingWay = Literal["auto", "rotate", "rows"]
 #: `graphs` of Ring
 Graphs = Literal["auto", "on", "off"]
 #: `ce_mode` of the transport options

@@ -129,7 +129,7 @@ def test_options_are_the_keywords_of_a_ring():
         options.prefetch = 0
     with rtp_ext.Ring.emulated(2, travel="int8", prefetch=0) as ring:
         assert ring.options == RingOptions(
-            route="ring", travel="int8", prefetch=0, late_gradients=0, gradient_route="chain"
+            route="ring", travel="int8", prefetch=0, late_gradients=0, gradient_route="chain", embedding="rotate"
         )
 
 
@@ -147,6 +147,7 @@ def test_ranks_compare_every_option(monkeypatch):
         "gradient_route": "direct",
         "gradient_travel": "int8",
         "buffers": "lean",
+        "embedding": "rows",
         "graphs": "auto",
         "in_place": True,
         "checksum": True,

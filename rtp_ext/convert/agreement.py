@@ -19,11 +19,13 @@ from torch.distributed.tensor import DTensor
 from rtp_ext._native import RotationError
 from rtp_ext.convert.containers import leaves_of
 from rtp_ext.convert.modules.bundled import BundledMLP
+from rtp_ext.nn import RotatedEmbedding
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import frozen_of, held
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import FROZEN, computes_plainly
 from rtp_ext.ring.links.agree import differing, expect_same
+from rtp_ext.ring.routes.route_planner import LayerSize, TableSize
 
 logger = logging.getLogger("rtp_ext")
 
@@ -138,11 +140,14 @@ def plan_anew(root: nn.Module, ring: Ring) -> None:
     """Has the route planner decide anew on every layer of a model, by the layer's largest number of tokens on any rank.
     Does nothing where there is no choice. Raises ValueError on every rank where ranks have called different layers.
     Collective."""
-    if not ring.gate.decides:
+    gate = ring.gate
+    tables = (each.weight.numel() for each in root.modules() if isinstance(each, RotatedEmbedding))
+    kinds = (LayerSize, TableSize) if gate.models else (TableSize,)
+    if not gate.models and not any(map(gate.may_pay, tables)):
         return
     layers = []
     for prepared in _operations(root):
-        planned = [ready for ready in prepared.found.values() if ready.size is not None]
+        planned = [ready for ready in prepared.found.values() if isinstance(ready.size, kinds)]
         if planned:
             layers.append((prepared, planned))
     answers = ring.exchange([(planned[0].name, prepared.seen) for prepared, planned in layers])

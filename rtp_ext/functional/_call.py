@@ -20,7 +20,7 @@ from rtp_ext.ring.autograd import expect_memory, holds_memory, unseen
 from rtp_ext.ring.cpu_offload import on_device
 from rtp_ext.ring.links.agree import expect_same
 from rtp_ext.ring.mesh import ring_dim, ring_shape
-from rtp_ext.ring.routes.route_planner import LayerSize
+from rtp_ext.ring.routes.route_planner import LayerSize, TableSize
 
 # Dtypes of indices and targets.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -38,16 +38,19 @@ class OperationPlan:
     reduce_dtype: torch.dtype
     shapes: list[tuple[int, ...]]  # whole shapes of the parameters
     serial: int  # the same on every rank; 0: the operation is not prefetched
-    size: LayerSize | None  # input of the RoutePlanner; None: the operation has one route only
+    size: LayerSize | TableSize | None  # input of the RoutePlanner; None: the operation has one route only
     options: Any = None  # native RotationOptions
     derived: Any = None  # result of `derive`
     late: bool = False  # gradients may arrive after the pass
+    by_rows: bool = False  # rows of a table travel, and not its shards
     storages: list[tuple[int, int]] | None = None  # address and bytes of local shards that can hold the largest shard
 
     def plan(self, ring: Ring, tokens: int | None) -> None:
         """Chooses the routes of weights and gradients for `tokens`, the largest number on any rank; None: unknown."""
         route, halves = ring.hop_route, False
-        if self.size is not None:
+        if isinstance(self.size, TableSize):
+            self.by_rows = ring.gate.plan_table(self.name, tokens, self.size).by_rows
+        elif self.size is not None:
             plan = ring.gate.plan(self.name, tokens, self.size, self.compute_dtype)
             route, halves = plan.route, plan.halves
         self.options = ring.route_plan.rotation(
@@ -83,6 +86,7 @@ class Call:
     # `prepare` sets these:
     options: Any = None
     serial: int = 0
+    by_rows: bool = False  # of an embedding: see OperationPlan
     watched: tuple[torch.Tensor, ...] = ()  # the parameters
     late: tuple[Ring, int] | None = None  # see `local_shards`
     params: Sequence[ShardedParameter] = ()  # what `prepare` was given
@@ -232,7 +236,7 @@ def prepare(
     derive: Callable[[list[tuple[int, ...]]], Any],
     *,
     tokens: int | None = None,
-    size: Callable[[list[tuple[int, ...]]], LayerSize] | None = None,
+    size: Callable[[list[tuple[int, ...]]], LayerSize | TableSize] | None = None,
     late: bool = False,
 ) -> Any:
     """Makes `call` ready to run and returns `derive(whole shapes)`, computed once and kept in `prepared`.
@@ -246,8 +250,8 @@ def prepare(
         facts: hashable values by name that decide hops or the result of `derive`. They must not vary between calls.
         derive: raises if the shapes do not match. All calls share its result, which must not hold a tensor or
             properties of an input.
-        tokens, size: for an operation with several routes: this rank's number of tokens, and its LayerSize as a
-            function of the whole shapes.
+        tokens, size: for an operation with several routes: this rank's number of tokens, and its LayerSize or
+            TableSize as a function of the whole shapes.
         late: the backward passes the gradients of parameters on without reading them.
     """
     ring, plain = call.ring, False
@@ -290,7 +294,7 @@ def prepare(
         _reserve_largest(call, ready, params)
     if ready.late:
         call.late = ring, ring.late_after()
-    call.options, call.serial = ready.options, ready.serial
+    call.options, call.serial, call.by_rows = ready.options, ready.serial, ready.by_rows
     return ready.derived
 
 
@@ -311,7 +315,7 @@ def _agree(
     facts: tuple[tuple[str, Any], ...],
     serial: int,
     tokens: int,
-    size: Callable[[list[tuple[int, ...]]], LayerSize] | None,
+    size: Callable[[list[tuple[int, ...]]], LayerSize | TableSize] | None,
     late: bool,
 ) -> OperationPlan:
     ring = call.ring

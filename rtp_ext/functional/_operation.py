@@ -74,13 +74,13 @@ class Operation:
         return [call.rows(call.operand(x)) for x in inputs]
 
     def prepare(self, call: Call, inputs: Sequence[Tensor]) -> Any:
-        """Prepares `call`, with the operands that may require gradients, and returns the settings of the passes, which
-        hold no tensor."""
+        """Prepares `call` with the operands, and returns the settings of the passes, which hold no tensor."""
         raise NotImplementedError
 
     def agree(self, call: Call, params: Sequence[ShardedParameter], inputs: Any, facts: Any, derive: Any, **more: Any):
         """`prepare` of this operation."""
         more["late"] = self.kind.late
+        inputs = [x for x in inputs if x.is_floating_point()]  # which may require gradients
         return prepare(call, self.options.prepared, self.key, params, inputs, facts, derive, **more)
 
     def check(self, call: Call, settings: Any, inputs: Sequence[Tensor]) -> None:

@@ -24,7 +24,7 @@ def run(use: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
         autocasts=use.autocasts,
     )
     operands = use.operands(call, inputs)
-    settings = use.prepare(call, [x for x in operands if x.is_floating_point()])
+    settings = use.prepare(call, operands)
     use.check(call, settings, inputs)
     return use.shaped(Rotated.apply(type(use), call, settings, *operands, *call.local_shards()), inputs)
 

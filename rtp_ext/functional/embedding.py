@@ -9,9 +9,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
+from rtp_ext.functional import _rows
 from rtp_ext.functional._call import Call, ShardedParameter
 from rtp_ext.functional._operation import Operation, Options, rotate
+from rtp_ext.options import wire_itemsize
 from rtp_ext.ring import Prepared, Ring
+from rtp_ext.ring.routes.route_planner import TableSize
 
 
 class Embedding(Operation):
@@ -36,12 +39,24 @@ class Embedding(Operation):
 
     def prepare(self, call: Call, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, int], int, int]:
         param, padding = ShardedParameter("weight", self.given[0], self.shard_dim, 2), self.padding_idx
-        shape = self.agree(call, [param], inputs, (), lambda shapes: shapes[0])
+        planned: dict[str, Any] = {}
+        prepared = self.options.prepared
+        if call.ring.gate.may_send_rows(prepared is not None and prepared.covered):
+            planned = {"tokens": inputs[0].numel(), "size": lambda shapes: self._size(call, shapes[0])}
+        shape = self.agree(call, [param], inputs, (), lambda shapes: shapes[0], **planned)
         if padding is None:
             return shape, self.shard_dim, -1
         if not -shape[0] <= padding < shape[0]:
             raise ValueError(f"{call.name}: expected padding_idx within {shape[0]} embeddings, got {padding}")
         return shape, self.shard_dim, padding % shape[0]
+
+    def _size(self, call: Call, shape: tuple[int, ...]) -> TableSize:
+        trained, travel = call.needs[-1], call.ring.options.travel
+        return TableSize(
+            *(shape, self.shard_dim, wire_itemsize(travel, call.compute_dtype), call.compute_dtype.itemsize),
+            gradient_bytes=trained * call.reduce_dtype.itemsize,
+            row_gradient_bytes=trained * min(call.compute_dtype.itemsize, call.reduce_dtype.itemsize),
+        )
 
     def shaped(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [results[0].view(*inputs[0].shape, results[0].shape[1])]
@@ -56,12 +71,16 @@ class Embedding(Operation):
 
     @staticmethod
     def forward(call, settings, inputs, parameters):
+        if call.by_rows:
+            return [_rows.look_up(call, settings, inputs[0], parameters[0])]
         shape, shard_dim, _ = settings
         return [call.run(_native.embedding_forward, inputs[0], parameters[0], shape, shard_dim, call.options)]
 
     @staticmethod
     def backward(call, settings, gradients, inputs, parameters, kept, needs):
         dy = gradients[0].contiguous()
+        if call.by_rows:
+            return None, _rows.gradient(call, settings, dy, inputs[0], parameters[0])
         return None, call.run(_native.embedding_backward, dy, inputs[0], *settings, call.options)
 
 
@@ -86,7 +105,8 @@ def rotated_embedding(
         weight   [V_r, E]   local shard; [V, E_r] where shard_dim = 1
         returns  [..., E]   in the compute dtype (the weight's own by default)
 
-    The gradient is averaged over the ring; the row `padding_idx` gets none. Backward sends no weights.
+    The gradient is averaged over the ring; the row `padding_idx` gets none. Backward sends no weights. On a ring of
+    `embedding="rows"` the ids travel to the owners of rows, and rows and their gradients back and forth.
 
     Raises IndexError for ids out of range (on CUDA: a device assertion); otherwise as `rotated_linear`. Collective.
     Source: RTP, arXiv 2311.01635.

@@ -95,6 +95,7 @@ class InferenceRing:
         offload: bool = False,
     ) -> None:
         fixed = {"transport": transport, "route": "direct", "slot_cap": 0, "prefetch": 0, "late_gradients": 0}
+        fixed["embedding"] = "rotate"  # no rank waits for another's ids
         keep_compilers_out()
         meshes = resolve_mesh(mesh_or_group)
         with refused_together(meshes, timeout=timeout):

@@ -48,11 +48,6 @@ class Sharers(Companion):
         named = [f"rank {member}" for member in self.members].__getitem__
         expect_same_lines("Muon, the step of all ranks that share matrices", answers, named=named)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, arriving: list[int], leaving: list[int]) -> None:
-        """Sends `leaving[k]` bytes of `sent` to rank k, and receives `arriving[k]` bytes from it. Collective."""
-        self.check_alive("Muon")
-        self.collectively("Muon", dist.all_to_all_single, received, sent, arriving, leaving, group=self._collective)
-
 
 def _ring_of(layout: Layout, parameter: Any) -> Ring:
     """Returns a ring that fails with the ranks that share a parameter."""
@@ -122,7 +117,7 @@ def run_round(tasks: Sequence[Task], sharers: Sharers | None, source: Source, si
         for index, task in enumerate(tasks):
             if task.owner != rank and task.matrix.parts[rank] is not None:
                 _contribute(task, source(task), outgoing.view(task.owner, index))
-        sharers.all_to_all(incoming.buffer, outgoing.buffer, incoming.splits, outgoing.splits)
+        sharers.all_to_all(incoming.buffer, outgoing.buffer, incoming.splits, outgoing.splits, "Muon")
         sent += outgoing.payload
     del outgoing
     results, updates = _Wire(from_others[0], device), _Wire(from_others[1], device)
@@ -134,7 +129,7 @@ def run_round(tasks: Sequence[Task], sharers: Sharers | None, source: Source, si
     del incoming
     if travels:
         assert sharers is not None, "ranks that share matrices"
-        sharers.all_to_all(updates.buffer, results.buffer, updates.splits, results.splits)
+        sharers.all_to_all(updates.buffer, results.buffer, updates.splits, results.splits, "Muon")
         sent += results.payload
     del results
     for index, task in enumerate(tasks):

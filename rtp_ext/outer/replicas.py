@@ -32,10 +32,10 @@ class Replicas(Companion):
         if ring.failure_report is not None:
             ring.failure_report.add_processes(self.members, self.exchange(this_process()), find_hosts(self).of)
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any, identity: str = "") -> list[Any]:
         """Gathers `value` from every replica, in order. Collective."""
         self.check_alive("replicas")
-        return super().exchange(value)
+        return super().exchange(value, identity)
 
     def begin_sum(self, values: torch.Tensor) -> Any:
         """Starts an in-place sum of `values` over the replicas. Returns the work that `end_sum` waits for."""

@@ -40,7 +40,7 @@ from rtp_ext.ring.routes.plan import RoutePlan, plan_routes
 from rtp_ext.ring.routes.route_planner import Link, RoutePlanner
 from rtp_ext.ring.routes.weight_routes import choose_ce_modes
 from rtp_ext.ring.telemetry import Telemetry
-from rtp_ext.words import BufferPolicy, GradientTravel, Graphs, PassGradientRoute, PassRoute, Travel
+from rtp_ext.words import BufferPolicy, EmbeddingWay, GradientTravel, Graphs, PassGradientRoute, PassRoute, Travel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -86,7 +86,8 @@ class Ring:
         transport, transport_reason: the transport in use, and why it and no faster one.
         hop_route: `ring`, `direct` or `two-level`, the route of the hops of a rotation.
         gradient_route, gradient_travel, gradients: the route of gradients, their dtype, and the reason.
-        gate: decides on the route of each linear layer and keeps it, with the reason, in `gate.plans`.
+        gate: decides on the route of each linear layer and keeps it, with the reason, in `gate.plans`; on embeddings
+            that send rows in `gate.tables`.
         graphs: whether passes are graphs, the reason, and their number.
     """
 
@@ -160,6 +161,7 @@ class Ring:
         gradient_route: PassGradientRoute = "chain",
         gradient_travel: GradientTravel | None = None,
         buffers: BufferPolicy | int = "auto",
+        embedding: EmbeddingWay = "rotate",
         graphs: Graphs = "off",
         in_place: bool = False,
     ) -> Ring:
@@ -167,7 +169,7 @@ class Ring:
 
         A layer on it computes the result of the plain layer with this rank's shard repeated `size` times. For
         microbenchmarks of the timeline of one rank, and for memory per rank. `hosts`: the number of hosts on route
-        two-level.
+        two-level. With `embedding="rows"` nothing travels, since no rank has other ids.
 
         `link`, for a GPU: `sm-local` (a plain copy within the GPU, which runs on SMs; the default), `ce-local` or
         `ce-local:N` (copies that avoid the SMs, split over N = 1, 2 or 4 streams), `nccl-self` or `nccl-self:CTAS`
@@ -233,6 +235,7 @@ class Ring:
             *(ring.size, ring.device, routes.hop_route, options.route, options.gradient_halves),
             gathers=gathers,
             wiring=ring.wiring,
+            embedding=options.embedding,
         )
         self.graphs = choose_graphs(
             executor, options, ring, connection.name, late_gradients=late, tensor_parallel=self.tensor_mesh is not None

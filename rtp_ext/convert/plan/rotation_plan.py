@@ -20,6 +20,7 @@ from rtp_ext.convert.plan.traffic import (
     gathered_traffic,
     rotation_traffic,
     slot_bytes,
+    traffic_of_rows,
 )
 from rtp_ext.families.blocks import MLPBlock
 from rtp_ext.functional._operation import OPERATIONS, Operation
@@ -162,8 +163,8 @@ class ParameterPlan:
         placements: its placements over the mesh of parameters.
         cut: the dimension that the ring shards, and the sizes of all ranks' shards along it; None, ().
         route, gradient_route: the routes of weights (`ring`, `direct`, `two-level`, `gather`; in a model for forwards
-            only `pull` or `read`) and of gradients (`chain`, `direct`); `all-gather` and `all-reduce` for parameters
-            that do not rotate. None: not sent.
+            only `pull` or `read`) and of gradients (`chain`, `direct`); `rows` for both of an embedding that sends rows
+            instead of its table; `all-gather` and `all-reduce` for parameters that do not rotate. None: not sent.
         travel, reduce: dtypes in which weights and gradients travel.
         held_bytes: bytes on this rank.
         forward_bytes, backward_bytes, gradient_bytes: bytes that hops of this rank send in a step: weights in forward,
@@ -316,8 +317,14 @@ class RotationPlan:
                 travel = owned.frozen.format
             if facts.pulls is not None:
                 route, gradient_route = "pull" if facts.pulls else "read", None
+            if facts.by_rows(passes):
+                route = gradient_route = "rows"
+                travel = _name(passes.compute_dtype)
+                collective = traffic_of_rows(passes, owned.ring_shape, owned.dim or 0, owned.trained, facts)
             quantized = gradient_route == "direct" and facts.gradients.travel is not None
             reduce = facts.gradients.travel if quantized else _name(passes.reduce_dtype)
+            if route == "rows" and passes.compute_dtype.itemsize < passes.reduce_dtype.itemsize:
+                reduce = travel
         elif owned.moved in (GATHERED, REPLICATED) and not facts.emulated and facts.pulls is None:
             route = "all-gather" if owned.dim is not None else None
             gradient_route = "all-reduce"

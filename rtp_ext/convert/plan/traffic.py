@@ -14,7 +14,9 @@ import torch
 
 from rtp_ext import _native
 from rtp_ext._native import SLOT_CAP
+from rtp_ext.embedding_rows import rows_traffic
 from rtp_ext.functional._operation import Operation
+from rtp_ext.functional.embedding import Embedding
 from rtp_ext.functional.linear import Linears
 from rtp_ext.ring import Ring
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
@@ -45,6 +47,8 @@ class RingFacts:
         pulls: for a model that computes forwards only: the ranks whose shards this one pulls; it reads those of the
             others where they lie. None: hops move shards.
         layer_routes: (name, route, halves) of layers whose route differs from that of the ring.
+        sends_rows: whether embeddings send rows as asked.
+        rows: (name, tokens) of embeddings that send rows; tokens: the largest number on any rank, None: not known yet.
         assumed: whether no ring exists yet: routes are those of ranks on one host.
     """
 
@@ -67,6 +71,8 @@ class RingFacts:
     offloaded: bool = False
     in_place: bool = False
     layer_routes: tuple[tuple[str, str, bool], ...] = ()
+    sends_rows: bool = False
+    rows: tuple[tuple[str, int | None], ...] = ()
     assumed: bool = field(default=False, compare=False)
 
     @classmethod
@@ -95,6 +101,8 @@ class RingFacts:
             offloaded=ring.host_memory is not None,
             in_place=ring.in_place,
             layer_routes=tuple((name, *taken) for name, taken in sorted(routes.items()) if taken != usual),
+            sends_rows=ring.gate.embedding == "rows",
+            rows=tuple((name, plan.tokens) for name, plan in sorted(ring.gate.tables.items()) if plan.by_rows),
         )
 
     @classmethod
@@ -156,6 +164,10 @@ class RingFacts:
                 return route, halves
         return ("gather", False) if self.gathers else (self.hop_route, self.gradient_halves)
 
+    def by_rows(self, passes: Passes) -> bool:
+        """Whether an operation is an embedding that sends rows."""
+        return passes.operation is Embedding and (self.sends_rows or passes.name in dict(self.rows))
+
 
 def _replica_of(ring: Ring) -> int:
     if ring.replicas == 1 or ring.parameter_mesh is None:
@@ -202,10 +214,12 @@ class Traffic:
 
 
 def rotation_traffic(passes: Passes, parameters: Sequence[Any], facts: RingFacts) -> list[Traffic]:
-    """Returns the traffic of each parameter, a ParameterFacts, of one operation. Its input requires a gradient, except
-    for embeddings."""
+    """Returns what hops send of each parameter, a ParameterFacts, of one operation. Its input requires a gradient,
+    except for embeddings."""
     if facts.pulls is not None:
         return [Traffic(_pulled(each, passes, facts.pulls, facts.ranks)) for each in parameters]
+    if facts.by_rows(passes):
+        return [Traffic()] * len(parameters)
     route, halves = facts.route_of(passes.name, passes.is_planned)
     direct = facts.gradients.direct(route, passes.reduce_dtype)
     sent = _native.traffic(
@@ -228,6 +242,17 @@ def rotation_traffic(passes: Passes, parameters: Sequence[Any], facts: RingFacts
         halves=halves,
     )
     return [Traffic(*each) for each in sent]
+
+
+def traffic_of_rows(passes: Passes, shape: Sequence[int], dim: int, trained: bool, facts: RingFacts) -> int | None:
+    """Returns the bytes that collectives send for a table that sends rows; None: not known in advance, since they
+    depend on the ids, or their number is unknown yet."""
+    tokens = dict(facts.rows).get(passes.name)
+    if tokens is None or dim == 0:
+        return None
+    compute, reduce = passes.compute_dtype.itemsize, passes.reduce_dtype.itemsize
+    sent = rows_traffic(shape, dim, facts.ranks, facts.rank, tokens, compute, trained * min(compute, reduce))
+    return round(sent.forward + sent.gradients)
 
 
 def _pulled(parameter: Any, passes: Passes, owners: Sequence[int], ranks: int) -> int:

@@ -90,7 +90,7 @@ def forward(given: Forward) -> list[Tensor]:
     wanted = tuple(needs[each] for each in (*differentiable, *range(len(inputs), len(needs))))
     call = Call(options.ring, options.name, dtype, reduce, needs=wanted)
     with torch.no_grad():
-        settings = use.prepare(call, [inputs[each] for each in differentiable])
+        settings = use.prepare(call, inputs)
         _expect_registered(call, params)
         found = use.forward(call, settings, inputs, params)
     if any(needs):

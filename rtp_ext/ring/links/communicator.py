@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import pickle
 import re
@@ -272,24 +273,25 @@ class Communicator:
         """Returns the last hop that this rank posted, in words; empty before the first."""
         return "" if self.executor is None else self.executor.last_hop()
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Returns every rank's `value` (any picklable object), in ring order. Collective."""
+    def exchange(self, value: Any, identity: str = "") -> list[Any]:
+        """Returns every rank's `value` (any picklable object), in ring order. For `identity` see `collectively`.
+        Collective."""
         self.check_alive("exchange")
         if self._control is None:
             return [value] * self.size
         mine = pickle.dumps(value)
-        firsts = self._gather_bytes(len(mine).to_bytes(8, "little") + mine, _FIRST_BYTES)
+        firsts = self._gather_bytes(len(mine).to_bytes(8, "little") + mine, _FIRST_BYTES, identity)
         sizes = [int.from_bytes(first[:8], "little") for first in firsts]
         longest = 8 + max(sizes) - _FIRST_BYTES
         rests = self._gather_bytes(mine[_FIRST_BYTES - 8 :], longest) if longest > 0 else [b""] * self.size
         every = zip(firsts, rests, sizes, strict=True)
         return [pickle.loads((first[8:] + rest)[:size]) for first, rest, size in every]
 
-    def _gather_bytes(self, mine: bytes, width: int) -> list[bytes]:
+    def _gather_bytes(self, mine: bytes, width: int, identity: str = "") -> list[bytes]:
         """Returns the first `width` bytes of every rank's `mine`, padded with zeros. Collective."""
         padded = torch.frombuffer(bytearray(mine[:width].ljust(width, b"\0")), dtype=torch.uint8)
         gathered = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")  # the default device may be another
-        self.collectively("exchange", all_gather_single, gathered, padded, group=self._control)
+        self.collectively("exchange", all_gather_single, gathered, padded, group=self._control, identity=identity)
         return [text.numpy().tobytes() for text in gathered.view(self.size, width)]
 
     def all_gather(self, shard: torch.Tensor, name: str = "values", buffer: torch.Tensor | None = None) -> torch.Tensor:
@@ -313,6 +315,19 @@ class Communicator:
         what = f"all_reduce of {name}"
         self.collectively(what, dist.all_reduce, values, group=self._collective, identity=f"{what} {_size(values)}")
         return values
+
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, arriving: list[int], leaving: list[int], name: str
+    ) -> torch.Tensor:
+        """Sends the next `leaving[r]` values of `sent` [n] to each rank r, and receives `arriving[r]` from it. `name`:
+        of the module. Returns `received` [m]. Collective."""
+        self.check_alive("all_to_all")
+        if self._collective is None:
+            return received.copy_(sent)
+        what = f"all_to_all of {name}"
+        post = functools.partial(dist.all_to_all_single, output_split_sizes=arriving, input_split_sizes=leaving)
+        self.collectively(what, post, received, sent, group=self._collective, identity=what)
+        return received
 
     def reduce_scatter(
         self, rows: torch.Tensor, name: str = "values", buffer: torch.Tensor | None = None

@@ -8,6 +8,7 @@ link rate (modelled too, or measured by `Ring.measure_link`) and a GEMM rate; th
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 
 from rtp_ext._native import shard_sizes, wave_efficiency
+from rtp_ext.embedding_rows import rows_traffic
 from rtp_ext.ring.links.gpu_links import Wiring
 from rtp_ext.ring.routes.gpus import Device, Link, device_of, link_of
+from rtp_ext.words import EmbeddingWay
 
 __all__ = ["Device", "LayerPlan", "LayerSize", "Link", "RoutePlanner", "decide", "device_of", "link_of", "predict"]
 
@@ -54,6 +57,35 @@ class LayerPlan:
     halves: bool
     reason: str
     seconds: dict[str, float]
+
+
+ROWS_MARGIN = 1 << 20  # bytes that rows have to save: each of their passes is three collectives, one after another
+
+
+@dataclass(frozen=True)
+class TableSize:
+    """The size of an embedding table [V, E] that is cut along `dim`.
+
+    weight_bytes and gradient_bytes: bytes of one number on the wire of a rotation; row_bytes and row_gradient_bytes:
+    of one number of a row. Gradients have 0 where the table is not trained.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    weight_bytes: float
+    row_bytes: int
+    gradient_bytes: int
+    row_gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """How ranks get the rows of an embedding. by_rows: whether rows travel, and not the table. tokens: the largest
+    number on any rank; None: unknown. reason: in words."""
+
+    by_rows: bool
+    tokens: int | None
+    reason: str
 
 
 _POST_SECONDS = 3e-6  # a hop without its synchronization
@@ -157,6 +189,7 @@ class RoutePlanner:
         may_gather: whether weights can be gathered whole; not where they travel in fewer bits.
         alike: whether the GPUs of all ranks have the same model. If not, layers rotate.
         plans: the LayerPlan of every linear layer that has been called, by name.
+        tables: the TablePlan of every embedding that had a choice, by name.
     """
 
     alike = True
@@ -171,6 +204,7 @@ class RoutePlanner:
         *,
         gathers: bool = True,
         wiring: Wiring | None = None,
+        embedding: EmbeddingWay = "rotate",
     ) -> None:
         self.ranks, self.device, self.hop_route, self.may_gather = ranks, device, hop_route, gathers
         self.gathers = route == "gather"
@@ -180,11 +214,18 @@ class RoutePlanner:
         self.wiring = wiring
         if self.model is not None and wiring is not None and route == "auto" and hop_route != "two-level":
             self.link = link_of(self.model, wiring)
+        self.embedding = embedding
         self.plans: dict[str, LayerPlan] = {}
+        self.tables: dict[str, TablePlan] = {}
 
     @property
     def decides(self) -> bool:
         """Whether routes depend on numbers of tokens. The same on every rank."""
+        return self.models or (self.ranks > 1 and self.embedding != "rotate")
+
+    @property
+    def models(self) -> bool:
+        """Whether routes of linear layers depend on numbers of tokens. The same on every rank."""
         modelled = self.link is not None and self.model is not None and self.alike
         return self.ranks > 1 and modelled and not self.gathers
 
@@ -200,14 +241,14 @@ class RoutePlanner:
         elif self.model.assumed:
             logger.warning("rates of the GPUs of a ring are %s", self.model.source)
         known = self.wiring is not None and self.wiring.known and not self.model.assumed
-        return self.decides and not known
+        return self.models and not known
 
     def plan(self, name: str, tokens: int | None, layer: LayerSize, dtype: torch.dtype) -> LayerPlan:
         """Returns the plan of the linear layer `name`: the requested route, else by the model. `tokens`: None before
         the first forward has counted them."""
         if self.gathers:
             plan = LayerPlan("gather", False, "as asked", {})
-        elif tokens is None and self.decides:
+        elif tokens is None and self.models:
             plan = LayerPlan(self.hop_route, False, "its number of tokens is unknown in a first forward", {})
         elif self.link is not None and not self.alike:
             plan = LayerPlan(self.hop_route, False, "the GPUs of the ring differ", {})
@@ -226,4 +267,35 @@ class RoutePlanner:
             plan = LayerPlan(plan.route, self.gradient_halves, plan.reason, plan.seconds)
         self.plans[name] = plan
         logger.debug("%s: route %s, gradients in halves: %s (%s)", name, plan.route, plan.halves, plan.reason)
+        return plan
+
+    def may_send_rows(self, in_model: bool) -> bool:
+        """Whether an embedding has a choice, or sends rows as asked. in_model: whether it is in a model that the ranks
+        have compared; only there they count tokens together."""
+        return self.embedding == "rows" or (self.embedding == "auto" and in_model)
+
+    def may_pay(self, numbers: int) -> bool:
+        """Whether the number of tokens decides how an embedding of so many numbers gets its rows, or only counts."""
+        most = 2 * 8 * numbers  # bytes of the table and its gradient, in the widest dtype
+        return self.decides and (self.embedding == "rows" or most > ROWS_MARGIN)
+
+    def plan_table(self, name: str, tokens: int | None, table: TableSize) -> TablePlan:
+        """Returns the plan of an embedding: as requested, else by the bytes that the rank of the largest shard sends.
+        `tokens`: as for `plan`."""
+        if self.embedding == "rows":
+            plan = TablePlan(True, tokens, "as asked")
+        elif tokens is None or self.ranks == 1 or not self.may_gather:
+            plan = TablePlan(False, tokens, "a single rank, a travel dtype, or an unknown number of tokens")
+        else:
+            shard = [*table.shape]
+            shard[table.dim] = shard_sizes(shard[table.dim], self.ranks)[0]
+            rotated = (self.ranks - 1) * math.prod(shard) * (table.weight_bytes + table.gradient_bytes)
+            rows = rows_traffic(
+                *(table.shape, table.dim, self.ranks, 0, tokens, table.row_bytes, table.row_gradient_bytes)
+            )
+            sent = rows.forward + rows.gradients
+            why = f"{tokens} tokens: rows {sent / 1e6:.3f} MB a step, the table {rotated / 1e6:.3f} MB"
+            plan = TablePlan(sent + ROWS_MARGIN < rotated, tokens, why)
+        self.tables[name] = plan
+        logger.debug("%s: sends %s (%s)", name, "rows" if plan.by_rows else "the table", plan.reason)
         return plan
