@@ -278,14 +278,19 @@ def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[
             term(name, "weights gathered for the step", source, bytes_per_value=compute, values=values),
             term(name, "unsharded gradients", source, bytes_per_value=reduce, values=grown),
         ]
-    source = "fully_shard: the layer in use and the prefetched one; the root's group stays gathered"
-    root = values - layer * model.layers
+    source = "fully_shard: the layer in use and the prefetched one"
+    root, kept, widest = values - layer * model.layers, [], layer
+    if model.tied:
+        kept = [term(name, "gathered root", "fully_shard", bytes_per_value=compute, values=root)]
+    else:  # torchtitan's units: the embedding is gathered only while it runs, and the head is reduced before the layers
+        widest = max(layer, root - model.embedding_parameters / strategy.tp)
     offload = _offload_terms(strategy, layer / strategy.shards) if strategy.offload else []
     return [
         *offload,
         term(name, "gathered layers", source, layers=min(2, model.layers), bytes_per_value=compute, values=layer),
-        term(name, "gathered embedding, norm and head", source, bytes_per_value=compute, values=root),
-        term(name, "input of a layer's reduce-scatter", source, bytes_per_value=reduce, values=layer),
+        *kept,
+        term(name, "unsharded gradients of the widest unit", source, bytes_per_value=compute, values=widest),
+        term(name, "input of its reduce-scatter", source, bytes_per_value=reduce, values=widest),
     ]
 
 

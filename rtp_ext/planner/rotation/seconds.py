@@ -15,7 +15,7 @@ from rtp_ext.planner.constants import TimeConstants, host_constant
 from rtp_ext.planner.native import engine, travel_bytes
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
-from rtp_ext.planner.time.links import Group, hop_bytes_per_s
+from rtp_ext.planner.time.links import Group, hop_bytes_per_s, taken_s
 from rtp_ext.planner.time.work import Product, product_s, traffic_s
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class RotationTime:
         two_lanes: whether two products run concurrently, which fills partial waves.
         hosts: number of hosts of a two-level ring; 1: a flat ring.
         hops_s: busy time of the links inside a host.
-        nccl_s: busy time of hops over NCCL, which take multiprocessors.
+        taken_s: by how much computes take longer beside the hops over NCCL.
+        casts_s: of local shards to the compute dtype, and of float32 sums of partial products to it.
         host_calls: calls of the CUDA driver by the host for the hops, and for the computes beyond those of an unsplit
             weight.
         host_s: time of these calls and computes.
@@ -86,7 +87,8 @@ class RotationTime:
     makespan_s: tuple[float, float]
     hosts: int
     hops_s: tuple[float, float]
-    nccl_s: tuple[float, float]
+    taken_s: tuple[float, float]
+    casts_s: tuple[float, float]
     host_calls: tuple[float, float]
     host_s: tuple[float, float]
     simulated: tuple[tuple[Lockstep, Mapping[str, float]], ...] = ()
@@ -146,7 +148,7 @@ def rotation_seconds(
     narrow = direct and gradient_bytes < local_bytes
     cluster = group.cluster
     width = (product_bytes, experts_per_token)
-    whole = step_seconds(rotation, tokens, 1, 1, cluster, constants, recompute, *width)
+    whole = step_seconds(rotation, tokens, 1, 1, cluster, constants, None, *width)
     engine = dataclasses.replace(constants, kernel_s=constants.engine_launch_s)
     sums = None
     if ranks > 1:  # what is computed is added to a sum, but a contribution that is sent to its owner
@@ -207,10 +209,15 @@ def rotation_seconds(
     inner = chunks * (ranks - hosts)
     busy = (inner * hops["weight"], inner * (backward_durations["weight"] * bool(back) + hops["gradient"] * wgrad))
     outer = chunks * (hosts - 1)
-    over_nccl = (0.0, 0.0) if cluster.peer_access and inside.nodes == 1 else busy
+    over_ce = cluster.peer_access and inside.nodes == 1
+    links = [] if over_ce else [(inside, busy)]
     if hosts > 1:
         outward = backward_durations["outer weight"] * bool(back) + hops["outer gradient"] * wgrad
-        over_nccl = (over_nccl[0] + outer * hops["outer weight"], over_nccl[1] + outer * outward)
+        links.append((between, (outer * hops["outer weight"], outer * outward)))
+    taken = [
+        sum(taken_s(link, min(times[index], chunks * work[index]), constants) for link, times in links)
+        for index in (0, 1)
+    ]
     parts = wgrad + halves  # of a gradient
     passes = (1, bool(back) + parts)  # of the ring
     hop_calls = inner * _hop_calls(inside) + outer * host_constant("nccl_hop_calls")
@@ -233,11 +240,38 @@ def rotation_seconds(
         (first + chunks * spans[0], first + chunks * spans[1]),
         hosts,
         busy,
-        over_nccl,
+        (taken[0], taken[1]),
+        _casts_s(rotation, tokens, ranks, compute_bytes, dgrad, cluster, constants),
         (calls[0], calls[1]),
         (calls[0] * constants.driver_call_s + products, calls[1] * constants.driver_call_s + 2 * products),
         tuple(simulated),
     )
+
+
+def _casts_s(
+    rotation: RotatedOperation,
+    tokens: int,
+    ranks: int,
+    compute_bytes: int,
+    dgrad: bool,
+    cluster: Cluster,
+    constants: TimeConstants,
+) -> tuple[float, float]:
+    """Returns the seconds of casts in forward and backward: of the float32 local shards that are sent, and of the sums
+    of products with several shards (csrc/compute/gemm, ProductSum)."""
+    if ranks == 1 or compute_bytes >= 4:
+        return 0.0, 0.0
+    moved = 4 + compute_bytes
+
+    def stored(weights: tuple[Weight, ...]) -> float:
+        return moved * _shard_values(tuple(weight for weight in weights if weight.has_gradient), ranks)
+
+    forward, backward = stored(rotation.weights), stored(rotation.backward_weights)
+    matrices = [weight for weight in rotation.weights if len(weight.shape) == 2]
+    if rotation.kind != "embedding" and matrices:
+        forward += moved * tokens * matrices[-1].shape[0] * (matrices[-1].dim == 1)
+        backward += moved * tokens * matrices[0].shape[1] * dgrad
+    return traffic_s(forward, cluster, constants), traffic_s(backward, cluster, constants)
 
 
 def _hop_calls(group: Group) -> float:
@@ -269,7 +303,7 @@ def step_seconds(
     chunks: int,
     cluster: Cluster,
     constants: TimeConstants,
-    recompute: bool,
+    recompute: bool | None,
     element_bytes: int,
     experts_per_token: int,
     sums: tuple[float, float] | None = None,
@@ -277,7 +311,8 @@ def step_seconds(
     whole_waves: bool = True,
 ) -> dict[str, float]:
     """Returns the seconds of one step with one shard (or chunk of one) of the largest size. sums: bytes read and
-    written for each number of a sum over shards, of activations and of weight gradients; None: a whole weight."""
+    written for each number of a sum over shards, of activations and of weight gradients; None: a whole weight.
+    recompute: whether a bundle computes its first half again; None: and a head does not compute its logits again."""
     of_inputs, of_weights = sums or (None, None)
     matrices = [weight for weight in rotation.weights if not weight.is_bias]
     if rotation.kind == "embedding":  # rows are copied, or added
@@ -302,7 +337,9 @@ def step_seconds(
         seconds["forward"] += forward
         seconds["dgrad"] += product_s(dgrad, **ways, result_bytes=of_inputs if by_outputs else None)
         seconds["wgrad"] += product_s(wgrad, **ways, result_bytes=of_weights)
-        again = rotation.kind == "head" or (rotation.kind == "bundle" and recompute and index < len(matrices) - 1)
-        if again:  # logits or hidden slices are computed again before their gradients
+        again = rotation.kind == "bundle" and recompute and index < len(matrices) - 1
+        if again or (
+            rotation.kind == "head" and recompute is not None
+        ):  # logits or hidden slices are computed again before their gradients
             seconds["dgrad"] += forward
     return seconds

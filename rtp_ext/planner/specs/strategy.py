@@ -72,6 +72,8 @@ class Strategy:
             act in every step. topology: of gossip.
         replicate: of `zero=3`: number of groups of data-parallel ranks that each hold all shards; gradients are summed
             over the groups (hybrid sharding, HSDP). Rings are replicated by dp.
+        symm_mem: of `zero=3`: `FSDPModule.set_symm_mem_for_comm`, of which is assumed that neither gathers nor
+            reduce-scatters take multiprocessors.
         offload: shards, gradients and optimizer state are in host memory, and the optimizer runs there (`zero=3`, rtp).
         compiled: elementwise kernels of the torch stack are fused (torch.compile). fused_norm: only RMSNorm is fused.
         frozen: `nf4`, `mxfp4` or `int8`: weights of the linear layers and experts of a ring's model, and of a head that
@@ -122,6 +124,7 @@ class Strategy:
     period: int = 1
     topology: str = "one-peer"
     replicate: int = 1
+    symm_mem: bool = False
     offload: bool = False
     compiled: bool = False
     fused_norm: bool = False
@@ -181,6 +184,8 @@ class Strategy:
                 "strategy: replicate is of zero=3 and divides dp (rings are replicated by dp), got replicate "
                 f"{self.replicate} with zero={self.zero} and dp {self.dp}"
             )
+        if self.symm_mem and self.zero != 3:
+            raise ValueError(f"strategy: expected zero=3 with symm_mem, got zero={self.zero}")
         if self.offload and not (self.zero == 3 or self.rtp > 1):
             raise ValueError(
                 f"strategy: offload needs zero=3 or rtp of at least 2, got zero={self.zero}, rtp {self.rtp}"

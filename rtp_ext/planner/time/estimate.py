@@ -55,6 +55,8 @@ def estimate_time(
     )
     seen, lost = _gradients_s(clock, values, slowest.forward, slowest.backward, slowest.total)
     components["gradients"] += seen
+    if strategy.zero == 3 and strategy.pp > 1:  # gathered and scattered once a step
+        components["copies"] += clock.copies_s(values, 1)
     components["interference"] += lost
     components["optimizer"] = _optimizer_s(cluster, strategy, constants, values)
     samples = micro_batches * strategy.micro_batch * strategy.replicas

@@ -107,6 +107,7 @@ _PLAIN_SOFTMAX_KERNELS, _PLAIN_SOFTMAX_BYTES = 4, 26  # to float32, scaled, mask
 # bytes per feature: float32 sums of the partial results of context parallelism (torch's _SDPAMerger: cast, subtract,
 # multiply, subtract)
 _MERGE_BYTES = 38
+_ADDED, _ADDED_FUSED = 6, 2  # bytes per feature: 2 read, 1 written; compiled, another kernel reads one more
 _SCALED_SUM = 10  # bytes per feature: an adapter's output is scaled (read, write) and added (2 read, write), as in peft
 _EAGER_NORM = 32  # bytes per feature of RMSNorm in float32 beyond the 4 of a fused one (constants.json, eager_traffic)
 _UNFUSED_KERNELS, _FUSED_KERNELS = 3, 8  # softmax and dropout of scores; norms, activation, residuals, transposes
@@ -232,6 +233,20 @@ def elementwise_bytes(model: ModelSpec, strategy: Strategy, tokens: int, constan
     return moved * tokens * strategy.param_bytes / 2
 
 
+def added_bytes(model: ModelSpec, strategy: Strategy, tokens: int) -> float:
+    """Returns the bytes that autograd moves in one layer's backward to add the input gradients of layers with the same
+    input: q, k and v of a Llama, gate and up. Megatron-LM and bundles of a ring have one layer in place of each.
+
+    Source: torch/csrc/autograd/input_buffer.cpp (one addition for each further gradient).
+    """
+    bundled = strategy.rtp > 1 and bool(strategy.bundle) and not strategy.freezes
+    if strategy.effective_stack != "torch" or bundled:
+        return 0.0
+    adds = 2 * (model.family == "llama") + max(1, model.experts_per_token) * model.gated
+    each = _ADDED_FUSED if strategy.compiled else _ADDED
+    return adds * each * tokens * model.hidden * strategy.param_bytes / 2
+
+
 def layer_seconds(
     model: ModelSpec, strategy: Strategy, cluster: Cluster, constants: TimeConstants, tokens: int
 ) -> Seconds:
@@ -242,12 +257,13 @@ def layer_seconds(
     both = [product_seconds(product, cluster, constants, trained=trained) for product in own]
     both += [product_seconds(product, cluster, constants) for product in adapter_products(model, strategy, tokens)]
     moved = traffic_s(elementwise_bytes(model, strategy, tokens, constants), cluster, constants)
+    added = traffic_s(added_bytes(model, strategy, tokens), cluster, constants)
     kernels = _FUSED_KERNELS * constants.kernel_s
     softmax = strategy.flash_attention or fused_softmax(model, strategy)
     return Seconds(
         (sum(pair[0] for pair in both), sum(pair[1] for pair in both)),
         attention_seconds(model, strategy, cluster, constants),
-        (moved + kernels, 2 * moved + kernels),
+        (moved + kernels, 2 * moved + added + kernels),
         _kernels(strategy, len(both), 0 if softmax else _PLAIN_SOFTMAX_KERNELS),
     )
 
