@@ -246,7 +246,14 @@ def _offload_terms(strategy: Strategy, values: float) -> list[Term]:
     ]
 
 
-def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[Term], hosts: int = 1) -> list[Term]:
+def buffer_terms(
+    model: ModelSpec,
+    strategy: Strategy,
+    stage: int,
+    counts: list[Term],
+    hosts: int = 1,
+    planned: float = 0.0,
+) -> list[Term]:
     """Returns the slots of rotation, or temporary unsharded weights and gradients.
 
     Sources: csrc/engine; torch's `fully_shard`, DistributedDataParallel and autocast; torchtitan's settings under
@@ -255,7 +262,7 @@ def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[
     if strategy.rtp > 1:
         shard = layer_count(model, strategy) / strategy.rtp
         return [
-            *_slot_terms(model, strategy, stage, hosts),
+            *_slot_terms(model, strategy, stage, hosts, planned),
             *(_offload_terms(strategy, shard) if strategy.offload else []),
         ]
     name, values = "unsharded_buffers", sum(count.value for count in counts)
@@ -294,9 +301,21 @@ def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[
     ]
 
 
-def _slot_terms(model: ModelSpec, strategy: Strategy, stage: int, hosts: int) -> list[Term]:
+def buffer_bytes(model: ModelSpec, strategy: Strategy) -> float:
+    """Returns the bytes of the buffers that `fully_shard` takes on the ranks of a ring, with the same dtypes."""
+    layer = layer_count(model, strategy)
+    widest = max(layer, 0.0 if model.tied else (model.head_parameters + model.final_norm_parameters) / strategy.tp)
+    root = model.embedding_parameters if model.tied else 0
+    compute = strategy.param_bytes
+    return compute * (min(2, model.layers) * layer + root) + (compute + strategy.reduce_bytes) * widest
+
+
+def _slot_terms(model: ModelSpec, strategy: Strategy, stage: int, hosts: int, planned: float) -> list[Term]:
+    """planned: bytes of the buffers of a plan of whole blocks; embedding and head have slots of one shard."""
     name, source = "rotation_slots", "csrc/schedule/footprint.cpp, csrc/schedule/schedule.cpp: slots of a pass"
     held = rotation_bytes(model, strategy, stage, hosts)
+    if planned > held.weight_slots_bytes + held.gradient_slots_bytes:
+        return [term(name, "slots of groups and look-ahead", "rtp_ext/planner/rotation/family.py", bytes=planned)]
     kinds = (
         ("weight", held.weight_slot_sizes, held.weight_slots_bytes, strategy.travel_bytes),
         ("gradient", held.gradient_slot_sizes, held.gradient_slots_bytes, strategy.gradient_travel_bytes),

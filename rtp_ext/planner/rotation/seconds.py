@@ -120,6 +120,7 @@ def rotation_seconds(
     gradient_travel: str | None = None,
     route: str = "ring",
     hosts: int = 1,
+    kept: bool = False,
 ) -> RotationTime:
     """Predicts a rotation of `group.ranks` ranks with `tokens` tokens on each.
 
@@ -128,8 +129,9 @@ def rotation_seconds(
     train have no wgrad and no hops of gradients.
     compute_bytes, reduce_bytes: of a value of a travelling weight and gradient. product_bytes: of a value that GEMMs
     read. recompute: backward computes the first half of a bundle again. route: `ring` or `direct`. hosts: number of
-    hosts of a two-level ring, where gradient route direct is not available; 1: a flat ring. Hops inside a host take
-    `ce`, where its GPUs access each other's memory, and all others NCCL on blocking communicators.
+    hosts of a two-level ring, where gradient route direct is not available; 1: a flat ring. kept: backward finds all
+    weights where forward left them. Hops inside a host take `ce`, where its GPUs access each other's memory, and all
+    others NCCL on blocking communicators.
 
     Durations are those of the largest shard. Products with a shard add to sums, which they read and write: of outputs
     or of input gradients in float32 (csrc/compute/gemm), of weight gradients in the dtype in which they travel. The
@@ -158,7 +160,7 @@ def rotation_seconds(
         sum(weight.travelling_bytes(ranks, weight_bytes) for weight in weights) / chunks
         for weights in (rotation.weights, rotation.backward_weights)
     )
-    values = _shard_values(rotation.weights, ranks) / chunks
+    values = shard_values(rotation.weights, ranks) / chunks
     trained = values if rotation.trains else 0.0
     sent = {"weight": of_weights, "gradient": trained * gradient_bytes}
     local = trained * local_bytes
@@ -176,9 +178,10 @@ def rotation_seconds(
         hops |= {f"outer {kind}": hop_s(between, size, constants) for kind, size in sent.items()}
     copy = traffic_s(2 * local + sent["gradient"], cluster, constants)
     durations = {**one, **hops, "add": copy, "copy": traffic_s(2 * sent["weight"], cluster, constants)}
-    backward_durations = {**durations, "weight": hop_s(inside, back, constants)}
+    back = 0.0 if kept else back
+    backward_durations = {**durations, "weight": 0.0 if kept else hop_s(inside, back, constants)}
     if hosts > 1:
-        backward_durations["outer weight"] = hop_s(between, back, constants)
+        backward_durations["outer weight"] = 0.0 if kept else hop_s(between, back, constants)
     if direct:  # the first contribution is copied to the owner's gradient
         backward_durations["copy"] = traffic_s(local + sent["gradient"], cluster, constants)
     dgrad = rotation.input_gradient and rotation.facts.kind.dgrad
@@ -241,14 +244,14 @@ def rotation_seconds(
         hosts,
         busy,
         (taken[0], taken[1]),
-        _casts_s(rotation, tokens, ranks, compute_bytes, dgrad, cluster, constants),
+        casts_s(rotation, tokens, ranks, compute_bytes, dgrad, cluster, constants),
         (calls[0], calls[1]),
         (calls[0] * constants.driver_call_s + products, calls[1] * constants.driver_call_s + 2 * products),
         tuple(simulated),
     )
 
 
-def _casts_s(
+def casts_s(
     rotation: RotatedOperation,
     tokens: int,
     ranks: int,
@@ -256,19 +259,21 @@ def _casts_s(
     dgrad: bool,
     cluster: Cluster,
     constants: TimeConstants,
+    *,
+    sums: bool = True,
 ) -> tuple[float, float]:
-    """Returns the seconds of casts in forward and backward: of the float32 local shards that are sent, and of the sums
-    of products with several shards (csrc/compute/gemm, ProductSum)."""
+    """Returns the seconds of casts in forward and backward: of the float32 local shards that are sent, and of the
+    `sums` of products with several shards, if there are any (csrc/compute/gemm, ProductSum)."""
     if ranks == 1 or compute_bytes >= 4:
         return 0.0, 0.0
     moved = 4 + compute_bytes
 
     def stored(weights: tuple[Weight, ...]) -> float:
-        return moved * _shard_values(tuple(weight for weight in weights if weight.has_gradient), ranks)
+        return moved * shard_values(tuple(weight for weight in weights if weight.has_gradient), ranks)
 
     forward, backward = stored(rotation.weights), stored(rotation.backward_weights)
     matrices = [weight for weight in rotation.weights if len(weight.shape) == 2]
-    if rotation.kind != "embedding" and matrices:
+    if sums and rotation.kind != "embedding" and matrices:
         forward += moved * tokens * matrices[-1].shape[0] * (matrices[-1].dim == 1)
         backward += moved * tokens * matrices[0].shape[1] * dgrad
     return traffic_s(forward, cluster, constants), traffic_s(backward, cluster, constants)
@@ -292,7 +297,21 @@ def _two_lanes(rotation: RotatedOperation, tokens: int, parts: int, cluster: Clu
     return wastes(tokens, outputs), wastes(tokens, inputs) or wastes(outputs, inputs)
 
 
-def _shard_values(weights: tuple[Weight, ...], ranks: int) -> float:
+def _joined(matrices: list[Weight]) -> list[Weight]:
+    """Returns the matrices with neighbours of one input, cut by outputs, joined to one."""
+    joined: list[Weight] = []
+    for weight in matrices:
+        last = joined[-1] if joined else None
+        if last is not None and weight.dim == last.dim == 0 and weight.shape[1] == last.shape[1]:
+            joined[-1] = dataclasses.replace(
+                last, shape=(last.shape[0] + weight.shape[0], weight.shape[1]), frozen=None
+            )
+        else:
+            joined.append(weight)
+    return joined
+
+
+def shard_values(weights: tuple[Weight, ...], ranks: int) -> float:
     return float(sum(weight.shard_elements(ranks) for weight in weights))
 
 
@@ -306,13 +325,16 @@ def step_seconds(
     recompute: bool | None,
     element_bytes: int,
     experts_per_token: int,
-    sums: tuple[float, float] | None = None,
+    sums: tuple[float | None, float] | None = None,
     *,
     whole_waves: bool = True,
+    shards: int = 1,
+    joined: bool = False,
 ) -> dict[str, float]:
     """Returns the seconds of one step with one shard (or chunk of one) of the largest size. sums: bytes read and
     written for each number of a sum over shards, of activations and of weight gradients; None: a whole weight.
-    recompute: whether a bundle computes its first half again; None: and a head does not compute its logits again."""
+    recompute: whether a bundle computes its first half again; None: and a head does not compute its logits again.
+    shards: that a product has at once. joined: layers with one input are one operand."""
     of_inputs, of_weights = sums or (None, None)
     matrices = [weight for weight in rotation.weights if not weight.is_bias]
     if rotation.kind == "embedding":  # rows are copied, or added
@@ -320,14 +342,20 @@ def step_seconds(
         moved = traffic_s(4 * values, cluster, constants) + constants.kernel_s
         return {"forward": moved, "dgrad": 0.0, "wgrad": 2 * moved}
     seconds = {"forward": 0.0, "dgrad": 0.0, "wgrad": 0.0}
+    if joined and len(matrices[0].shape) == 2:
+        matrices = _joined(matrices)
     for index, weight in enumerate(matrices):
         shape, experts = weight.shape, 1
         if len(shape) == 3:
-            experts, shape = -(-shape[0] // ranks), shape[1:]
-            rows, cut = -(-tokens * experts_per_token // (ranks * experts)), 1
+            each, shape = -(-shape[0] // ranks), shape[1:]
+            rows, cut, experts = -(-tokens * experts_per_token // (ranks * each)), 1, shards * each
         else:
             rows, cut = tokens, ranks * chunks
-        outputs, inputs = (shape[0], -(-shape[1] // cut)) if weight.dim == 1 else (-(-shape[0] // cut), shape[1])
+
+        def part(size: int, cut: int = cut) -> int:
+            return min(size, shards * -(-size // cut))
+
+        outputs, inputs = (shape[0], part(shape[1])) if weight.dim == 1 else (part(shape[0]), shape[1])
         product = Product("shard", rows, outputs, inputs, experts, element_bytes)
         dgrad, wgrad = product.backward()
         by_outputs = weight.dim == 0 and len(weight.shape) == 2

@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from rtp_ext.planner.constants import TimeConstants, host_constant
-from rtp_ext.planner.memory.states import layer_count, recomputed_layers, stage_layers
+from rtp_ext.planner.memory.states import buffer_bytes, layer_count, recomputed_layers, stage_layers
+from rtp_ext.planner.rotation import family
 from rtp_ext.planner.rotation.operations import RotatedOperation, rotations_of
 from rtp_ext.planner.rotation.seconds import RotationTime, rotation_seconds
 from rtp_ext.planner.specs.cluster import Cluster
@@ -80,6 +81,8 @@ class StageClock:
         self._plain: StageClock | None = None
         self.rotated: list[RotationTime] = []
         self.ends: dict[str, list[RotationTime]] = {}
+        self.block: family.BlockTime | None = None  # of a ring whose blocks are planned as a whole
+        self.planned_bytes = 0.0  # of such a plan's buffers
         self.adapters_s = 0.0  # of gathers in one layer
         self.root: dict[str, float] = {}  # of fully_shard beside its layers
         if strategy.rtp > 1:
@@ -125,6 +128,8 @@ class StageClock:
             backward += int(host_constant("unshard_kernels"))
         host = (forward + backward) * self.constants.host_s
         host += sum(passes * time.host_s[0] + time.host_s[1] for time in self.rotated)
+        if self.block is not None:
+            host += self.block.host_s
         return max(0.0, host - sum(self.per_layer.values()))
 
     def _collectives(self) -> dict[str, float]:
@@ -252,6 +257,10 @@ class StageClock:
         are too small for hops: each is gathered before its product, as the engine's `auto` does."""
         strategy, adapters = self.strategy, list[RotatedOperation]()
         rotations = self._rotations(1, False, False)
+        pieces = family.pieces_of(strategy.to_come)
+        if pieces and not strategy.freezes:
+            self._add_family(tuple(rotations), pieces)
+            return
         if strategy.lora_rank:
             adapters = [rotation for rotation in rotations if rotation.trains]
         times = [self._rotation(rotation) for rotation in rotations if rotation not in adapters]
@@ -267,6 +276,65 @@ class StageClock:
             "embedding": [self._rotation(rotation) for rotation in self._rotations(0, True, False)],
             "head": [self._rotation(rotation) for rotation in self._rotations(0, False, True)],
         }
+
+    def _add_family(self, rotations: tuple[RotatedOperation, ...], pieces: frozenset[str]) -> None:
+        """As `_add_rotation`, with the fastest plan of the whole block whose buffers stay within those of fully_shard,
+        or the lean one."""
+        strategy, layer = self.strategy, self.layer
+        sizes = family.Sizes(
+            strategy.param_bytes,
+            1 if strategy.fp8 else strategy.param_bytes,
+            strategy.reduce_bytes,
+            strategy.bundle == "recompute",
+            self.model.experts_per_token,
+            strategy.travel,
+            "joined" in pieces,
+            strategy.hosts(self.cluster),
+        )
+        passes = 1 + (strategy.recompute == "full")
+        budget, head_bytes = buffer_bytes(self.model, strategy), 0.0
+        if "kept" in pieces:
+            head_bytes = self.model.vocab * self.model.hidden / strategy.tp * strategy.param_bytes
+        best = self.block = family.fastest_block(
+            rotations,
+            self._gaps(len(rotations)),
+            self.tokens,
+            self.groups.rtp,
+            self.constants,
+            sizes,
+            pieces,
+            strategy.buffers == "lean",
+            budget - head_bytes,
+            passes,
+        )
+        self.planned_bytes = best.buffers_bytes + head_bytes
+        self.per_layer |= {
+            "split": best.computes_s - sum(layer.gemm) - (passes - 1) * layer.gemm[0],
+            "copies": best.casts_s,
+            "rotation": best.exposed_s,
+            "interference": best.lost_s,
+        }
+        embedding = [self._rotation(rotation) for rotation in self._rotations(0, True, False)]
+        if "rows" in pieces:
+            rows = family.rows_seconds(
+                embedding[0], self.tokens, self.model.hidden, self.groups.rtp, self.constants, sizes
+            )
+            embedding[0] = min(rows, embedding[0], key=lambda time: sum(time.makespan_s) + sum(time.casts_s))
+        head = [self._rotation(rotation, kept="kept" in pieces) for rotation in self._rotations(0, False, True)]
+        self.ends = {"embedding": embedding, "head": head}
+
+    def _gaps(self, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Returns the seconds of other kernels before each of `count` operations of a block, in the order of forward:
+        norms and activations before the first and the last, attention before the one after the projections."""
+        forward, backward = [0.0] * count, [0.0] * count
+        place = max(1, count - 2)
+        for gaps, index in ((forward, 0), (backward, 1)):
+            gaps[0] += self.layer.elementwise[index] / 2
+            gaps[-1] += self.layer.elementwise[index] / 2
+            # in backward, attention comes before the projections of its inputs
+            gaps[place if index == 0 else place - 1] += self.layer.attention[index]
+        backward[-1] += self.per_layer["recomputation"] if self.strategy.recompute == "selective" else 0.0
+        return tuple(forward), tuple(backward)
 
     def _rotations(self, layers: int, embedding: bool, head: bool) -> list[RotatedOperation]:
         strategy = self.strategy
@@ -284,7 +352,7 @@ class StageClock:
         )
         return made
 
-    def _rotation(self, rotation: RotatedOperation) -> RotationTime:
+    def _rotation(self, rotation: RotatedOperation, *, kept: bool = False) -> RotationTime:
         strategy = self.strategy
         size = 1 if strategy.fp8 and rotation.kind in ("linear", "bundle") else strategy.param_bytes
         return rotation_seconds(
@@ -303,6 +371,7 @@ class StageClock:
             gradient_route=strategy.gradient_route,
             travel=strategy.travel,
             gradient_travel=strategy.gradient_travel,
+            kept=kept,
         )
 
     @staticmethod
