@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar, get_args
 
 from rtp_ext._rules import SLOT_CAP, travel_bytes
-from rtp_ext.words import CeMode, GradientRoute, GradientTravel, Graphs, Route, Transport, Travel
+from rtp_ext.words import Budget, CeMode, GradientRoute, GradientTravel, Graphs, Route, Transport, Travel
 
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 ROUTES: tuple[str, ...] = get_args(Route)
@@ -78,6 +78,7 @@ class RingKeywords(TypedDict, total=False):
     gradient_travel: GradientTravel | None
     graphs: Graphs
     in_place: bool
+    buffers: Budget | int
     checksum: bool
     transport_options: Mapping[str, Any] | None
 
@@ -129,6 +130,9 @@ class RingOptions:
         in_place: local shards themselves travel and return to their owners, with one slot instead of two. Where a cast
             copy travels anyway, and over shm, whose hops arrive in slots only, this saves nothing and copies travel.
             Not on route two-level, and not with travel.
+        buffers: what the route planner may hold of a linear layer beyond slots of one shard, on routes that it chooses:
+            `auto` (what is fastest by prediction; a gathered layer's weights and gradients are at most what
+            `fully_shard` holds of its block), `lean` (nothing: layers rotate), or bytes.
         checksum: every hop carries a CRC-32C; a changed one raises a RotationError that names the hop. For CPUs.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: SMs that NCCL may take for each of two communicators
             (default of the maximum: 8; 0: NCCL chooses). `blocking`: no thread for each group of NCCL's calls (default:
@@ -149,6 +153,7 @@ class RingOptions:
     gradient_travel: GradientTravel | None = None
     graphs: Graphs = "off"
     in_place: bool = False
+    buffers: Budget | int = "auto"
     checksum: bool = False
     transport_options: TransportOptions = None  # type: ignore[assignment]
 
@@ -177,6 +182,10 @@ class RingOptions:
             raise ValueError(f"Ring: expected slot_cap >= 0, got {self.slot_cap}")
         if self.prefetch not in (0, 1, 2):
             raise ValueError(f"Ring: expected prefetch 0, 1 or 2, got {self.prefetch!r}")
+        if isinstance(self.buffers, bool) or not isinstance(self.buffers, int):
+            check_choice("buffers", str(self.buffers), get_args(Budget))
+        elif self.buffers < 0:
+            raise ValueError(f"Ring: expected buffers 'auto', 'lean' or bytes >= 0, got {self.buffers}")
         late = self.late_gradients
         if late is not None and (isinstance(late, bool) or late < 0):
             raise ValueError(f"Ring: expected late_gradients >= 0 or None, got {late!r}")

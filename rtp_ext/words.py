@@ -22,6 +22,8 @@ Travel = Literal["bfloat16", "int8"]
 GradientTravel = Literal["int8"]
 #: `graphs` of Ring
 Graphs = Literal["auto", "on", "off"]
+#: `buffers` of Ring, or bytes
+Budget = Literal["auto", "lean"]
 #: `ce_mode` of the transport options
 CeMode = Literal["auto", "push", "pull"]
 #: what hops carry

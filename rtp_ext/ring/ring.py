@@ -231,6 +231,7 @@ class Ring:
         self.gate = RoutePlanner(
             *(ring.size, ring.device, routes.hop_route, options.route, options.gradient_halves),
             gathers=gathers,
+            buffers=options.buffers,
             wiring=ring.wiring,
         )
         self.graphs = choose_graphs(

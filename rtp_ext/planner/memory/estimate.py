@@ -14,7 +14,7 @@ from rtp_ext.planner.memory.states import (
     state_terms,
 )
 from rtp_ext.planner.native import engine
-from rtp_ext.planner.rotation.family import pieces_of
+from rtp_ext.planner.rotation.family import plans_blocks
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
@@ -77,7 +77,7 @@ def estimate_memory(
 
 def planned_bytes(model: ModelSpec, cluster: Cluster, strategy: Strategy) -> float:
     """Returns the bytes of the buffers of a ring whose blocks are planned as a whole; 0: they are not."""
-    if strategy.rtp == 1 or not pieces_of(strategy.to_come) or strategy.freezes:
+    if strategy.rtp == 1 or not plans_blocks(strategy.to_come) or strategy.freezes:
         return 0.0
     return StageClock(model, cluster, strategy, TimeConstants.default()).planned_bytes
 

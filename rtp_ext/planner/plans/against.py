@@ -10,7 +10,7 @@ from rtp_ext.planner.constants import TimeConstants
 from rtp_ext.planner.memory.estimate import planned_bytes
 from rtp_ext.planner.plans.search import allocated_bytes, limit_bytes
 from rtp_ext.planner.plans.when import BASE, LINKS, MODELS, TOKENS, cluster_of, contenders
-from rtp_ext.planner.rotation.family import PIECES
+from rtp_ext.planner.rotation.family import BUILT, PIECES
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import RECOMPUTE, Strategy
@@ -18,7 +18,10 @@ from rtp_ext.planner.time.estimate import estimate_time
 from rtp_ext.planner.time.report import TimeReport
 from rtp_ext.planner.time.stage import StageClock
 
-STEPS = tuple("+".join(PIECES[:count]) for count in range(len(PIECES) + 1))  # what is to come, piece by piece
+TO_COME = tuple(piece for piece in PIECES if piece not in BUILT)
+STEPS = tuple(
+    "+".join(TO_COME[:count]) for count in range(len(TO_COME) + 1)
+)  # the engine as it is, then piece by piece
 _CERTAIN = ("gemm", "attention", "elementwise", "recomputation", "optimizer")  # of every plan of a layout
 
 

@@ -20,12 +20,12 @@ from rtp_ext.planner.rotation.seconds import RotationTime, casts_s, hop_s, shard
 from rtp_ext.planner.time.links import Group, hop_bytes_per_s, taken_s
 from rtp_ext.planner.time.work import traffic_s
 
-# joined: weights with one input are one operand. groups: several shards a product. halves: gradients of every operation
-# in two chains. direct: contributions straight to the owner, and one kernel that adds them, up to one block late.
-# ahead: hops of the next operations and blocks. rows: an embedding's rows travel instead of its table. kept: weights of
-# a recomputed block, and of the head, stay for its backward, as in `fully_shard`.
+# joined: weights with one input are one operand, where that is faster. groups: several shards a product. halves:
+# gradients of every operation in two chains. ahead: hops of the next operations and blocks. direct: contributions
+# straight to the owner, and one kernel that adds them, up to one block late. rows: an embedding's rows travel instead
+# of its table. kept: weights of a recomputed block, and of the head, stay for its backward, as in `fully_shard`.
 PIECES = ("joined", "groups", "halves", "ahead", "direct", "rows", "kept")
-BUILT: frozenset[str] = frozenset()  # of PIECES: what the engine runs
+BUILT: frozenset[str] = frozenset({"joined"})  # of PIECES: what the engine runs
 
 
 def pieces_of(to_come: str) -> frozenset[str]:
@@ -38,6 +38,11 @@ def pieces_of(to_come: str) -> frozenset[str]:
     if unknown := [name for name in named if name not in PIECES]:
         raise ValueError(f"strategy: expected to_come 'all' or some of {'+'.join(PIECES)}, got {unknown[0]!r}")
     return BUILT | frozenset(named)
+
+
+def plans_blocks(to_come: str) -> bool:
+    """Returns whether blocks are planned as a whole, not operation by operation."""
+    return bool(pieces_of(to_come) - {"joined"})
 
 
 @dataclass(frozen=True)
@@ -217,12 +222,11 @@ def block_time(
             products[1] += len(groups) if direct else ranks * (2 if route == "halves" else 1)
         back = tuple(of(count, False)["dgrad"] for count in groups)
         backward.append(Operation(between_s[1][place], groups, back, hop, of_weights, outer, **ways))  # type: ignore[arg-type]
-        cast = casts_s(rotation, tokens, ranks, sizes.compute_bytes, True, cluster, constants, sums=not alone)
+        cast = casts_s(
+            rotation, tokens, ranks, sizes.compute_bytes, True, cluster, constants, sums=not alone, joined=sizes.joined
+        )
         casts[0] += cast[0]
         casts[1] += cast[1]
-        if sizes.joined and rotation.kind == "linear" and len(rotation.weights) > 1:  # dy is packed once a pass
-            outputs = sum(weight.shape[0] for weight in rotation.weights if not weight.is_bias)
-            casts[1] += traffic_s(2 * sizes.compute_bytes * tokens * outputs, cluster, constants)
         products[0] += len(groups)
         products[1] += len(groups)
         most = max(most, 2 * size * of_weights)

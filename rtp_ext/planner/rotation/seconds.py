@@ -121,6 +121,7 @@ def rotation_seconds(
     route: str = "ring",
     hosts: int = 1,
     kept: bool = False,
+    joined: bool = False,
 ) -> RotationTime:
     """Predicts a rotation of `group.ranks` ranks with `tokens` tokens on each.
 
@@ -130,8 +131,8 @@ def rotation_seconds(
     compute_bytes, reduce_bytes: of a value of a travelling weight and gradient. product_bytes: of a value that GEMMs
     read. recompute: backward computes the first half of a bundle again. route: `ring` or `direct`. hosts: number of
     hosts of a two-level ring, where gradient route direct is not available; 1: a flat ring. kept: backward finds all
-    weights where forward left them. Hops inside a host take `ce`, where its GPUs access each other's memory, and all
-    others NCCL on blocking communicators.
+    weights where forward left them. joined: layers with one input are one operand. Hops inside a host take `ce`, where
+    its GPUs access each other's memory, and all others NCCL on blocking communicators.
 
     Durations are those of the largest shard. Products with a shard add to sums, which they read and write: of outputs
     or of input gradients in float32 (csrc/compute/gemm), of weight gradients in the dtype in which they travel. The
@@ -155,7 +156,7 @@ def rotation_seconds(
     sums = None
     if ranks > 1:  # what is computed is added to a sum, but a contribution that is sent to its owner
         sums = (2.0 * max(4, compute_bytes), float(local_bytes if direct else 2 * reduce_bytes))
-    one = step_seconds(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums)
+    one = step_seconds(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums, joined=joined)
     of_weights, back = (
         sum(weight.travelling_bytes(ranks, weight_bytes) for weight in weights) / chunks
         for weights in (rotation.weights, rotation.backward_weights)
@@ -191,7 +192,9 @@ def rotation_seconds(
     lanes = (False, False)
     if op == "linear" and ranks > 1 and hosts == 1:
         lanes = _two_lanes(rotation, tokens, ranks * chunks, cluster)
-    filled = step_seconds(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums, whole_waves=False)
+    filled = step_seconds(
+        rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums, joined=joined, whole_waves=False
+    )
     filled = {kind: time + cast_s[kind] for kind, time in filled.items()}
     computed = {"dgrad": dgrad or rotation.bundle, "wgrad": wgrad}
     kinds = (("forward",), tuple(kind for kind, there in computed.items() if there))
@@ -244,7 +247,7 @@ def rotation_seconds(
         hosts,
         busy,
         (taken[0], taken[1]),
-        casts_s(rotation, tokens, ranks, compute_bytes, dgrad, cluster, constants),
+        casts_s(rotation, tokens, ranks, compute_bytes, dgrad, cluster, constants, joined=joined),
         (calls[0], calls[1]),
         (calls[0] * constants.driver_call_s + products, calls[1] * constants.driver_call_s + 2 * products),
         tuple(simulated),
@@ -261,21 +264,28 @@ def casts_s(
     constants: TimeConstants,
     *,
     sums: bool = True,
+    joined: bool = False,
 ) -> tuple[float, float]:
-    """Returns the seconds of casts in forward and backward: of the float32 local shards that are sent, and of the
-    `sums` of products with several shards, if there are any (csrc/compute/gemm, ProductSum)."""
-    if ranks == 1 or compute_bytes >= 4:
+    """Returns the seconds of casts and copies in forward and backward: casts of the float32 local shards that are sent,
+    and of the `sums` of products with several shards, if there are any (csrc/compute/gemm, ProductSum); copies of the
+    results of `joined` layers, and of their gradients, from and to one matrix (csrc/compute/joined.h)."""
+    if ranks == 1:
         return 0.0, 0.0
-    moved = 4 + compute_bytes
-
-    def stored(weights: tuple[Weight, ...]) -> float:
-        return moved * shard_values(tuple(weight for weight in weights if weight.has_gradient), ranks)
-
-    forward, backward = stored(rotation.weights), stored(rotation.backward_weights)
     matrices = [weight for weight in rotation.weights if len(weight.shape) == 2]
-    if sums and rotation.kind != "embedding" and matrices:
-        forward += moved * tokens * matrices[-1].shape[0] * (matrices[-1].dim == 1)
-        backward += moved * tokens * matrices[0].shape[1] * dgrad
+    forward = backward = 0.0
+    if joined and rotation.kind == "linear" and len(matrices) > 1:
+        forward = backward = 2.0 * compute_bytes * tokens * sum(weight.shape[0] for weight in matrices)
+    if compute_bytes < 4:
+        moved = 4 + compute_bytes
+
+        def stored(weights: tuple[Weight, ...]) -> float:
+            return moved * shard_values(tuple(weight for weight in weights if weight.has_gradient), ranks)
+
+        forward += stored(rotation.weights)
+        backward += stored(rotation.backward_weights)
+        if sums and rotation.kind != "embedding" and matrices:
+            forward += moved * tokens * matrices[-1].shape[0] * (matrices[-1].dim == 1)
+            backward += moved * tokens * matrices[0].shape[1] * dgrad
     return traffic_s(forward, cluster, constants), traffic_s(backward, cluster, constants)
 
 

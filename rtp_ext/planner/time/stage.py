@@ -258,7 +258,7 @@ class StageClock:
         strategy, adapters = self.strategy, list[RotatedOperation]()
         rotations = self._rotations(1, False, False)
         pieces = family.pieces_of(strategy.to_come)
-        if pieces and not strategy.freezes:
+        if family.plans_blocks(strategy.to_come) and not strategy.freezes:
             self._add_family(tuple(rotations), pieces)
             return
         if strategy.lora_rank:
@@ -354,6 +354,12 @@ class StageClock:
 
     def _rotation(self, rotation: RotatedOperation, *, kept: bool = False) -> RotationTime:
         strategy = self.strategy
+        joins = "joined" in family.pieces_of(strategy.to_come) and not strategy.freezes and len(rotation.weights) > 1
+        times = [self._timed(rotation, kept, joined) for joined in ((False, True) if joins else (False,))]
+        return min(times, key=lambda time: sum(time.makespan_s) + sum(time.casts_s))
+
+    def _timed(self, rotation: RotatedOperation, kept: bool, joined: bool) -> RotationTime:
+        strategy = self.strategy
         size = 1 if strategy.fp8 and rotation.kind in ("linear", "bundle") else strategy.param_bytes
         return rotation_seconds(
             rotation,
@@ -372,6 +378,7 @@ class StageClock:
             travel=strategy.travel,
             gradient_travel=strategy.gradient_travel,
             kept=kept,
+            joined=joined,
         )
 
     @staticmethod
