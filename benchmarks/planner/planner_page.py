@@ -182,13 +182,14 @@ def like() -> str:
     won = sum(cell.advantage > _tie() for cell in cells())
     tied = sum(cell.winner == "tie" for cell in cells())
     first = (
-        "**In these predictions rotation saves memory, and seldom time.** Llama 3 8B on 8 H100 of 80 GB, one sample of "
-        "8192 tokens for each. The table compares a ring with `fully_shard` at the same loss head, recomputation, "
-        "dtypes and kernels:"
+        "**In these predictions rotation saves memory, and takes about as much time as `fully_shard`, or more.** Llama 3 "
+        "8B on 8 H100 of 80 GB, one sample of 8192 tokens for each. The table compares a ring with `fully_shard` at the "
+        "same loss head, recomputation, dtypes and kernels; [other sizes](predictions.md#rings-against-fully_shard), with "
+        "what the engine is to have, are on the page of predictions:"
     )
     last = (
         f"With the fused loss on both, the ring takes {ours[0]:.1f} GB against {theirs[0]:.1f} and is "
-        f"{100 * (ours[-1] / theirs[-1] - 1):.0f} % slower. Most of the difference is two of the four hidden tensors "
+        f"{100 * (ours[-1] / theirs[-1] - 1):.1f} % slower. Most of the difference is two of the four hidden tensors "
         "of each SwiGLU, which bundles do not keep; a fused SwiGLU under `fully_shard` would not keep them either. "
         f"Without bundles (`bundle=no`) the ring takes {unbundled:.1f} GB. Rotation is the fastest in {won} of the "
         f"{len(cells())} cells of `--when` ([below](#when-rotation-wins)), and ties in {tied}."
