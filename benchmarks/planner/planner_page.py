@@ -182,10 +182,11 @@ def like() -> str:
     won = sum(cell.advantage > _tie() for cell in cells())
     tied = sum(cell.winner == "tie" for cell in cells())
     first = (
-        "**In these predictions rotation saves memory, and takes about as much time as `fully_shard`, or more.** Llama 3 "
-        "8B on 8 H100 of 80 GB, one sample of 8192 tokens for each. The table compares a ring with `fully_shard` at the "
-        "same loss head, recomputation, dtypes and kernels; [other sizes](predictions.md#rings-against-fully_shard), with "
-        "what the engine is to have, are on the page of predictions:"
+        "**In these predictions rotation saves memory, and takes about as much time as `fully_shard`, or more.** "
+        "Llama 3 8B on 8 H100 of 80 GB, one sample of 8192 tokens for each. The table compares a ring with "
+        "`fully_shard` at the same loss head, recomputation, dtypes and kernels; "
+        "[other sizes](predictions.md#rings-against-fully_shard), with what the engine is to have, are on the page of "
+        "predictions:"
     )
     last = (
         f"With the fused loss on both, the ring takes {ours[0]:.1f} GB against {theirs[0]:.1f} and is "
