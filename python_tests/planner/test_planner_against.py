@@ -11,6 +11,7 @@ from rtp_ext import schedule, timeline
 from rtp_ext.cost import Operation, Rates, block_ends, block_seconds, group_sizes, product_seconds
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, TimeConstants, estimate_memory, estimate_time, rotations_of
 from rtp_ext.planner.memory.states import buffer_bytes
+from rtp_ext.planner.plan_text import name_of
 from rtp_ext.planner.plans.against import STEPS, match
 from rtp_ext.planner.plans.when import contenders
 from rtp_ext.planner.rotation import family
@@ -95,6 +96,7 @@ def test_plans_use_what_is_built_unless_they_say_otherwise():
     ):
         with pytest.raises(ValueError, match=said):
             estimate_time(model, H100, Strategy(**{"rtp": 8, "dp": 8 // wrong.get("rtp", 8), **wrong}), 8)
+    assert "NOT BUILT" in name_of(dataclasses.replace(today, to_come="rows")) and "BUILT" not in name_of(today)
     best, lean = (dataclasses.replace(today, to_come="all", buffers=buffers) for buffers in ("auto", "lean"))
     found = [StageClock(model, H100, plan, CONSTANTS).block.plan for plan in (best, lean)]
     assert max(found[0].groups) > 1 and found[1] == family.BlockPlan((1, 1, 1), "chain", 0)
