@@ -16,7 +16,7 @@ from typing import Any, TypedDict, TypeVar, get_args
 
 from rtp_ext._rules import SLOT_CAP, travel_bytes
 from rtp_ext.words import (
-    BufferPolicy,
+    Budget,
     CeMode,
     EmbeddingWay,
     GradientRoute,
@@ -86,7 +86,7 @@ class RingKeywords(TypedDict, total=False):
     late_gradients: int | None
     gradient_route: GradientRoute
     gradient_travel: GradientTravel | None
-    buffers: BufferPolicy | int
+    buffers: Budget | int
     embedding: EmbeddingWay
     graphs: Graphs
     in_place: bool
@@ -116,10 +116,11 @@ class RingOptions:
             gradients travel in fewer than 32 bits and every rank reaches every other as cheaply as its neighbour.
         gradient_travel: `int8`: contributions travel in 8 bits, with a scale for each 128 numbers; on gradient route
             direct only. None: in the reduce dtype.
-        buffers: what a rank may hold beyond its shards and the slots that rotation needs. On gradient route direct,
-            `auto` gives every contribution to a gradient a slot of its own, R - 1 slots of a shard, and one addition
-            reads and writes the gradient once. `lean`: contributions arrive and are added one after the other, in one
-            slot. A number: as `auto` for operations whose gradient slots fit that many bytes, else lean.
+        buffers: what an operation may hold beyond slots of one shard. `auto`: the route planner gathers a linear layer
+            where that is fastest by prediction (its weights and gradients are at most what `fully_shard` holds of its
+            block); on gradient route direct every contribution arrives in a slot of its own, R - 1 slots of a shard,
+            and one addition reads and writes the gradient once. `lean`: nothing; layers rotate, and contributions
+            arrive and are added one after the other in one slot. A number: what takes more bytes is as with `lean`.
         embedding: how ranks get the rows of an embedding. `rotate`: the table travels, and its gradient. `rows`: every
             rank sends its ids to the owners of the table, who answer with rows, and in backward the gradients of these
             rows, by collectives of torch.distributed. `auto`: rows in converted models where they save 1 MiB at least
@@ -168,7 +169,7 @@ class RingOptions:
     late_gradients: int | None = None
     gradient_route: GradientRoute = "auto"
     gradient_travel: GradientTravel | None = None
-    buffers: BufferPolicy | int = "auto"
+    buffers: Budget | int = "auto"
     embedding: EmbeddingWay = "auto"
     graphs: Graphs = "off"
     in_place: bool = False
@@ -274,7 +275,7 @@ def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
 def check_buffers(buffers: str | int) -> None:
     """Raises ValueError unless `buffers` is 'auto', 'lean' or a number of bytes."""
     number = isinstance(buffers, int) and not isinstance(buffers, bool)
-    if buffers not in get_args(BufferPolicy) and not (number and int(buffers) >= 0):
+    if buffers not in get_args(Budget) and not (number and int(buffers) >= 0):
         raise ValueError(f"Ring: expected buffers 'auto', 'lean' or a number of bytes, got {buffers!r}")
 
 

@@ -20,12 +20,12 @@ GradientRoute = Literal["auto", PassGradientRoute]
 Travel = Literal["bfloat16", "int8"]
 #: `gradient_travel`, or None
 GradientTravel = Literal["int8"]
-#: `buffers` of Ring and fully_rotate, or a number of bytes
-BufferPolicy = Literal["auto", "lean"]
 #: `embedding` of Ring
 EmbeddingWay = Literal["auto", "rotate", "rows"]
 #: `graphs` of Ring
 Graphs = Literal["auto", "on", "off"]
+#: `buffers` of Ring, or bytes
+Budget = Literal["auto", "lean"]
 #: `ce_mode` of the transport options
 CeMode = Literal["auto", "push", "pull"]
 #: what hops carry

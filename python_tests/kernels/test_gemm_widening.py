@@ -165,7 +165,7 @@ def test_weights_and_gradients_share_a_link_and_sums_cost_memory_traffic():
     hop = 1024 * 4096 * (2 + 4) / 100e9  # both, one after the other
     assert route_planner.predict(8, 64, layer, link, fast)["rotate"] > forward_only + 7 * hop
     slow = route_planner.Device(1e15, 0, 0.0, "assumed", memory_bytes_per_second=1e12)
-    assert route_planner.gemm_seconds(slow, 1000, 1000, 1, 8) == pytest.approx(8e-6)
+    assert route_planner.gemm_seconds(slow, 1000, 1000, 1, 8) == pytest.approx(8e-6, rel=1e-3)
     assert route_planner.gemm_seconds(fast, 1000, 1000, 1, 8) == pytest.approx(2e-9)
 
 

@@ -39,11 +39,11 @@ def test_the_page_is_what_the_planner_gives(tmp_path, capsys, monkeypatch):
             (tmp_path / page).write_text(text.replace(before, after))
 
     folder = ["--folder", str(tmp_path)]
-    for before, after in (("| +22.6 % |", "| +16.0 % |"), ("within 6 % of a rank's", "within 5 % of a rank's")):
+    for before, after in (("| +36.9 % |", "| +16.0 % |"), ("within 6 % of a rank's", "within 5 % of a rank's")):
         put(before, after)
         with pytest.raises(SystemExit, match=r"differs from the planner|does not say: Plans within 6 %"):
             planner_page.main(["--check", *folder])
-    put("| +22.6 % |", "| +16.0 % |")
+    put("| +36.9 % |", "| +16.0 % |")
     planner_page.main(["--write", *folder])
     assert {page: (tmp_path / page).read_text() for page in TEXTS} == TEXTS
     put("<!-- planner: runs -->", "<!-- planner: walks -->")
@@ -74,12 +74,15 @@ def test_commands_of_the_pages_compare_like_with_like():
 
 
 def test_the_first_lines_say_what_rotation_does_not_win():
-    """The page names the cases with a ring slower than `fully_shard` before any example, with the advantage there."""
-    for text, ends in ((TEXTS["planner.md"], "```"), (scale.PAGE.read_text(), "![")):
+    """The pages name the cases in which a ring is not faster than `fully_shard` before any example."""
+    for text, ends, says in (
+        (TEXTS["planner.md"], "```", "saves memory, and takes about as much time as `fully_shard`, or more"),
+        (scale.PAGE.read_text(), "![", "do not win time; they win memory"),
+    ):
         first = text[: text.index(ends)]
-        assert re.search(r"\*\*In these predictions r\w+ (saves memory|do not win time; they win memory)", first)
+        assert re.search(r"\*\*In these predictions r\w+ " + re.escape(says), " ".join(first.split()))
         slower = [float(cell) for cell in re.findall(r" (\d\.\d\d) \|$", first, re.MULTILINE)]
-        assert len(slower) >= 4 and min(slower) > 1, "else the sentence is to change"
+        assert len(slower) >= 4 and min(slower) > 0.97, "else the sentence is to change"
 
 
 def test_no_number_of_the_prose_goes_unchecked():

@@ -29,7 +29,7 @@ from rtp_ext.planner.time.estimate import step_flops
 from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s, ring_bytes_per_s
 from rtp_ext.planner.time.report import TIME_COMPONENTS
 from rtp_ext.planner.time.stage import StageClock
-from rtp_ext.planner.time.work import Product, product_s
+from rtp_ext.planner.time.work import Product, layer_seconds, product_s
 
 CONSTANTS = TimeConstants.default()
 H100 = Cluster.preset("h100-80gb")
@@ -99,12 +99,89 @@ def test_fully_shard_shows_what_computing_does_not_hide():
         shown.append(estimate_time(model, H100, Strategy(dp=8, zero=3), 8).components["unsharding"])
     assert shown[0] > 1.8 * shown[1] > 1.8 * shown[2] == pytest.approx(1.8 * shown[3])  # the root's stays
     slow = dataclasses.replace(H100, nccl_ring_bytes_per_s=25e9)
-    layer = LLAMA.layer_parameters
+    layer, rate = LLAMA.layer_parameters, 3.35e12 * CONSTANTS.hbm_fraction
     hidden = StageClock(LLAMA, slow, Strategy(dp=8, zero=3), CONSTANTS)
     group = Group(slow, 8)
     gather, scatter = gather_s(group, 2 * layer, CONSTANTS), gather_s(group, 4 * layer, CONSTANTS)
-    expected = max(0, gather - hidden.layer.forward) + max(0, gather + scatter - hidden.layer.backward)
+    # out of the buffer 2 + 2 bytes a value, twice; into that of the reduce-scatter 2 + 4
+    out, back = 4 * layer / rate, 10 * layer / rate
+    assert hidden.per_layer["copies"] == pytest.approx(out + back)
+    forward, backward = hidden.layer.forward + out, hidden.layer.backward + back
+    expected = max(0, gather - forward) + max(0, gather + scatter - backward)
     assert hidden.per_layer["unsharding"] == pytest.approx(expected, rel=1e-9) and expected > 0
+    assert hidden.per_layer["interference"] == 0, "multiprocessors that NCCL takes while products wait for it"
+    megatron = StageClock(LLAMA, slow, Strategy(dp=8, zero=3, stack="megatron"), CONSTANTS)
+    assert megatron.per_layer["copies"] == 0, "views of its buffers"
+
+
+def test_fully_shard_in_the_units_of_torchtitan():
+    """Embedding, layers, and norm with head: by hand, where a layer hides all of its own gathers and scatters."""
+    model = ModelSpec.preset("llama-3-8b", seq=8192)
+    clock, group = StageClock(model, H100, Strategy(dp=8, zero=3), CONSTANTS), Group(H100, 8)
+    layer, table, norm = model.layer_parameters, 128256 * 4096, 4096
+    sent = [gather_s(group, size * values, CONSTANTS) for values in (table, layer) for size in (2, 4)]
+    assert clock.root["unsharding"] == pytest.approx(sum(sent)), "the head's are behind and before a layer"
+    assert clock.root["copies"] == pytest.approx(
+        (14 * table + 10 * (table + norm)) / (3.35e12 * CONSTANTS.hbm_fraction)
+    )
+    taken, beside = 0.15 / 0.85, StageClock(model, H100, Strategy(dp=8, zero=3, symm_mem=True), CONSTANTS)
+    ahead, back = gather_s(group, 2 * layer, CONSTANTS), gather_s(group, 4 * layer, CONSTANTS)
+    assert clock.per_layer["interference"] == pytest.approx(taken * (2 * ahead + back))
+    assert beside.per_layer == {**clock.per_layer, "interference": 0.0} and beside.root["interference"] == 0
+    tied = StageClock(dataclasses.replace(model, tied=True), H100, Strategy(dp=8, zero=3), CONSTANTS)
+    assert tied.root["copies"] == pytest.approx(10 * table / (3.35e12 * CONSTANTS.hbm_fraction)), "gathered once"
+    two = Cluster.preset("h100-80gb", gpus=16)
+    ports = dataclasses.replace(two, gpus_per_node=1)
+    for cluster, share in ((two, 0.15), (ports, 0.02)):  # NVLink's on two nodes of 8, too
+        many = StageClock(dataclasses.replace(model, seq=65536), cluster, Strategy(dp=16, zero=3), CONSTANTS)
+        wire = 2 * gather_s(Group(cluster, 16), 2 * layer, CONSTANTS) + gather_s(
+            Group(cluster, 16), 4 * layer, CONSTANTS
+        )
+        assert many.per_layer["interference"] == pytest.approx(share / (1 - share) * wire)
+
+
+def test_input_gradients_of_layers_with_one_input_are_added():
+    """q, k, v and gate, up: three additions of 6 bytes a value, none where a bundle or Megatron-LM joins the layers."""
+    own = {"cluster": H100, "constants": CONSTANTS, "tokens": 4096}
+    added = 3 * 6 * 4096 * 4096 / (3.35e12 * CONSTANTS.hbm_fraction)
+    gpt = ModelSpec.gpt(layers=2, hidden=4096, heads=32, seq=4096)
+    for model, plan, expected in (
+        (LLAMA, Strategy(zero=3), added),
+        (LLAMA, Strategy(zero=3, compiled=True), added / 3),
+        (LLAMA, Strategy(rtp=8, bundle=False), added),
+        (LLAMA, Strategy(rtp=8), 0.0),
+        (LLAMA, Strategy(zero=1), 0.0),
+        (gpt, Strategy(zero=3), 0.0),
+    ):
+        forward, backward = layer_seconds(model, plan, **own).elementwise
+        kernels = 8 * CONSTANTS.kernel_s
+        assert backward - kernels - 2 * (forward - kernels) == pytest.approx(expected, abs=1e-12), plan
+
+
+def test_a_ring_counts_its_casts_and_the_products_that_it_repeats():
+    """Casts by hand; the head computes logits twice, and bundles that recompute their first half beyond a whole one."""
+    rate, tokens, group = 3.35e12 * CONSTANTS.hbm_fraction, 4096, Group(H100, 8)
+    rows, others = 6 * tokens * 4096, rotations_of(LLAMA, layers=1, fused_loss=True)[0]
+    for rotation, values, sums in zip(
+        others,
+        (128256 * 4096, 6144 * 4096, 4096 * 4096, 3 * 14336 * 4096, 128256 * 4096),
+        ((0, 0), (0, 1), (0, 1), (1, 1), (0, 1)),  # float32 sums over shards: outputs, input gradients
+        strict=True,
+    ):
+        time = rotation_seconds(rotation, tokens, group, CONSTANTS)
+        local = 6 * values / 8
+        sent = (local, local * (rotation.kind != "embedding"))
+        expected = [(shard + count * rows) / rate for shard, count in zip(sent, sums, strict=True)]
+        assert time.casts_s == pytest.approx(expected), rotation
+        wide = rotation_seconds(rotation, tokens, group, CONSTANTS, compute_bytes=4, product_bytes=4)
+        assert wide.casts_s == (0, 0)
+    *_, mlp, head = others
+    again = rotation_seconds(mlp, tokens, group, CONSTANTS, recompute=True)
+    kept = rotation_seconds(mlp, tokens, group, CONSTANTS)
+    logits = product_s(Product("", tokens, 128256, 4096), H100, CONSTANTS)
+    assert again.unsplit_s == kept.unsplit_s and again.computes_s[1] > 1.3 * kept.computes_s[1]
+    seen = rotation_seconds(head, tokens, group, CONSTANTS)
+    assert seen.computes_s[1] - seen.unsplit_s[1] > 0.9 * logits
 
 
 def test_reports_add_up_and_carry_units():

@@ -47,7 +47,7 @@ from rtp_ext.planner.time.report import TimeReport
 PROGRAM = f"{command_line.PROGRAM} plan"
 _FLAGS = (
     *("sequence_parallel", "in_place", "fused_loss", "flash_attention", "fp8"),
-    *("offload", "compiled", "fused_norm", "cp_balanced"),
+    *("buffers", "to_come", "symm_mem", "offload", "compiled", "fused_norm", "cp_balanced"),
 )
 _BUNDLE = {"yes": True, "no": False, "recompute": "recompute"}
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token")

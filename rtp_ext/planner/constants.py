@@ -72,6 +72,8 @@ class TimeConstants:
         driver_call_s, engine_product_s: host seconds for a call of the CUDA driver (not measured: see
             `driver_call_range`), and for a product of the engine besides the calls of its step. 0: a machine without
             GPUs.
+        hidden_sums: share of the bytes of float32 sums, beyond a plain result's, that products move beneath their main
+            loops (not measured: 1 is a hope, 0 the other end).
     """
 
     gemm_fraction: float
@@ -90,6 +92,7 @@ class TimeConstants:
     network_sm_share: float
     driver_call_s: float
     engine_product_s: float
+    hidden_sums: float
 
     @classmethod
     @functools.cache

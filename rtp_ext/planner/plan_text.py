@@ -62,4 +62,6 @@ def name_of(strategy: Strategy) -> str:
         if isinstance(value, tuple):
             value = "+".join(map(str, value))
         shown.append(f"{field.name}={'yes' if value is True else 'no' if value is False else value}")
+    if strategy.to_come:
+        shown.append("(NOT BUILT YET)")
     return " ".join(shown) or "one GPU"

@@ -40,7 +40,7 @@ from rtp_ext.ring.routes.plan import RoutePlan, plan_routes
 from rtp_ext.ring.routes.route_planner import Link, RoutePlanner
 from rtp_ext.ring.routes.weight_routes import choose_ce_modes
 from rtp_ext.ring.telemetry import Telemetry
-from rtp_ext.words import BufferPolicy, EmbeddingWay, GradientTravel, Graphs, PassGradientRoute, PassRoute, Travel
+from rtp_ext.words import Budget, EmbeddingWay, GradientTravel, Graphs, PassGradientRoute, PassRoute, Travel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -160,7 +160,7 @@ class Ring:
         gradient_halves: bool | None = None,
         gradient_route: PassGradientRoute = "chain",
         gradient_travel: GradientTravel | None = None,
-        buffers: BufferPolicy | int = "auto",
+        buffers: Budget | int = "auto",
         embedding: EmbeddingWay = "rotate",
         graphs: Graphs = "off",
         in_place: bool = False,
@@ -234,6 +234,7 @@ class Ring:
         self.gate = RoutePlanner(
             *(ring.size, ring.device, routes.hop_route, options.route, options.gradient_halves),
             gathers=gathers,
+            buffers=options.buffers,
             wiring=ring.wiring,
             embedding=options.embedding,
         )

@@ -164,7 +164,7 @@ def test_a_sum_in_float32_costs_its_memory_traffic(gpu):
     """On a 4090: 32768 tokens, a shard of 2 outputs: 8 bytes for each of 32768 x 4096 numbers are 1.25 ms."""
     ada = gpu("NVIDIA GeForce RTX 4090", 128)
     moved = 8 * 32768 * 4096 / (0.85 * 1008e9)
-    assert gemm_seconds(ada, 32768, 4096, 2, 8) == pytest.approx(moved)
+    assert gemm_seconds(ada, 32768, 4096, 2, 8) == pytest.approx(moved, rel=1e-3), "beside its operands"
     assert moved > 2 * gemm_seconds(ada, 32768, 4096, 2), "control: the product alone"
     narrow = LayerSize(16, 4096, 2, 4)
     plan = decide(8, 32768, narrow, hop_route="ring", link=link_of(ada, PCIE), device=ada)

@@ -23,7 +23,7 @@ def _plan(tokens, layer, link=LINK, device=DEVICE, ranks=RANKS):
 def test_a_gemm_counts_its_last_wave_whole():
     one_wave = gemm_seconds(DEVICE, 128, 256 * 132, 4096)
     assert one_wave == pytest.approx(2 * 128 * 256 * 132 * 4096 / 650e12)
-    assert gemm_seconds(DEVICE, 128, 256 * 133, 4096) == pytest.approx(2 * one_wave)
+    assert gemm_seconds(DEVICE, 128, 256 * 133, 4096) == pytest.approx(1.5 * one_wave), "three of half as large tiles"
     assert gemm_seconds(DEVICE, 1, 1, 1) == DEVICE.seconds_per_launch
     assert gemm_seconds(DEVICE, 0, 256, 256) == 0.0
 
@@ -36,13 +36,21 @@ def test_tiny_layers_are_gathered_and_large_ones_rotate():
     assert "us for 128 tokens over a assumed link" in few.reason.replace("an assumed", "a assumed")
 
 
-def test_a_large_layer_is_never_gathered():
-    """For any number of tokens: no rank may hold a large layer."""
+def test_a_layer_is_gathered_within_the_budget_alone():
+    """Whole weights in 16 bits, and their gradients in 32; `lean` rings hold slots of one shard."""
     layer = LayerSize(14336, 4096, 2, 4)
-    fast = Link(4e12, 6e-6, "assumed")
+    fast, whole = Link(4e12, 6e-6, "assumed"), 14336 * 4096 * (2 + 4)
     seconds = predict(RANKS, 16, layer, fast, DEVICE)
-    assert seconds["gather"] < route_planner.MARGIN * seconds["rotate"], "control: by time alone it would be"
-    assert _plan(16, layer, link=fast).route == "direct"
+    assert seconds["gather"] < route_planner.MARGIN * seconds["rotate"], "control: by time alone it is"
+
+    def route(buffers):
+        return decide(RANKS, 16, layer, hop_route="direct", link=fast, device=DEVICE, buffers=buffers).route
+
+    routes = {buffers: route(buffers) for buffers in ("auto", whole, whole - 1, 0, "lean")}
+    assert routes == {"auto": "gather", whole: "gather", whole - 1: "direct", 0: "direct", "lean": "direct"}
+    for wrong, said in (("much", "auto, lean"), (-1, "bytes >= 0, got -1"), (True, "got 'True'")):
+        with pytest.raises(ValueError, match=said):
+            rtp_ext.Ring(buffers=wrong)
 
 
 def test_halves_where_a_gradient_hop_outlasts_a_dgrad():

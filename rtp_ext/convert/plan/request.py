@@ -19,7 +19,7 @@ from rtp_ext.outer import OuterPolicy
 from rtp_ext.ring import Ring, RotationDims
 from rtp_ext.ring.mesh import RankGrid
 from rtp_ext.words import (
-    BufferPolicy,
+    Budget,
     Bundle,
     Format,
     GradientRoute,
@@ -64,7 +64,7 @@ class RotateKeywords(TypedDict, total=False):
     route: Route
     gradient_route: GradientRoute
     gradient_travel: GradientTravel | None
-    buffers: BufferPolicy | int
+    buffers: Budget | int
     transport: Transport
     travel: Travel | None
     timeout: float | datetime.timedelta

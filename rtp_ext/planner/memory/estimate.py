@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rtp_ext.planner.constants import constants, memory_constant
+from rtp_ext.planner.constants import TimeConstants, constants, memory_constant
 from rtp_ext.planner.memory.activations import Saved, embedding_tensors, final_tensors, layer_tensors, working_tensors
 from rtp_ext.planner.memory.report import MemoryReport, StageMemory, Term, term
 from rtp_ext.planner.memory.states import (
@@ -14,10 +14,12 @@ from rtp_ext.planner.memory.states import (
     state_terms,
 )
 from rtp_ext.planner.native import engine
+from rtp_ext.planner.rotation.family import plans_blocks
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
+from rtp_ext.planner.time.stage import StageClock
 
 _LOGIT_CHUNK_BYTES, _LOGIT_LEAST_ROWS, _LOGIT_LEAST_CHUNKS = 64 << 20, 128, 4  # csrc/ops/bundles/cross_entropy.cpp
 
@@ -56,6 +58,7 @@ def estimate_memory(
             layer_activation_bytes,
             hosts=strategy.hosts(cluster),
             cpus=cluster.cpus,
+            planned=planned_bytes(model, cluster, strategy),
         )
         for stage in range(strategy.pp)
     )
@@ -70,6 +73,13 @@ def estimate_memory(
         reserved_per_allocated=memory_constant("reserved_per_allocated"),
         stages=stages,
     )
+
+
+def planned_bytes(model: ModelSpec, cluster: Cluster, strategy: Strategy) -> float:
+    """Returns the bytes of the buffers of a ring whose blocks are planned as a whole; 0: they are not."""
+    if strategy.rtp == 1 or not plans_blocks(strategy.to_come) or strategy.freezes:
+        return 0.0
+    return StageClock(model, cluster, strategy, TimeConstants.default()).planned_bytes
 
 
 def chunks_in_flight(strategy: Strategy, stage: int, micro_batches: int) -> int:
@@ -97,9 +107,10 @@ def stage_memory(
     *,
     hosts: int = 1,
     cpus: bool = False,
+    planned: float = 0.0,
 ) -> StageMemory:
     """Computes one GPU of one stage; `traced` as layer_activation_bytes of `estimate_memory`, `hosts` of a two-level
-    ring, `cpus` as in `Cluster`."""
+    ring, `cpus` as in `Cluster`, `planned` as `planned_bytes`."""
     counts = parameter_counts(model, strategy, stage)
     chunks = chunks_in_flight(strategy, stage, micro_batches)
     tokens = strategy.micro_batch * model.seq // strategy.cp
@@ -109,7 +120,7 @@ def stage_memory(
         *(() if strategy.offload else states),
         *_activation_terms(model, strategy, stage, chunks, tokens, traced),
         *_moment_terms(model, strategy, stage, micro_batches, tokens, traced),
-        *buffer_terms(model, strategy, stage, counts, hosts),
+        *buffer_terms(model, strategy, stage, counts, hosts, planned),
         term("workspaces", "of GEMM libraries", "constants.json", bytes=memory_constant("workspace_bytes")),
         *([] if cpus else _outside_terms(strategy)),
     ]

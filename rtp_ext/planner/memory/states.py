@@ -87,7 +87,7 @@ def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int, hosts: int 
     sizes = (strategy.rtp, strategy.tp, strategy.param_bytes, strategy.reduce_bytes, moments)
     layers, ends = stage_layers(model, strategy, stage), (stage == 0, stage == strategy.pp - 1, strategy.pp > 1)
     ways = (strategy.travel, strategy.gradient_route, strategy.gradient_travel)
-    ahead = (strategy.late_gradients, strategy.prefetch)
+    ahead = (strategy.late_gradients, strategy.prefetch, strategy.buffers != "lean")
     frozen = (strategy.frozen, strategy.lora_rank)
     return _rotation_bytes(
         model, sizes, strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends, hosts, ways, ahead, frozen
@@ -105,7 +105,7 @@ def _rotation_bytes(
     ends: tuple[bool, bool, bool],
     hosts: int,
     ways: tuple[str | None, str, str | None],
-    ahead: tuple[int, int],
+    ahead: tuple[int, int, bool],
     frozen: tuple[str | None, int],
 ) -> RotationBytes:
     """Returns `rtp_bytes`, computed from a few layers: further layers add their shards and need no further slots."""
@@ -140,6 +140,7 @@ def _rotation_bytes(
             gradient_travel=ways[2],
             late_gradients=ahead[0],
             prefetch=ahead[1],
+            gradients_apart=ahead[2],
         )
 
     if layers <= _FEW_LAYERS:
@@ -246,7 +247,14 @@ def _offload_terms(strategy: Strategy, values: float) -> list[Term]:
     ]
 
 
-def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[Term], hosts: int = 1) -> list[Term]:
+def buffer_terms(
+    model: ModelSpec,
+    strategy: Strategy,
+    stage: int,
+    counts: list[Term],
+    hosts: int = 1,
+    planned: float = 0.0,
+) -> list[Term]:
     """Returns the slots of rotation, or temporary unsharded weights and gradients.
 
     Sources: csrc/engine; torch's `fully_shard`, DistributedDataParallel and autocast; torchtitan's settings under
@@ -255,7 +263,7 @@ def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[
     if strategy.rtp > 1:
         shard = layer_count(model, strategy) / strategy.rtp
         return [
-            *_slot_terms(model, strategy, stage, hosts),
+            *_slot_terms(model, strategy, stage, hosts, planned),
             *(_offload_terms(strategy, shard) if strategy.offload else []),
         ]
     name, values = "unsharded_buffers", sum(count.value for count in counts)
@@ -278,20 +286,37 @@ def buffer_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[
             term(name, "weights gathered for the step", source, bytes_per_value=compute, values=values),
             term(name, "unsharded gradients", source, bytes_per_value=reduce, values=grown),
         ]
-    source = "fully_shard: the layer in use and the prefetched one; the root's group stays gathered"
-    root = values - layer * model.layers
+    source = "fully_shard: the layer in use and the prefetched one"
+    root, kept, widest = values - layer * model.layers, [], layer
+    if model.tied:
+        kept = [term(name, "gathered root", "fully_shard", bytes_per_value=compute, values=root)]
+    else:  # torchtitan's units: the embedding is gathered only while it runs, and the head is reduced before the layers
+        widest = max(layer, root - model.embedding_parameters / strategy.tp)
     offload = _offload_terms(strategy, layer / strategy.shards) if strategy.offload else []
     return [
         *offload,
         term(name, "gathered layers", source, layers=min(2, model.layers), bytes_per_value=compute, values=layer),
-        term(name, "gathered embedding, norm and head", source, bytes_per_value=compute, values=root),
-        term(name, "input of a layer's reduce-scatter", source, bytes_per_value=reduce, values=layer),
+        *kept,
+        term(name, "unsharded gradients of the widest unit", source, bytes_per_value=compute, values=widest),
+        term(name, "input of its reduce-scatter", source, bytes_per_value=reduce, values=widest),
     ]
 
 
-def _slot_terms(model: ModelSpec, strategy: Strategy, stage: int, hosts: int) -> list[Term]:
+def buffer_bytes(model: ModelSpec, strategy: Strategy) -> float:
+    """Returns the bytes of the buffers that `fully_shard` takes on the ranks of a ring, with the same dtypes."""
+    layer = layer_count(model, strategy)
+    widest = max(layer, 0.0 if model.tied else (model.head_parameters + model.final_norm_parameters) / strategy.tp)
+    root = model.embedding_parameters if model.tied else 0
+    compute = strategy.param_bytes
+    return compute * (min(2, model.layers) * layer + root) + (compute + strategy.reduce_bytes) * widest
+
+
+def _slot_terms(model: ModelSpec, strategy: Strategy, stage: int, hosts: int, planned: float) -> list[Term]:
+    """planned: bytes of the buffers of a plan of whole blocks; embedding and head have slots of one shard."""
     name, source = "rotation_slots", "csrc/schedule/footprint.cpp, csrc/schedule/schedule.cpp: slots of a pass"
     held = rotation_bytes(model, strategy, stage, hosts)
+    if planned > held.weight_slots_bytes + held.gradient_slots_bytes:
+        return [term(name, "slots of groups and look-ahead", "rtp_ext/planner/rotation/family.py", bytes=planned)]
     kinds = (
         ("weight", held.weight_slot_sizes, held.weight_slots_bytes, strategy.travel_bytes),
         ("gradient", held.gradient_slot_sizes, held.gradient_slots_bytes, strategy.gradient_travel_bytes),

@@ -182,11 +182,17 @@ def limit_bytes(cluster: Cluster) -> float:
     return memory_constant("safe_fraction") * cluster.memory_bytes
 
 
-def allocated_bytes(model: ModelSpec, strategy: Strategy, global_batch: int | None, hosts: int = 1) -> float:
-    """Returns the maximum over the first and the last stage; stages between hold less. hosts: of a two-level ring."""
+def allocated_bytes(
+    model: ModelSpec, strategy: Strategy, global_batch: int | None, hosts: int = 1, planned: float = 0.0
+) -> float:
+    """Returns the maximum over the first and the last stage; stages between hold less. hosts: of a two-level ring;
+    planned: as `planned_bytes`."""
     micro_batches = strategy.micro_batches(global_batch)
     ends = range(strategy.pp) if strategy.stage_layers or strategy.stage_recompute else {0, strategy.pp - 1}
-    return max(stage_memory(model, strategy, stage, micro_batches, hosts=hosts).allocated_bytes for stage in ends)
+    return max(
+        stage_memory(model, strategy, stage, micro_batches, hosts=hosts, planned=planned).allocated_bytes
+        for stage in ends
+    )
 
 
 def _variants(model: ModelSpec, cluster: Cluster, layout: Layout, global_batch: int | None) -> Iterator[list[Strategy]]:

@@ -15,7 +15,7 @@ from rtp_ext.planner.constants import TimeConstants, host_constant
 from rtp_ext.planner.native import engine, travel_bytes
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
-from rtp_ext.planner.time.links import Group, hop_bytes_per_s
+from rtp_ext.planner.time.links import Group, hop_bytes_per_s, taken_s
 from rtp_ext.planner.time.work import Product, product_s, traffic_s
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class RotationTime:
         two_lanes: whether two products run concurrently, which fills partial waves.
         hosts: number of hosts of a two-level ring; 1: a flat ring.
         hops_s: busy time of the links inside a host.
-        nccl_s: busy time of hops over NCCL, which take multiprocessors.
+        taken_s: by how much computes take longer beside the hops over NCCL.
+        casts_s: of local shards to the compute dtype, and of float32 sums of partial products to it.
         host_calls: calls of the CUDA driver by the host for the hops, and for the computes beyond those of an unsplit
             weight.
         host_s: time of these calls and computes.
@@ -86,7 +87,8 @@ class RotationTime:
     makespan_s: tuple[float, float]
     hosts: int
     hops_s: tuple[float, float]
-    nccl_s: tuple[float, float]
+    taken_s: tuple[float, float]
+    casts_s: tuple[float, float]
     host_calls: tuple[float, float]
     host_s: tuple[float, float]
     simulated: tuple[tuple[Lockstep, Mapping[str, float]], ...] = ()
@@ -118,6 +120,8 @@ def rotation_seconds(
     gradient_travel: str | None = None,
     route: str = "ring",
     hosts: int = 1,
+    kept: bool = False,
+    joined: bool = False,
 ) -> RotationTime:
     """Predicts a rotation of `group.ranks` ranks with `tokens` tokens on each.
 
@@ -126,8 +130,9 @@ def rotation_seconds(
     train have no wgrad and no hops of gradients.
     compute_bytes, reduce_bytes: of a value of a travelling weight and gradient. product_bytes: of a value that GEMMs
     read. recompute: backward computes the first half of a bundle again. route: `ring` or `direct`. hosts: number of
-    hosts of a two-level ring, where gradient route direct is not available; 1: a flat ring. Hops inside a host take
-    `ce`, where its GPUs access each other's memory, and all others NCCL on blocking communicators.
+    hosts of a two-level ring, where gradient route direct is not available; 1: a flat ring. kept: backward finds all
+    weights where forward left them. joined: layers with one input are one operand. Hops inside a host take `ce`, where
+    its GPUs access each other's memory, and all others NCCL on blocking communicators.
 
     Durations are those of the largest shard. Products with a shard add to sums, which they read and write: of outputs
     or of input gradients in float32 (csrc/compute/gemm), of weight gradients in the dtype in which they travel. The
@@ -146,17 +151,17 @@ def rotation_seconds(
     narrow = direct and gradient_bytes < local_bytes
     cluster = group.cluster
     width = (product_bytes, experts_per_token)
-    whole = step_seconds(rotation, tokens, 1, 1, cluster, constants, recompute, *width)
+    whole = step_seconds(rotation, tokens, 1, 1, cluster, constants, None, *width)
     engine = dataclasses.replace(constants, kernel_s=constants.engine_launch_s)
     sums = None
     if ranks > 1:  # what is computed is added to a sum, but a contribution that is sent to its owner
         sums = (2.0 * max(4, compute_bytes), float(local_bytes if direct else 2 * reduce_bytes))
-    one = step_seconds(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums)
+    one = step_seconds(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums, joined=joined)
     of_weights, back = (
         sum(weight.travelling_bytes(ranks, weight_bytes) for weight in weights) / chunks
         for weights in (rotation.weights, rotation.backward_weights)
     )
-    values = _shard_values(rotation.weights, ranks) / chunks
+    values = shard_values(rotation.weights, ranks) / chunks
     trained = values if rotation.trains else 0.0
     sent = {"weight": of_weights, "gradient": trained * gradient_bytes}
     local = trained * local_bytes
@@ -174,9 +179,10 @@ def rotation_seconds(
         hops |= {f"outer {kind}": hop_s(between, size, constants) for kind, size in sent.items()}
     copy = traffic_s(2 * local + sent["gradient"], cluster, constants)
     durations = {**one, **hops, "add": copy, "copy": traffic_s(2 * sent["weight"], cluster, constants)}
-    backward_durations = {**durations, "weight": hop_s(inside, back, constants)}
+    back = 0.0 if kept else back
+    backward_durations = {**durations, "weight": 0.0 if kept else hop_s(inside, back, constants)}
     if hosts > 1:
-        backward_durations["outer weight"] = hop_s(between, back, constants)
+        backward_durations["outer weight"] = 0.0 if kept else hop_s(between, back, constants)
     if direct:  # the first contribution is copied to the owner's gradient
         backward_durations["copy"] = traffic_s(local + sent["gradient"], cluster, constants)
     dgrad = rotation.input_gradient and rotation.facts.kind.dgrad
@@ -186,7 +192,9 @@ def rotation_seconds(
     lanes = (False, False)
     if op == "linear" and ranks > 1 and hosts == 1:
         lanes = _two_lanes(rotation, tokens, ranks * chunks, cluster)
-    filled = step_seconds(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums, whole_waves=False)
+    filled = step_seconds(
+        rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums, joined=joined, whole_waves=False
+    )
     filled = {kind: time + cast_s[kind] for kind, time in filled.items()}
     computed = {"dgrad": dgrad or rotation.bundle, "wgrad": wgrad}
     kinds = (("forward",), tuple(kind for kind, there in computed.items() if there))
@@ -207,10 +215,15 @@ def rotation_seconds(
     inner = chunks * (ranks - hosts)
     busy = (inner * hops["weight"], inner * (backward_durations["weight"] * bool(back) + hops["gradient"] * wgrad))
     outer = chunks * (hosts - 1)
-    over_nccl = (0.0, 0.0) if cluster.peer_access and inside.nodes == 1 else busy
+    over_ce = cluster.peer_access and inside.nodes == 1
+    links = [] if over_ce else [(inside, busy)]
     if hosts > 1:
         outward = backward_durations["outer weight"] * bool(back) + hops["outer gradient"] * wgrad
-        over_nccl = (over_nccl[0] + outer * hops["outer weight"], over_nccl[1] + outer * outward)
+        links.append((between, (outer * hops["outer weight"], outer * outward)))
+    taken = [
+        sum(taken_s(link, min(times[index], chunks * work[index]), constants) for link, times in links)
+        for index in (0, 1)
+    ]
     parts = wgrad + halves  # of a gradient
     passes = (1, bool(back) + parts)  # of the ring
     hop_calls = inner * _hop_calls(inside) + outer * host_constant("nccl_hop_calls")
@@ -233,11 +246,47 @@ def rotation_seconds(
         (first + chunks * spans[0], first + chunks * spans[1]),
         hosts,
         busy,
-        over_nccl,
+        (taken[0], taken[1]),
+        casts_s(rotation, tokens, ranks, compute_bytes, dgrad, cluster, constants, joined=joined),
         (calls[0], calls[1]),
         (calls[0] * constants.driver_call_s + products, calls[1] * constants.driver_call_s + 2 * products),
         tuple(simulated),
     )
+
+
+def casts_s(
+    rotation: RotatedOperation,
+    tokens: int,
+    ranks: int,
+    compute_bytes: int,
+    dgrad: bool,
+    cluster: Cluster,
+    constants: TimeConstants,
+    *,
+    sums: bool = True,
+    joined: bool = False,
+) -> tuple[float, float]:
+    """Returns the seconds of casts and copies in forward and backward: casts of the float32 local shards that are sent,
+    and of the `sums` of products with several shards, if there are any (csrc/compute/gemm, ProductSum); copies of the
+    results of `joined` layers, and of their gradients, from and to one matrix (csrc/compute/joined.h)."""
+    if ranks == 1:
+        return 0.0, 0.0
+    matrices = [weight for weight in rotation.weights if len(weight.shape) == 2]
+    forward = backward = 0.0
+    if joined and rotation.kind == "linear" and len(matrices) > 1:
+        forward = backward = 2.0 * compute_bytes * tokens * sum(weight.shape[0] for weight in matrices)
+    if compute_bytes < 4:
+        moved = 4 + compute_bytes
+
+        def stored(weights: tuple[Weight, ...]) -> float:
+            return moved * shard_values(tuple(weight for weight in weights if weight.has_gradient), ranks)
+
+        forward += stored(rotation.weights)
+        backward += stored(rotation.backward_weights)
+        if sums and rotation.kind != "embedding" and matrices:
+            forward += moved * tokens * matrices[-1].shape[0] * (matrices[-1].dim == 1)
+            backward += moved * tokens * matrices[0].shape[1] * dgrad
+    return traffic_s(forward, cluster, constants), traffic_s(backward, cluster, constants)
 
 
 def _hop_calls(group: Group) -> float:
@@ -258,7 +307,21 @@ def _two_lanes(rotation: RotatedOperation, tokens: int, parts: int, cluster: Clu
     return wastes(tokens, outputs), wastes(tokens, inputs) or wastes(outputs, inputs)
 
 
-def _shard_values(weights: tuple[Weight, ...], ranks: int) -> float:
+def _joined(matrices: list[Weight]) -> list[Weight]:
+    """Returns the matrices with neighbours of one input, cut by outputs, joined to one."""
+    joined: list[Weight] = []
+    for weight in matrices:
+        last = joined[-1] if joined else None
+        if last is not None and weight.dim == last.dim == 0 and weight.shape[1] == last.shape[1]:
+            joined[-1] = dataclasses.replace(
+                last, shape=(last.shape[0] + weight.shape[0], weight.shape[1]), frozen=None
+            )
+        else:
+            joined.append(weight)
+    return joined
+
+
+def shard_values(weights: tuple[Weight, ...], ranks: int) -> float:
     return float(sum(weight.shard_elements(ranks) for weight in weights))
 
 
@@ -269,15 +332,19 @@ def step_seconds(
     chunks: int,
     cluster: Cluster,
     constants: TimeConstants,
-    recompute: bool,
+    recompute: bool | None,
     element_bytes: int,
     experts_per_token: int,
-    sums: tuple[float, float] | None = None,
+    sums: tuple[float | None, float] | None = None,
     *,
     whole_waves: bool = True,
+    shards: int = 1,
+    joined: bool = False,
 ) -> dict[str, float]:
     """Returns the seconds of one step with one shard (or chunk of one) of the largest size. sums: bytes read and
-    written for each number of a sum over shards, of activations and of weight gradients; None: a whole weight."""
+    written for each number of a sum over shards, of activations and of weight gradients; None: a whole weight.
+    recompute: whether a bundle computes its first half again; None: and a head does not compute its logits again.
+    shards: that a product has at once. joined: layers with one input are one operand."""
     of_inputs, of_weights = sums or (None, None)
     matrices = [weight for weight in rotation.weights if not weight.is_bias]
     if rotation.kind == "embedding":  # rows are copied, or added
@@ -285,14 +352,20 @@ def step_seconds(
         moved = traffic_s(4 * values, cluster, constants) + constants.kernel_s
         return {"forward": moved, "dgrad": 0.0, "wgrad": 2 * moved}
     seconds = {"forward": 0.0, "dgrad": 0.0, "wgrad": 0.0}
+    if joined and len(matrices[0].shape) == 2:
+        matrices = _joined(matrices)
     for index, weight in enumerate(matrices):
         shape, experts = weight.shape, 1
         if len(shape) == 3:
-            experts, shape = -(-shape[0] // ranks), shape[1:]
-            rows, cut = -(-tokens * experts_per_token // (ranks * experts)), 1
+            each, shape = -(-shape[0] // ranks), shape[1:]
+            rows, cut, experts = -(-tokens * experts_per_token // (ranks * each)), 1, shards * each
         else:
             rows, cut = tokens, ranks * chunks
-        outputs, inputs = (shape[0], -(-shape[1] // cut)) if weight.dim == 1 else (-(-shape[0] // cut), shape[1])
+
+        def part(size: int, cut: int = cut) -> int:
+            return min(size, shards * -(-size // cut))
+
+        outputs, inputs = (shape[0], part(shape[1])) if weight.dim == 1 else (part(shape[0]), shape[1])
         product = Product("shard", rows, outputs, inputs, experts, element_bytes)
         dgrad, wgrad = product.backward()
         by_outputs = weight.dim == 0 and len(weight.shape) == 2
@@ -302,7 +375,9 @@ def step_seconds(
         seconds["forward"] += forward
         seconds["dgrad"] += product_s(dgrad, **ways, result_bytes=of_inputs if by_outputs else None)
         seconds["wgrad"] += product_s(wgrad, **ways, result_bytes=of_weights)
-        again = rotation.kind == "head" or (rotation.kind == "bundle" and recompute and index < len(matrices) - 1)
-        if again:  # logits or hidden slices are computed again before their gradients
+        again = rotation.kind == "bundle" and recompute and index < len(matrices) - 1
+        if again or (
+            rotation.kind == "head" and recompute is not None
+        ):  # logits or hidden slices are computed again before their gradients
             seconds["dgrad"] += forward
     return seconds

@@ -19,6 +19,7 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZER_MOMENTS = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 STACKS = ("auto", "megatron", "torch")
 LOSSES = ("auto", "eager", "loss-parallel", "megatron", "compiled", "fused")
+BUFFERS = ("auto", "lean")
 BUNDLES = (True, False, *get_args(Bundle))
 ROUTES = tuple(route for route in get_args(Route) if route != "gather")
 GRADIENT_ROUTES = get_args(PassGradientRoute)
@@ -72,8 +73,14 @@ class Strategy:
             act in every step. topology: of gossip.
         replicate: of `zero=3`: number of groups of data-parallel ranks that each hold all shards; gradients are summed
             over the groups (hybrid sharding, HSDP). Rings are replicated by dp.
+        symm_mem: of `zero=3`: `FSDPModule.set_symm_mem_for_comm`, of which is assumed that neither gathers nor
+            reduce-scatters take multiprocessors.
         offload: shards, gradients and optimizer state are in host memory, and the optimizer runs there (`zero=3`, rtp).
         compiled: elementwise kernels of the torch stack are fused (torch.compile). fused_norm: only RMSNorm is fused.
+        buffers: of rotation: `auto`, the fastest plan of groups, routes and look-ahead whose buffers stay at most those
+            of `fully_shard`, or `lean`, slots of one shard.
+        to_come: names, joined by +, or `all`, of what such plans may use although the engine does NOT have it yet
+            (`PIECES` of rtp_ext/planner/rotation/family.py, where BUILT says what it has).
         frozen: `nf4`, `mxfp4` or `int8`: weights of the linear layers and experts of a ring's model, and of a head that
             `fused_loss` fuses, are frozen and stored in blocks of this format, as with
             `rtp_ext.fully_rotate(model, frozen=...)`. It needs adapters.
@@ -116,12 +123,15 @@ class Strategy:
     gradient_travel: str | None = None
     late_gradients: int = 0
     prefetch: int = 1
+    buffers: str = "auto"
+    to_come: str = ""
     frozen: str | None = None
     lora_rank: int = 0
     outer: str = "allreduce"
     period: int = 1
     topology: str = "one-peer"
     replicate: int = 1
+    symm_mem: bool = False
     offload: bool = False
     compiled: bool = False
     fused_norm: bool = False
@@ -151,6 +161,7 @@ class Strategy:
         check_known("reduce_dtype", self.reduce_dtype, DTYPE_BYTES)
         check_known("fp8_scaling", self.fp8_scaling, FP8_SCALINGS)
         check_known("route", self.route, ROUTES)
+        check_known("buffers", self.buffers, BUFFERS)
         check_known("gradient_route", self.gradient_route, GRADIENT_ROUTES)
         check_known("outer policy", self.outer, OUTER)
         check_known("topology", self.topology, TOPOLOGIES)
@@ -181,6 +192,8 @@ class Strategy:
                 "strategy: replicate is of zero=3 and divides dp (rings are replicated by dp), got replicate "
                 f"{self.replicate} with zero={self.zero} and dp {self.dp}"
             )
+        if self.symm_mem and self.zero != 3:
+            raise ValueError(f"strategy: expected zero=3 with symm_mem, got zero={self.zero}")
         if self.offload and not (self.zero == 3 or self.rtp > 1):
             raise ValueError(
                 f"strategy: offload needs zero=3 or rtp of at least 2, got zero={self.zero}, rtp {self.rtp}"
@@ -209,6 +222,7 @@ class Strategy:
         """Raises ValueError for rotation options without a ring, and for contradictory ones."""
         own = (
             *("in_place", "route", "gradient_route", "travel", "gradient_travel", "late_gradients", "prefetch"),
+            *("buffers", "to_come"),
             *("frozen", "lora_rank", "outer", "period"),
         )
         for name in own:
@@ -219,6 +233,13 @@ class Strategy:
         if self.in_place:
             check_in_place("strategy", self.travel, self.route)
         check_gradients("strategy", self.gradient_route, self.gradient_travel, self.route)
+        fixed = {"in_place": False, "gradient_travel": None, "frozen": None, "lora_rank": 0, "tp": 1}
+        for name, value in fixed.items():
+            if self.to_come and getattr(self, name) != value:
+                raise ValueError(
+                    f"strategy: expected {name} {value!r} with to_come, whose plans are of plain training, got "
+                    f"{getattr(self, name)!r}"
+                )
         if self.frozen is not None and self.lora_rank == 0:
             raise ValueError(
                 f"strategy: frozen {self.frozen!r} needs lora_rank of at least 1, since only adapters are trained"

@@ -34,7 +34,7 @@ def estimate_time(
     >>> model, cluster = ModelSpec.preset("llama-3-8b", seq=8192), Cluster.preset("h100-80gb", gpus=8)
     >>> report = estimate_time(model, cluster, Strategy(rtp=8, fused_loss=True), global_batch=8)
     >>> f"{report.step_seconds:.2f} s"
-    '1.09 s'
+    '1.02 s'
 
     Raises:
         ValueError: a plan that this model or cluster cannot run.
@@ -55,6 +55,8 @@ def estimate_time(
     )
     seen, lost = _gradients_s(clock, values, slowest.forward, slowest.backward, slowest.total)
     components["gradients"] += seen
+    if strategy.zero == 3 and strategy.pp > 1:  # gathered and scattered once a step
+        components["copies"] += clock.copies_s(values, 1)
     components["interference"] += lost
     components["optimizer"] = _optimizer_s(cluster, strategy, constants, values)
     samples = micro_batches * strategy.micro_batch * strategy.replicas

@@ -45,6 +45,13 @@ def ring_bytes_per_s(group: Group, constants: TimeConstants) -> float:
     return min(inside, across) if group.local > 1 else across
 
 
+def taken_s(group: Group, seconds: float, constants: TimeConstants) -> float:
+    """Returns by how much computes of `seconds` take longer beside NCCL, which takes a share of the multiprocessors:
+    that of NVLink where several members of the group share a node, also on several nodes, else that of the network."""
+    share = constants.nvlink_sm_share if group.local > 1 else constants.network_sm_share
+    return share / (1 - share) * seconds
+
+
 def hop_bytes_per_s(group: Group, constants: TimeConstants) -> float:
     """Returns the bandwidth of messages from every member to the next at once, the slowest of them: between nodes, that
     of one network port, and inside nodes with several members that of their links."""

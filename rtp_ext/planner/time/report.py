@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-COMPUTE = ("gemm", "attention", "elementwise", "recomputation", "launches", "split", "interference", "optimizer")
+COMPUTE = (
+    "gemm",
+    "attention",
+    "elementwise",
+    "recomputation",
+    "launches",
+    "split",
+    "copies",
+    "interference",
+    "optimizer",
+)
 COMMUNICATION = (
     "tensor_parallel",
     "context_parallel",
@@ -24,7 +34,8 @@ class TimeReport:
 
     Attributes:
         components: seconds by component (`TIME_COMPONENTS`). `split`: extra time of shard-sized products over unsplit
-            ones; `interference`: slowdown of computes by concurrent communication; communication counts where it is
+            ones; `copies`: into and out of the flat buffers of fully_shard, and casts of a ring's shards and sums;
+            `interference`: slowdown of computes by concurrent communication; communication counts where it is
             exposed.
         flops: of all GPUs in the step, with recomputation; fused attention does not compute the masked half.
         model_flops: the same without recomputation.

@@ -6,13 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 
 from rtp_ext.planner.constants import TimeConstants, host_constant
-from rtp_ext.planner.memory.states import layer_count, recomputed_layers, stage_layers
+from rtp_ext.planner.memory.states import buffer_bytes, layer_count, recomputed_layers, stage_layers
+from rtp_ext.planner.rotation import family
 from rtp_ext.planner.rotation.operations import RotatedOperation, rotations_of
 from rtp_ext.planner.rotation.seconds import RotationTime, rotation_seconds
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
-from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s, send_s
+from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s, send_s, taken_s
 from rtp_ext.planner.time.work import Seconds, head_seconds, layer_seconds, traffic_s
 
 
@@ -80,7 +81,10 @@ class StageClock:
         self._plain: StageClock | None = None
         self.rotated: list[RotationTime] = []
         self.ends: dict[str, list[RotationTime]] = {}
+        self.block: family.BlockTime | None = None  # of a ring whose blocks are planned as a whole
+        self.planned_bytes = 0.0  # of such a plan's buffers
         self.adapters_s = 0.0  # of gathers in one layer
+        self.root: dict[str, float] = {}  # of fully_shard beside its layers
         if strategy.rtp > 1:
             self._add_rotation()
         elif strategy.zero == 3 and strategy.pp == 1:
@@ -124,6 +128,8 @@ class StageClock:
             backward += int(host_constant("unshard_kernels"))
         host = (forward + backward) * self.constants.host_s
         host += sum(passes * time.host_s[0] + time.host_s[1] for time in self.rotated)
+        if self.block is not None:
+            host += self.block.host_s
         return max(0.0, host - sum(self.per_layer.values()))
 
     def _collectives(self) -> dict[str, float]:
@@ -177,32 +183,64 @@ class StageClock:
     # -- travelling weights -------------------------------------------------------------------------------------------
 
     def overlapped(self, group: Group, communication: float, window: float) -> tuple[float, float]:
-        """Returns the communication that a window of computing does not hide, and the slowdown of the computing by the
-        multiprocessors that NCCL takes meanwhile (share: Calculon's system files)."""
-        share = self.constants.nvlink_sm_share if group.nodes == 1 else self.constants.network_sm_share
-        return max(0.0, communication - window), share / (1 - share) * min(communication, window)
+        """Returns the communication that a window of computing does not hide, and what the computing is slower beyond
+        that, since NCCL takes multiprocessors meanwhile (share: Calculon's system files)."""
+        taken = 0.0 if self.strategy.symm_mem else taken_s(group, min(communication, window), self.constants)
+        exposed = max(0.0, communication - window)
+        return exposed, max(0.0, taken - exposed)
+
+    def copies_s(self, values: float, gathers: int) -> float:
+        """Returns the time of copies on the compute stream of fully_shard: out of the buffer of each gather, and of
+        gradients into that of a reduce-scatter, which casts them (torch/distributed/fsdp/_fully_shard,
+        foreach_all_gather_copy_out and foreach_reduce_scatter_copy_in). Megatron-LM's weights and gradients are views
+        of such buffers (core/distributed/fsdp)."""
+        if self.groups.dp.ranks == 1 or self.strategy.effective_stack != "torch":
+            return 0.0
+        moved = 2 * gathers * self.strategy.param_bytes + self.strategy.param_bytes + self.strategy.reduce_bytes
+        return traffic_s(values * moved, self.cluster, self.constants)
 
     def _add_unshard(self) -> None:
         """Adds fully_shard: the next layer is gathered while one computes; backward gathers again and scatters the
-        gradients of the previous layer (arXiv 2304.11277). The gather of the root's embedding and head is exposed."""
-        strategy, constants, group = self.strategy, self.constants, self.groups.dp
-        layer = layer_count(self.model, strategy)
-        gather = gather_s(group, layer * strategy.param_bytes, constants)
-        scatter = gather_s(group, layer * strategy.reduce_bytes, constants)
-        passes = 1 + (strategy.recompute == "full")
-        seen, lost = self.overlapped(group, gather, self.layer.forward)
-        seen_back, lost_back = self.overlapped(
-            group, gather + scatter, self.layer.backward + (passes - 1) * self.layer.forward
-        )
-        self.per_layer["unsharding"] = seen + seen_back
-        self.per_layer["interference"] = lost + lost_back
-        root = (self.model.embedding_parameters + self.model.head_parameters) / strategy.tp
-        self.root_s = (
-            gather_s(group, root * strategy.param_bytes, constants)
-            + gather_s(group, root * strategy.reduce_bytes, constants)
-            + gather
-            + scatter
-        )
+        gradients of the previous layer (arXiv 2304.11277).
+
+        Units are those of torchtitan (models/llama3/parallelize.py): the embedding, each layer, and the last norm with
+        the head, which stays gathered after its forward. The first two gathers and the last two scatters are exposed.
+        A tied table is in the root, which stays gathered until its scatter, the last."""
+        model, strategy, constants, group = self.model, self.strategy, self.constants, self.groups.dp
+
+        def gather(values: float) -> float:
+            return gather_s(group, values * strategy.param_bytes, constants)
+
+        def scatter(values: float) -> float:
+            return gather_s(group, values * strategy.reduce_bytes, constants)
+
+        layer, first = layer_count(model, strategy), model.embedding_parameters / strategy.tp
+        last = 0.0 if model.tied else model.head_parameters / strategy.tp + model.final_norm_parameters
+        again = 0.0 if model.tied else first  # gathered anew for the backward
+        out, both = self.copies_s(layer, 1), self.copies_s(layer, 2)
+        forward = self.layer.forward + both - out
+        backward = self.layer.backward + self.per_layer["recomputation"] + out
+        ahead, back = gather(layer), gather(layer) + scatter(layer)
+        of_layer = [(ahead, forward), (back, backward)]
+        # the last layer has another gather ahead of it, and another scatter behind it, the first another gather
+        of_root = [
+            *((gather(last), forward), (ahead, self.head.backward)),
+            *((ahead + scatter(last), backward), (gather(again) + scatter(layer), backward)),
+        ]
+        replaced = [of_layer[0], of_layer[1], of_layer[1]]
+
+        def added(windows: list[tuple[float, float]]) -> tuple[float, float]:
+            pairs = [self.overlapped(group, communication, window) for communication, window in windows]
+            return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+
+        seen, lost = added(of_layer)
+        self.per_layer |= {"unsharding": seen, "interference": lost, "copies": both}
+        (seen_root, lost_root), (seen_less, lost_less) = added(of_root), added(replaced)
+        self.root = {
+            "unsharding": gather(first) + ahead + scatter(layer) + scatter(first) + seen_root - seen_less,
+            "interference": lost_root - lost_less,
+            "copies": self.copies_s(first, 1 if model.tied else 2) + self.copies_s(last, 1),
+        }
 
     def _add_offload(self) -> None:
         """Adds offloading: shards come from the host for every pass, and gradients return in float32 over PCIe (torch's
@@ -219,21 +257,84 @@ class StageClock:
         are too small for hops: each is gathered before its product, as the engine's `auto` does."""
         strategy, adapters = self.strategy, list[RotatedOperation]()
         rotations = self._rotations(1, False, False)
+        pieces = family.pieces_of(strategy.to_come)
+        if family.plans_blocks(strategy.to_come) and not strategy.freezes:
+            self._add_family(tuple(rotations), pieces)
+            return
         if strategy.lora_rank:
             adapters = [rotation for rotation in rotations if rotation.trains]
         times = [self._rotation(rotation) for rotation in rotations if rotation not in adapters]
         self.rotated += times
         passes = 1 + (strategy.recompute == "full")
-        split, shown, lost = self._summed(times, passes)
+        split, copied, shown, lost = self._summed(times, passes)
         for rotation in adapters:
             values = sum(weight.shard_elements(1) for weight in rotation.weights)
             ways = ((passes + 1, strategy.param_bytes), (1, strategy.reduce_bytes))
             self.adapters_s += sum(n * gather_s(self.groups.rtp, values * size, self.constants) for n, size in ways)
-        self.per_layer |= {"split": split, "rotation": shown + self.adapters_s, "interference": lost}
+        self.per_layer |= {"split": split, "copies": copied, "rotation": shown + self.adapters_s, "interference": lost}
         self.ends = {
             "embedding": [self._rotation(rotation) for rotation in self._rotations(0, True, False)],
             "head": [self._rotation(rotation) for rotation in self._rotations(0, False, True)],
         }
+
+    def _add_family(self, rotations: tuple[RotatedOperation, ...], pieces: frozenset[str]) -> None:
+        """As `_add_rotation`, with the fastest plan of the whole block whose buffers stay within those of fully_shard,
+        or the lean one."""
+        strategy, layer = self.strategy, self.layer
+        sizes = family.Sizes(
+            strategy.param_bytes,
+            1 if strategy.fp8 else strategy.param_bytes,
+            strategy.reduce_bytes,
+            strategy.bundle == "recompute",
+            self.model.experts_per_token,
+            strategy.travel,
+            "joined" in pieces,
+            strategy.hosts(self.cluster),
+        )
+        passes = 1 + (strategy.recompute == "full")
+        budget, head_bytes = buffer_bytes(self.model, strategy), 0.0
+        if "kept" in pieces:
+            head_bytes = self.model.vocab * self.model.hidden / strategy.tp * strategy.param_bytes
+        best = self.block = family.fastest_block(
+            rotations,
+            self._gaps(len(rotations)),
+            self.tokens,
+            self.groups.rtp,
+            self.constants,
+            sizes,
+            pieces,
+            strategy.buffers == "lean",
+            budget - head_bytes,
+            passes,
+        )
+        self.planned_bytes = best.buffers_bytes + head_bytes
+        self.per_layer |= {
+            "split": best.computes_s - sum(layer.gemm) - (passes - 1) * layer.gemm[0],
+            "copies": best.casts_s,
+            "rotation": best.exposed_s,
+            "interference": best.lost_s,
+        }
+        embedding = [self._rotation(rotation) for rotation in self._rotations(0, True, False)]
+        if "rows" in pieces:
+            rows = family.rows_seconds(
+                embedding[0], self.tokens, self.model.hidden, self.groups.rtp, self.constants, sizes
+            )
+            embedding[0] = min(rows, embedding[0], key=lambda time: sum(time.makespan_s) + sum(time.casts_s))
+        head = [self._rotation(rotation, kept="kept" in pieces) for rotation in self._rotations(0, False, True)]
+        self.ends = {"embedding": embedding, "head": head}
+
+    def _gaps(self, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Returns the seconds of other kernels before each of `count` operations of a block, in the order of forward:
+        norms and activations before the first and the last, attention before the one after the projections."""
+        forward, backward = [0.0] * count, [0.0] * count
+        place = max(1, count - 2)
+        for gaps, index in ((forward, 0), (backward, 1)):
+            gaps[0] += self.layer.elementwise[index] / 2
+            gaps[-1] += self.layer.elementwise[index] / 2
+            # in backward, attention comes before the projections of its inputs
+            gaps[place if index == 0 else place - 1] += self.layer.attention[index]
+        backward[-1] += self.per_layer["recomputation"] if self.strategy.recompute == "selective" else 0.0
+        return tuple(forward), tuple(backward)
 
     def _rotations(self, layers: int, embedding: bool, head: bool) -> list[RotatedOperation]:
         strategy = self.strategy
@@ -251,7 +352,13 @@ class StageClock:
         )
         return made
 
-    def _rotation(self, rotation: RotatedOperation) -> RotationTime:
+    def _rotation(self, rotation: RotatedOperation, *, kept: bool = False) -> RotationTime:
+        strategy = self.strategy
+        joins = "joined" in family.pieces_of(strategy.to_come) and not strategy.freezes and len(rotation.weights) > 1
+        times = [self._timed(rotation, kept, joined) for joined in ((False, True) if joins else (False,))]
+        return min(times, key=lambda time: sum(time.makespan_s) + sum(time.casts_s))
+
+    def _timed(self, rotation: RotatedOperation, kept: bool, joined: bool) -> RotationTime:
         strategy = self.strategy
         size = 1 if strategy.fp8 and rotation.kind in ("linear", "bundle") else strategy.param_bytes
         return rotation_seconds(
@@ -270,19 +377,22 @@ class StageClock:
             gradient_route=strategy.gradient_route,
             travel=strategy.travel,
             gradient_travel=strategy.gradient_travel,
+            kept=kept,
+            joined=joined,
         )
 
-    def _summed(self, times: list[RotationTime], forwards: int) -> tuple[float, float, float]:
-        split = shown = lost = 0.0
+    @staticmethod
+    def _summed(times: list[RotationTime], forwards: int) -> tuple[float, float, float, float]:
+        """Returns split, copies, rotation and interference of some rotations."""
+        split = copied = shown = lost = 0.0
         for time in times:
-            inside = self.groups.rtp.nodes == 1
-            share = self.constants.nvlink_sm_share if inside else self.constants.network_sm_share
             for index, count in ((0, forwards), (1, 1)):
+                exposed = time.makespan_s[index] - time.computes_s[index]
                 split += count * (time.computes_s[index] - time.unsplit_s[index])
-                shown += count * (time.makespan_s[index] - time.computes_s[index])
-                hidden = max(0.0, time.nccl_s[index] - (time.makespan_s[index] - time.computes_s[index]))
-                lost += count * share / (1 - share) * min(hidden, time.computes_s[index])
-        return split, shown, lost
+                copied += count * time.casts_s[index]
+                shown += count * exposed
+                lost += count * max(0.0, time.taken_s[index] - exposed)
+        return split, copied, shown, lost
 
     # -- stages -------------------------------------------------------------------------------------------------------
 
@@ -311,19 +421,22 @@ class StageClock:
         if strategy.rtp > 1:
             for name, there in (("embedding", first), ("head", last)):
                 if there:
-                    for part, seconds in zip(("split", "rotation", "interference"), self._end(name), strict=True):
+                    for part, seconds in zip(
+                        ("split", "copies", "rotation", "interference"), self._end(name), strict=True
+                    ):
                         parts[part] += seconds
         elif strategy.zero == 3 and strategy.pp == 1:
-            parts["unsharding"] += self.root_s
+            for name, seconds in self.root.items():
+                parts[name] += seconds
         if strategy.pp > 1:
             parts["pipeline_messages"] = self._messages(forward + backward)
         return StageTime(parts, forward, backward)
 
-    def _end(self, name: str) -> tuple[float, float, float]:
-        split, shown, lost = self._summed(self.ends[name], 1)
+    def _end(self, name: str) -> tuple[float, float, float, float]:
+        split, copied, shown, lost = self._summed(self.ends[name], 1)
         if name == "embedding":  # its rows are not part of the time of unsplit products
             split += sum(sum(time.unsplit_s) for time in self.ends[name])
-        return split, shown, lost
+        return split, copied, shown, lost
 
     @staticmethod
     def _add(parts: dict[str, float], seconds: Seconds) -> None:

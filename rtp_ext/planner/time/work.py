@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from rtp_ext.cost import Rates, product_seconds
 from rtp_ext.planner.constants import TimeConstants
 from rtp_ext.planner.memory.states import padded_vocab
-from rtp_ext.planner.native import engine
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
@@ -55,28 +54,25 @@ def product_s(
     whole_waves: bool = True,
     result_bytes: float | None = None,
 ) -> float:
-    """Returns the time of the waves of output tiles over the multiprocessors, or of the bytes if that is longer.
-
-    waves * SMs * 2 * tile * (depth + ramp) / rate, for the better of two tiles. Without `whole_waves`, other kernels
-    fill the multiprocessors that the last wave leaves idle. result_bytes: bytes read and written for each number of the
-    result; default: one write of 2 bytes, or of as many as an operand has. Source: NVIDIA, Matrix Multiplication
-    Background User's Guide (tile and wave quantization); roofline: Williams et al., CACM 52(4), 2009.
-    """
-    m, n, k, batch = product.rows, product.columns, product.depth, product.batch
-    if not (m and n and k):
-        return 0.0
-    sms = cluster.streaming_multiprocessors
-    rate = flops_per_s(cluster, product.element_bytes) * constants.gemm_fraction
-    depth = k + constants.gemm_ramp_depth
-    least = math.inf
-    for tile, (rows, columns) in enumerate(engine().GEMM_TILES):
-        waves = engine().waves(m, n, sms, tile, batch)
-        least = min(least, (math.ceil(waves) if whole_waves else waves) * rows * columns)
-    busy = least * sms * 2.0 * depth
-    if result_bytes is None:
-        result_bytes = max(2, product.element_bytes)
-    moved = batch * (product.element_bytes * (m * k + k * n) + result_bytes * m * n)
-    return max(busy / rate, traffic_s(moved, cluster, constants)) + constants.kernel_s
+    """Returns `rtp_ext.cost.product_seconds` at the rates of the cluster."""
+    rates = Rates(
+        flops_per_s(cluster, product.element_bytes) * constants.gemm_fraction,
+        cluster.hbm_bytes_per_s * constants.hbm_fraction,
+        cluster.streaming_multiprocessors,
+        constants.gemm_ramp_depth,
+        constants.kernel_s,
+        constants.hidden_sums,
+    )
+    return product_seconds(
+        rates,
+        product.rows,
+        product.columns,
+        product.depth,
+        batch=product.batch,
+        element_bytes=product.element_bytes,
+        result_bytes=result_bytes,
+        whole_waves=whole_waves,
+    )
 
 
 def traffic_s(size_bytes: float, cluster: Cluster, constants: TimeConstants) -> float:
@@ -107,6 +103,7 @@ _PLAIN_SOFTMAX_KERNELS, _PLAIN_SOFTMAX_BYTES = 4, 26  # to float32, scaled, mask
 # bytes per feature: float32 sums of the partial results of context parallelism (torch's _SDPAMerger: cast, subtract,
 # multiply, subtract)
 _MERGE_BYTES = 38
+_ADDED, _ADDED_FUSED = 6, 2  # bytes per feature: 2 read, 1 written; compiled, another kernel reads one more
 _SCALED_SUM = 10  # bytes per feature: an adapter's output is scaled (read, write) and added (2 read, write), as in peft
 _EAGER_NORM = 32  # bytes per feature of RMSNorm in float32 beyond the 4 of a fused one (constants.json, eager_traffic)
 _UNFUSED_KERNELS, _FUSED_KERNELS = 3, 8  # softmax and dropout of scores; norms, activation, residuals, transposes
@@ -158,7 +155,7 @@ def head_product(model: ModelSpec, strategy: Strategy, tokens: int) -> Product:
     return Product("vocabulary head", tokens, vocab, model.hidden, element_bytes=strategy.param_bytes)
 
 
-def product_seconds(
+def both_seconds(
     product: Product, cluster: Cluster, constants: TimeConstants, *, trained: bool = True
 ) -> tuple[float, float]:
     """Returns the seconds of forward and backward. trained: whether there is a product for the weight's gradient."""
@@ -232,6 +229,20 @@ def elementwise_bytes(model: ModelSpec, strategy: Strategy, tokens: int, constan
     return moved * tokens * strategy.param_bytes / 2
 
 
+def added_bytes(model: ModelSpec, strategy: Strategy, tokens: int) -> float:
+    """Returns the bytes that autograd moves in one layer's backward to add the input gradients of layers with the same
+    input: q, k and v of a Llama, gate and up. Megatron-LM and bundles of a ring have one layer in place of each.
+
+    Source: torch/csrc/autograd/input_buffer.cpp (one addition for each further gradient).
+    """
+    bundled = strategy.rtp > 1 and bool(strategy.bundle) and not strategy.freezes
+    if strategy.effective_stack != "torch" or bundled:
+        return 0.0
+    adds = 2 * (model.family == "llama") + max(1, model.experts_per_token) * model.gated
+    each = _ADDED_FUSED if strategy.compiled else _ADDED
+    return adds * each * tokens * model.hidden * strategy.param_bytes / 2
+
+
 def layer_seconds(
     model: ModelSpec, strategy: Strategy, cluster: Cluster, constants: TimeConstants, tokens: int
 ) -> Seconds:
@@ -239,15 +250,16 @@ def layer_seconds(
     reads the saved tensor and the gradient, and writes a gradient (arXiv 2205.05198, section 4.1)."""
     trained = not strategy.freezes
     own = products(model, strategy, tokens)
-    both = [product_seconds(product, cluster, constants, trained=trained) for product in own]
-    both += [product_seconds(product, cluster, constants) for product in adapter_products(model, strategy, tokens)]
+    both = [both_seconds(product, cluster, constants, trained=trained) for product in own]
+    both += [both_seconds(product, cluster, constants) for product in adapter_products(model, strategy, tokens)]
     moved = traffic_s(elementwise_bytes(model, strategy, tokens, constants), cluster, constants)
+    added = traffic_s(added_bytes(model, strategy, tokens), cluster, constants)
     kernels = _FUSED_KERNELS * constants.kernel_s
     softmax = strategy.flash_attention or fused_softmax(model, strategy)
     return Seconds(
         (sum(pair[0] for pair in both), sum(pair[1] for pair in both)),
         attention_seconds(model, strategy, cluster, constants),
-        (moved + kernels, 2 * moved + kernels),
+        (moved + kernels, 2 * moved + added + kernels),
         _kernels(strategy, len(both), 0 if softmax else _PLAIN_SOFTMAX_KERNELS),
     )
 
@@ -272,4 +284,4 @@ def head_seconds(
     logits = tokens * padded_vocab(model, strategy) / strategy.tp
     loss = (traffic_s(12 * logits, cluster, constants), traffic_s(6 * logits, cluster, constants))
     product, trained = head_product(model, strategy, tokens), not strategy.freezes
-    return Seconds(gemm=product_seconds(product, cluster, constants, trained=trained), elementwise=loss)
+    return Seconds(gemm=both_seconds(product, cluster, constants, trained=trained), elementwise=loss)

@@ -1,12 +1,13 @@
 """Choice of the route of a layer's weights: shard by shard, or gathered whole first.
 
 Rotation hides hops behind GEMMs, but R small GEMMs take longer than one large one, and every hop has its latency. Where
-a layer is tiny or has few tokens, gathering the whole weight first is faster. The times are modelled from the shapes, a
-link rate (modelled too, or measured by `Ring.measure_link`) and a GEMM rate; this module times nothing.
+a layer is tiny or has few tokens, gathering the whole weight first is faster. The times are those of `rtp_ext.cost`,
+from the shapes, a link rate (modelled too, or measured by `Ring.measure_link`) and a GEMM rate; nothing is timed here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
@@ -15,18 +16,18 @@ from typing import Any
 
 import torch
 
-from rtp_ext._native import shard_sizes, wave_efficiency
+from rtp_ext._native import shard_sizes
+from rtp_ext.cost import Operation, Rates, block_ends, group_sizes, product_seconds
 from rtp_ext.embedding_rows import rows_traffic
 from rtp_ext.ring.links.gpu_links import Wiring
 from rtp_ext.ring.routes.gpus import Device, Link, device_of, link_of
-from rtp_ext.words import EmbeddingWay
+from rtp_ext.words import Budget, EmbeddingWay
 
 __all__ = ["Device", "LayerPlan", "LayerSize", "Link", "RoutePlanner", "decide", "device_of", "link_of", "predict"]
 
 logger = logging.getLogger("rtp_ext")
 
 MARGIN = 0.95  # a layer is gathered if that takes less than this fraction of the rotation's time
-WHOLE_LIMIT = 64 << 20  # bytes; a larger layer is never gathered: no rank may hold a large layer
 
 
 @dataclass(frozen=True)
@@ -96,49 +97,44 @@ def gemm_seconds(device: Device, rows: int, columns: int, depth: int, sum_bytes:
     `sum_bytes`: bytes read and written per number of the result, where memory may be slower than the product."""
     if min(rows, columns, depth) == 0:
         return 0.0
-    efficiency = wave_efficiency(rows, columns, device.multiprocessors)
-    product = 2 * rows * columns * depth / (device.flops * efficiency)
-    return max(device.seconds_per_launch, product, rows * columns * sum_bytes / device.memory_bytes_per_second)
+    rates = Rates(device.flops, device.memory_bytes_per_second, device.multiprocessors)
+    return max(device.seconds_per_launch, product_seconds(rates, rows, columns, depth, result_bytes=sum_bytes or None))
 
 
 def predict(ranks: int, tokens: int, layer: LayerSize, link: Link, device: Device) -> dict[str, float]:
-    """Models the seconds of one forward and backward of a layer, for `rotate` and `gather`; docs/design.md, 'How
-    rotation works'.
+    """Models the seconds of one forward and backward of a layer by `rtp_ext.cost`: `rotate` with one shard a product,
+    and `gather` with all, whose gradients' hops follow its last product. Both kinds of hops share a link.
 
-    rotate  forward  c + (R - 1) max(c, w)           c, d, e: GEMM of a shard, its dgrad, its wgrad; C, D, E: of all
-            backward (d + e) R + (R - 1) max(max(0, g - d) + max(0, w - d - e), w + g - d - e)
-                                                     w, g: hops of a weight, of a gradient, which share a link
-    gather  forward  w0 + (R - 1) w' + C             w': a hop whose latency hides behind the one before
-            backward the same with D, and the gradients' R - 1 hops and E
-
-    Of R products, each adds to a sum, which it reads and writes: d in float32 where weights have 16 bits, e in the
-    dtype in which gradients travel. (The first d does not read its sum, and a cast of the last one reads it and writes
-    16 bits: together as much.) One product of the whole weight writes its result only.
+    Of R products, each adds to a sum, which it reads and writes: a dgrad in float32 where weights have 16 bits, a wgrad
+    in the dtype in which gradients travel. (The first dgrad does not read its sum, and a cast of the last one reads it
+    and writes 16 bits: together as much.) One product of the whole weight writes its result only.
     """
-    rows = max(shard_sizes(layer.outputs, ranks))
-
-    def products(size: int, dgrad_bytes: float, wgrad_bytes: float) -> tuple[float, float, float]:
-        return (
-            gemm_seconds(device, tokens, size, layer.inputs),
-            gemm_seconds(device, tokens, layer.inputs, size, dgrad_bytes),
-            gemm_seconds(device, size, layer.inputs, tokens, wgrad_bytes),
-        )
-
-    shard, dgrad, wgrad = products(rows, 2 * max(layer.weight_bytes, 4), 2 * layer.gradient_bytes)
-    whole = sum(products(layer.outputs, layer.weight_bytes, layer.gradient_bytes))
+    rows, others = max(shard_sizes(layer.outputs, ranks)), ranks - 1
     weight, gradient = (
         rows * layer.inputs * size / link.bytes_per_second for size in (layer.weight_bytes, layer.gradient_bytes)
     )
-    hop_w, hop_g = (link.seconds_per_hop + time for time in (weight, gradient))
-    others = ranks - 1
-    forward = shard + others * max(shard, hop_w)
-    alone = max(0.0, hop_g - dgrad) + max(0.0, hop_w - dgrad - wgrad)
-    shared = link.seconds_per_hop + weight + gradient - dgrad - wgrad
-    backward = ranks * (dgrad + wgrad) + others * max(alone, shared)
-    gathered = link.seconds_per_hop + others * max(_POST_SECONDS, weight)
+    hop_g = link.seconds_per_hop + gradient
+
+    def seconds(group: int, size: int, hop: float, dgrad_bytes: float, wgrad_bytes: float) -> float:
+        groups = group_sizes(ranks, group)
+        products = (
+            gemm_seconds(device, tokens, size, layer.inputs),
+            gemm_seconds(device, tokens, layer.inputs, size, dgrad_bytes),
+        )
+        wgrad = gemm_seconds(device, size, layer.inputs, tokens, wgrad_bytes)
+        forward, back = (Operation(0.0, groups, (each,) * len(groups), hop, 0.0) for each in products)
+        if group == ranks:
+            return block_ends([forward], 0)[0] + block_ends([back], 0)[0] + wgrad + others * hop_g
+        chain = dataclasses.replace(back, gradients="chain", wgrads=(wgrad,) * ranks, gradient_hop=hop_g)
+        link_s = others * (link.seconds_per_hop + weight + gradient) + products[1] + wgrad
+        return block_ends([forward], 0)[0] + max(block_ends([chain], 0)[0], link_s)
+
+    sums = 2 * max(layer.weight_bytes, 4), 2 * layer.gradient_bytes
+    behind = max(_POST_SECONDS, weight)  # a hop of several whose latency hides behind the one before
+    whole = seconds(ranks, layer.outputs, behind, layer.weight_bytes, layer.gradient_bytes)
     return {
-        "rotate": forward + backward,
-        "gather": 2 * gathered + whole + others * hop_g,
+        "rotate": seconds(1, rows, link.seconds_per_hop + weight, *sums),
+        "gather": whole + 2 * link.seconds_per_hop,
     }
 
 
@@ -151,21 +147,23 @@ def decide(
     link: Link | None,
     device: Device | None,
     gathers: bool = True,
+    buffers: Budget | int = "auto",
 ) -> LayerPlan:
     """Returns the plan for a layer with `tokens` local tokens. `hop_route`: the route of the hops of a rotation.
-    `gathers`: whether its weights can be gathered."""
+    `gathers`: whether its weights can be gathered. `buffers`: as in `rtp_ext.Ring`."""
     if hop_route == "two-level":
         return LayerPlan(hop_route, False, "not modelled: two levels have two kinds of links", {})
     if ranks == 1 or link is None or device is None:
         why = "a single rank" if ranks == 1 else "rotation costs nothing more than gathering on a CPU or one device"
         return LayerPlan(hop_route, False, why, {})
     seconds = predict(ranks, tokens, layer, link, device)
-    whole_bytes = layer.outputs * layer.inputs * max(layer.weight_bytes, layer.gradient_bytes)
+    whole_bytes = layer.outputs * layer.inputs * (layer.weight_bytes + layer.gradient_bytes)
+    fits = buffers == "auto" or (buffers != "lean" and whole_bytes <= buffers)
     text = ", ".join(f"{name} {time * 1e6:.1f} us" for name, time in seconds.items())
     text += f" for {tokens} tokens over a {link.source} link of {link.bytes_per_second / 1e9:.0f} GB/s"
     if device.assumed:
         text += f", rates {device.source}"
-    if gathers and seconds["gather"] < MARGIN * seconds["rotate"] and whole_bytes <= WHOLE_LIMIT:
+    if gathers and fits and seconds["gather"] < MARGIN * seconds["rotate"]:
         return LayerPlan("gather", False, text, seconds)
     rows = max(shard_sizes(layer.outputs, ranks))
     hop = link.seconds_per_hop + rows * layer.inputs * layer.gradient_bytes / link.bytes_per_second
@@ -187,6 +185,7 @@ class RoutePlanner:
         link: the modelled or measured cost of a hop; None where there is no choice (a CPU, one process, one rank, a
             requested route, two levels).
         may_gather: whether weights can be gathered whole; not where they travel in fewer bits.
+        buffers: as in `rtp_ext.Ring`.
         alike: whether the GPUs of all ranks have the same model. If not, layers rotate.
         plans: the LayerPlan of every linear layer that has been called, by name.
         tables: the TablePlan of every embedding that had a choice, by name.
@@ -203,11 +202,12 @@ class RoutePlanner:
         gradient_halves: bool | None,
         *,
         gathers: bool = True,
+        buffers: Budget | int = "auto",
         wiring: Wiring | None = None,
         embedding: EmbeddingWay = "rotate",
     ) -> None:
         self.ranks, self.device, self.hop_route, self.may_gather = ranks, device, hop_route, gathers
-        self.gathers = route == "gather"
+        self.gathers, self.buffers = route == "gather", buffers
         self.gradient_halves = gradient_halves
         self.model = device_of(device, torch.bfloat16)
         self.link: Link | None = None
@@ -262,6 +262,7 @@ class RoutePlanner:
                 link=self.link,
                 device=device,
                 gathers=self.may_gather,
+                buffers=self.buffers,
             )
         if self.gradient_halves is not None and plan.route != "gather":
             plan = LayerPlan(plan.route, self.gradient_halves, plan.reason, plan.seconds)

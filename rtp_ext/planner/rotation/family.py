@@ -1,0 +1,309 @@
+"""Plans of a ring's blocks: shards per product, routes of gradients, bytes of look-ahead, rows of the embedding.
+
+What of it the engine has is in `BUILT`; plans may only use that, unless `Strategy.to_come` names more. The model of
+time is that of `rtp_ext.cost`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rtp_ext.cost import Operation, block_seconds, group_sizes
+from rtp_ext.planner.constants import TimeConstants, host_constant
+from rtp_ext.planner.native import travel_bytes
+from rtp_ext.planner.rotation.operations import RotatedOperation
+from rtp_ext.planner.rotation.seconds import RotationTime, casts_s, hop_s, shard_values, step_seconds
+from rtp_ext.planner.time.links import Group, hop_bytes_per_s, taken_s
+from rtp_ext.planner.time.work import traffic_s
+
+# joined: weights with one input are one operand, where that is faster. groups: several shards a product. halves:
+# gradients of every operation in two chains. ahead: hops of the next operations and blocks. direct: contributions
+# straight to the owner, and one kernel that adds them, up to one block late. rows: an embedding's rows travel instead
+# of its table. kept: weights of a recomputed block, and of the head, stay for its backward, as in `fully_shard`.
+PIECES = ("joined", "groups", "halves", "ahead", "direct", "rows", "kept")
+BUILT: frozenset[str] = frozenset({"joined"})  # of PIECES: what the engine runs
+
+
+def pieces_of(to_come: str) -> frozenset[str]:
+    """Returns what a plan may use: BUILT, and the names in `to_come`, joined by +, or `all`.
+
+    Raises:
+        ValueError: a name that is not in PIECES.
+    """
+    named = PIECES if to_come == "all" else tuple(filter(None, to_come.split("+")))
+    if unknown := [name for name in named if name not in PIECES]:
+        raise ValueError(f"strategy: expected to_come 'all' or some of {'+'.join(PIECES)}, got {unknown[0]!r}")
+    return BUILT | frozenset(named)
+
+
+def plans_blocks(to_come: str) -> bool:
+    """Returns whether blocks are planned as a whole, not operation by operation."""
+    return bool(pieces_of(to_come) - {"joined"})
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How the operations of a block rotate.
+
+    Attributes:
+        groups: shards per product, of every operation in the order of forward.
+        gradients: `chain`, `halves` or `direct` (`rtp_ext.cost.Operation`).
+        ahead: blocks whose weights fit into the look-ahead.
+        kept: a block that is computed again keeps its weights for the backward that follows.
+    """
+
+    groups: tuple[int, ...]
+    gradients: str
+    ahead: int
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class BlockTime:
+    """Seconds of one block's forwards and backward, of one micro-batch on one rank, and bytes.
+
+    Attributes:
+        computes_s: of the products, and of adding what arrived.
+        exposed_s: in which products wait for hops.
+        casts_s: of local shards, of float32 sums, and of packing gradients for joined operands.
+        lost_s: by how much computes take longer beside hops over NCCL, beyond what is exposed.
+        host_s: of the host, for hops and products.
+        buffers_bytes: slots of weights and of gradients.
+    """
+
+    plan: BlockPlan
+    computes_s: float
+    exposed_s: float
+    casts_s: float
+    lost_s: float
+    host_s: float
+    buffers_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        return self.computes_s + self.exposed_s + self.casts_s + self.lost_s
+
+
+def block_plans(
+    operations: Sequence[RotatedOperation], ranks: int, pieces: frozenset[str], lean: bool, *, again: bool = False
+) -> list[BlockPlan]:
+    """Returns the plans to choose from; the first is lean: slots of one shard. Attention and MLP have groups of their
+    own. again: backward computes blocks again."""
+    if lean:
+        return [BlockPlan((1,) * len(operations), "chain", 0)]
+    sizes = sorted({1, max(1, ranks // 4), ranks}) if "groups" in pieces else [1]
+    routes = ["chain", *(name for name in ("halves", "direct") if name in pieces)]
+    ahead = [(0, False)]
+    if "ahead" in pieces:
+        ahead += [(1, False), *([(1, True)] if again and "kept" in pieces else [])]
+    return [
+        BlockPlan(tuple(mlp if each.bundle else attention for each in operations), route, *more)
+        for attention, mlp, route, more in itertools.product(sizes, sizes, routes, ahead)
+    ]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of values, as in `rotation_seconds`, and routes."""
+
+    compute_bytes: int = 2
+    product_bytes: int = 2
+    reduce_bytes: int = 4
+    recompute: bool = False
+    experts_per_token: int = 0
+    travel: str | None = None
+    joined: bool = True
+    hosts: int = 1
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def products_s(
+    rotation: RotatedOperation,
+    tokens: int,
+    group: Group,
+    constants: TimeConstants,
+    sizes: Sizes,
+    count: int,
+    alone: bool,
+    adds: bool,
+) -> dict[str, float]:
+    """Returns the seconds of the products with `count` shards at once. alone: of all groups, so that results are no
+    sums. adds: weight gradients add to what arrived."""
+    launches = dataclasses.replace(constants, kernel_s=constants.engine_launch_s)
+    of_weights = float(2 * sizes.reduce_bytes if adds else sizes.reduce_bytes)
+    return step_seconds(
+        rotation,
+        tokens,
+        group.ranks,
+        1,
+        group.cluster,
+        launches,
+        sizes.recompute,
+        sizes.product_bytes,
+        sizes.experts_per_token,
+        (None if alone else 2.0 * max(4, sizes.compute_bytes), of_weights),
+        shards=count,
+        joined=sizes.joined,
+    )
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def fastest_block(
+    operations: tuple[RotatedOperation, ...],
+    between_s: tuple[tuple[float, ...], tuple[float, ...]],
+    tokens: int,
+    group: Group,
+    constants: TimeConstants,
+    sizes: Sizes,
+    pieces: frozenset[str],
+    lean: bool,
+    budget: float,
+    forwards: int,
+) -> BlockTime:
+    """Returns the fastest plan of `forwards` forwards and a backward whose buffers stay within `budget` bytes, else the
+    smallest."""
+    found = [
+        block_time(operations, between_s, tokens, group, constants, sizes, plan, forwards)
+        for plan in block_plans(operations, group.ranks, pieces, lean, again=forwards > 1)
+    ]
+    budget = max(budget, min(time.buffers_bytes for time in found))
+    return min((time for time in found if time.buffers_bytes <= budget), key=lambda time: time.seconds)
+
+
+def block_time(
+    operations: tuple[RotatedOperation, ...],
+    between_s: tuple[tuple[float, ...], tuple[float, ...]],
+    tokens: int,
+    group: Group,
+    constants: TimeConstants,
+    sizes: Sizes,
+    plan: BlockPlan,
+    forwards: int = 1,
+) -> BlockTime:
+    """Predicts `forwards` forwards and one backward of one block among many. between_s: seconds of other kernels before
+    every operation, in the order of forward, and of backward, which is reversed."""
+    ranks, hosts, cluster = group.ranks, sizes.hosts, group.cluster
+    inside = dataclasses.replace(group, ranks=ranks // hosts)
+    between = dataclasses.replace(group, ranks=hosts, stride=group.stride * inside.ranks)
+    weight_bytes = travel_bytes(sizes.travel, sizes.compute_bytes)
+    direct = plan.gradients == "direct"
+    forward, backward, casts, buffers, most = [], [], [0.0, 0.0], 0.0, 0.0
+    products = [0.0, 0.0]
+    for place, (rotation, size) in enumerate(zip(operations, plan.groups, strict=True)):
+        groups = group_sizes(ranks, size)
+        alone, values = len(groups) == 1, shard_values(rotation.weights, ranks)
+        of_weights = values * weight_bytes
+        of_gradients = values * sizes.reduce_bytes if rotation.trains else 0.0
+
+        def of(count: int, adds: bool, rotation: RotatedOperation = rotation, alone: bool = alone) -> dict[str, float]:
+            return products_s(rotation, tokens, group, constants, sizes, count, alone, adds)
+
+        hop = hop_s(inside, of_weights, constants)
+        outer = hop_s(between, of_weights, constants) if hosts > 1 else 0.0
+        first = tuple(of(count, False)["forward"] for count in groups)
+        forward.append(Operation(between_s[0][place], groups, first, hop, of_weights, outer))
+        ways: dict[str, object] = {}
+        if rotation.trains:
+            one = of(1, True)["wgrad"]
+            route, sent = plan.gradients, hop_s(inside, of_gradients, constants)
+            if route == "chain" and rotation.kind == "linear" and hosts == 1 and sent > of(1, True)["dgrad"]:
+                route = "halves"  # as the engine's linear layers do
+            ways = {
+                "gradients": route,
+                "wgrads": tuple(of(count, False)["wgrad"] for count in groups) if direct else (one,) * ranks,
+                "gradient_hop": sent,
+                "outer_gradient_hop": hop_s(between, of_gradients, constants) if hosts > 1 else 0.0,
+                "add": _add_s(of_gradients, ranks, hosts, group, constants) if direct else 0.0,
+            }
+            products[1] += len(groups) if direct else ranks * (2 if route == "halves" else 1)
+        back = tuple(of(count, False)["dgrad"] for count in groups)
+        backward.append(Operation(between_s[1][place], groups, back, hop, of_weights, outer, **ways))  # type: ignore[arg-type]
+        cast = casts_s(
+            rotation, tokens, ranks, sizes.compute_bytes, True, cluster, constants, sums=not alone, joined=sizes.joined
+        )
+        casts[0] += cast[0]
+        casts[1] += cast[1]
+        products[0] += len(groups)
+        products[1] += len(groups)
+        most = max(most, 2 * size * of_weights)
+        # direct: contributions of the others, up to one block late, and one group's that is being sent
+        buffers = max(buffers, size * of_gradients) if direct else max(buffers, 2 * of_gradients)
+    look_ahead = plan.ahead * sum(each.shard_bytes for each in forward) * (ranks - 1)
+    if direct:
+        whole = [(ranks - 1) * shard_values(each.weights, ranks) * sizes.reduce_bytes for each in operations]
+        buffers += sum(whole) if hosts == 1 else sum(whole) * (inside.ranks + hosts - 2) / (ranks - 1)
+    if plan.kept:
+        buffers += sum(each.shard_bytes for each in forward) * (ranks - 1)
+    backward.reverse()
+    passes = [(forward, sum(between_s[0]), forwards), (backward, sum(between_s[1]), 1)]
+    if plan.kept:
+        again = [dataclasses.replace(each, hop=0.0, outer_hop=0.0) for each in backward]
+        passes = [(*passes[0][:2], forwards - 1), (forward + again, sum(map(sum, between_s)), 1)]
+    work = exposed = lost = 0.0
+    for each, others, count in passes:
+        computes = sum(operation.computes for operation in each)
+        shown = max(0.0, block_seconds(each, look_ahead, hosts) - computes - others)
+        work += count * computes
+        exposed += count * shown
+        lost += count * max(0.0, _taken_s(each, inside, between, hosts, computes, constants) - shown)
+    hops = (ranks - hosts) * host_constant("ce_hop_calls" if _over_ce(inside) else "nccl_hop_calls")
+    hops += (hosts - 1) * host_constant("nccl_hop_calls")
+    computed = forwards * products[0] + products[1]
+    calls = len(operations) * hops * (forwards + (1 if plan.kept else 2)) + computed * host_constant("compute_calls")
+    return BlockTime(
+        plan,
+        work,
+        exposed,
+        forwards * casts[0] + casts[1],
+        lost,
+        calls * constants.driver_call_s + computed * constants.engine_product_s,
+        max(most, look_ahead) + buffers,
+    )
+
+
+def _add_s(gradient_bytes: float, ranks: int, hosts: int, group: Group, constants: TimeConstants) -> float:
+    """Returns the time of the kernels that add all contributions of one shard: each is read, the sum read and written.
+    On two levels the sums of hosts, one for each, are added first."""
+    per_host = ranks // hosts
+    reads = hosts * (per_host - 1 + 2) + (hosts - 1 + 2 if hosts > 1 else 0)
+    return traffic_s(reads * gradient_bytes, group.cluster, constants)
+
+
+def _over_ce(inside: Group) -> bool:
+    return inside.nodes == 1 and inside.cluster.peer_access
+
+
+def _taken_s(
+    operations: Sequence[Operation], inside: Group, between: Group, hosts: int, work: float, constants: TimeConstants
+) -> float:
+    inner = sum((inside.ranks - 1) * hosts * (each.hop + each.gradient_hop) for each in operations)
+    outer = sum((hosts - 1) * (each.outer_hop + each.outer_gradient_hop) for each in operations)
+    taken = 0.0 if _over_ce(inside) else taken_s(inside, min(inner, work), constants)
+    return taken + (taken_s(between, min(outer, work), constants) if hosts > 1 else 0.0)
+
+
+def rows_seconds(
+    whole: RotationTime, tokens: int, hidden: int, group: Group, constants: TimeConstants, sizes: Sizes
+) -> RotationTime:
+    """Returns the time of an embedding whose rows travel: every rank's token ids (8 bytes each) to all, rows back, and
+    gradients of rows to the owners, exposed; then as many rows are added as were looked up. whole: of its rotation."""
+    ranks, ids = group.ranks, 8.0 * tokens
+    rate = hop_bytes_per_s(group, constants)
+    share = (ranks - 1) / ranks
+    latency = 2 * (ranks - 1) * (hop_s(group, 0.0, constants) - constants.nccl_base_s)
+    row = tokens * hidden * sizes.compute_bytes
+    sent = ((ids * (ranks - 1) + share * row) / rate + latency, share * row / rate + latency / 2)
+    looked = traffic_s(2.0 * row, group.cluster, constants)
+    work = (looked + constants.kernel_s, 2 * looked + constants.kernel_s)
+    return dataclasses.replace(
+        whole,
+        computes_s=work,
+        makespan_s=(work[0] + sent[0], work[1] + sent[1]),
+        timeline_s=(work[0] + sent[0], work[1] + sent[1]),
+        casts_s=(0.0, 0.0),
+        taken_s=(0.0, 0.0),
+    )
