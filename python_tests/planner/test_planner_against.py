@@ -58,6 +58,10 @@ def test_groups_follow_their_closed_forms():
             assert len(whole.products) == 1
             ahead = block_seconds([_operation(ranks, ranks, hop)], 1e9)
             assert ahead == pytest.approx(max(ranks, (ranks - 1) * hop)), "hidden behind the block before"
+            begun = block_seconds([_operation(ranks, ranks, hop)], 0)  # all but the first hop begin with the operation
+            assert begun == pytest.approx(max(ranks + max(0, ranks - 2) * hop, (ranks - 1) * hop), abs=hop)
+            assert begun == ahead or begun > ahead, (ranks, hop)
+            assert ranks == 2 or begun > ahead, "control"
             # gradients of a whole product: one chain waits for every hop, two for what a wgrad does not hide
             for route, shown in (("chain", hop), ("halves", max(0.0, hop - 1.0))):
                 back = _operation(ranks, ranks, 0.0, gradient=hop, route=route, wgrad=1.0)

@@ -375,9 +375,7 @@ def step_seconds(
         seconds["forward"] += forward
         seconds["dgrad"] += product_s(dgrad, **ways, result_bytes=of_inputs if by_outputs else None)
         seconds["wgrad"] += product_s(wgrad, **ways, result_bytes=of_weights)
-        again = rotation.kind == "bundle" and recompute and index < len(matrices) - 1
-        if again or (
-            rotation.kind == "head" and recompute is not None
-        ):  # logits or hidden slices are computed again before their gradients
-            seconds["dgrad"] += forward
+        hidden = rotation.kind == "bundle" and recompute and index < len(matrices) - 1
+        if hidden or (rotation.kind == "head" and recompute is not None):
+            seconds["dgrad"] += forward  # hidden slices or logits are computed again before their gradients
     return seconds
