@@ -109,16 +109,16 @@ class BundleBackward {
                               .wgrad = gradients.has_value(),
                               .bundle = kLinear.bundle,
                               .halves = options_.halves && !bundle_.shapes[0].transposed,
-                              .two_lanes = two_lanes(part)};
+                              .permits = {.two_lanes = two_lanes(part), .groups = part.groups()}};
     const Schedule& schedule = backward_schedule(executor_, part.options(), weights, needs);
     Execution pass(executor_, schedule, std::move(weights), std::move(gradients), options_.name + " backward");
     while (const Step* step = pass.next()) {
       for (size_t k = 0; k < projections_.size(); ++k) {
         const size_t layer = projections_[k].layer;
-        const Overlap rows(projections_[k], part.rows(weights_.weight[layer], step->owner, step->half));
+        const Overlap rows(projections_[k], part.rows(weights_.weight[layer], *step));
         if (step->compute == Compute::wgrad) {
           const int bias = weights_.bias[layer];
-          wgrad(k, rows, bias < 0 ? rows : Overlap(projections_[k], part.rows(bias, step->owner, step->half)), pass);
+          wgrad(k, rows, bias < 0 ? rows : Overlap(projections_[k], part.rows(bias, *step)), pass);
         } else if (rows.rows > 0) {
           dgrad(k, rows, pass);
         }
@@ -231,18 +231,19 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
     ShardBundle weights = *part.bundle();
     const bool two_lanes =
         wastes_last_wave(inputs[0].size(0), part.rows(0, 0).count, executor.streams().multiprocessors());
-    const Schedule& schedule = forward_schedule(executor, part.options(), weights, two_lanes);
+    const Permits permits{.two_lanes = two_lanes, .groups = part.groups()};
+    const Schedule& schedule = forward_schedule(executor, part.options(), weights, permits);
     Execution pass(executor, schedule, std::move(weights), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
       const std::vector<at::Tensor> shards = pass.weight();
       for (size_t layer = 0; layer < added.size(); ++layer) {
         const int bias = layers.bias[layer];
-        if (added[layer].defined()) part.of(added[layer], 0, bias, step->owner).copy_(shards[bias]);
+        if (added[layer].defined()) part.of(added[layer], 0, bias, step->owner, step->owners).copy_(shards[bias]);
       }
       for (size_t k = 0; k < projections.size(); ++k) {
         const Projection& projection = projections[k];
         const int weight = layers.weight[projection.layer], bias = layers.bias[projection.layer];
-        const Overlap overlap(projection, part.rows(weight, step->owner));
+        const Overlap overlap(projection, part.rows(weight, *step));
         if (overlap.rows == 0) continue;
         const bool fused = bias >= 0 && !added[projection.layer].defined();
         gemm(overlap.of_output(outputs[k]), fused ? overlap.of_rows(shards[bias]) : at::Tensor(),

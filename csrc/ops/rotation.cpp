@@ -6,8 +6,17 @@
 namespace rtp {
 namespace {
 
-bool moves_in_place(const Executor& executor, const RotationOptions& options, const ShardBundle& weights) {
-  return options.in_place && options.route != Route::gather && executor.movement(weights).in_place();
+// The options of a pass that both directions have.
+ScheduleOptions schedule_options(const Executor& executor, const RotationOptions& options, Pass pass,
+                                 const ShardBundle* weights, const Permits& permits) {
+  ScheduleOptions schedule;
+  schedule.pass = pass;
+  schedule.route = !permits.groups && options.route == Route::gather ? Route::direct : options.route;
+  schedule.group = permits.groups ? options.group : 1;
+  schedule.in_place = options.in_place && options.route != Route::gather && schedule.group == 1 && weights != nullptr &&
+                      executor.movement(*weights).in_place();
+  schedule.two_lanes = permits.two_lanes;
+  return schedule;
 }
 
 }  // namespace
@@ -31,13 +40,8 @@ ShardBundle travelling_weights(const Executor& executor, const RotationOptions& 
 }
 
 const Schedule& forward_schedule(Executor& executor, const RotationOptions& options, const ShardBundle& weights,
-                                 bool two_lanes) {
-  ScheduleOptions schedule;
-  schedule.pass = Pass::forward;
-  schedule.route = options.route;
-  schedule.in_place = moves_in_place(executor, options, weights);
-  schedule.two_lanes = two_lanes;
-  return executor.schedule(schedule);
+                                 const Permits& permits) {
+  return executor.schedule(schedule_options(executor, options, Pass::forward, &weights, permits));
 }
 
 const Schedule& backward_schedule(Executor& executor, const RotationOptions& options,
@@ -47,16 +51,13 @@ const Schedule& backward_schedule(Executor& executor, const RotationOptions& opt
                       : options.route != Route::gather && options.route != Route::two_level,
                   options.name, ": expected gradient route chain on route ", rtp::name(options.route),
                   ", and direct to quantize gradients, got ", rtp::name(options.gradient_route));
-  ScheduleOptions schedule;
-  schedule.pass = Pass::backward;
-  schedule.route = options.route;
-  schedule.in_place = weights && moves_in_place(executor, options, *weights);
+  ScheduleOptions schedule =
+      schedule_options(executor, options, Pass::backward, weights ? &*weights : nullptr, needs.permits);
   schedule.dgrad = needs.dgrad;
   schedule.wgrad = needs.wgrad;
   schedule.bundle = needs.bundle;
   schedule.halves = needs.halves;
   schedule.late = options.late;
-  schedule.two_lanes = needs.two_lanes;
   schedule.receive_in_slots = !executor.transport().receives_anywhere();
   schedule.gradient_route = options.gradient_route;
   schedule.narrow = options.narrow();

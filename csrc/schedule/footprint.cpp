@@ -44,9 +44,11 @@ ScheduleOptions pass_options(const OperationFacts& operation, const StepSize& st
   }
   ScheduleOptions options;
   options.pass = pass;
-  options.route = !alone && step.route == Route::gather ? Route::direct : step.route;
+  const bool groups = alone && operation.takes_groups() && !(step.ranks > 1 && quantizes(step.travel, step.compute_bytes));
+  options.route = !groups && step.route == Route::gather ? Route::direct : step.route;
+  options.group = groups ? step.group : 1;
   options.hosts = step.hosts;
-  options.in_place = step.in_place && alone && weights && step.route != Route::gather;
+  options.in_place = step.in_place && alone && weights && step.route != Route::gather && options.group == 1;
   options.in_place = options.in_place && movement_of(operation, step, pass).in_place();
   options.dgrad = weights;
   options.wgrad = forward || gradients;
@@ -71,13 +73,14 @@ struct Sizes {
 // The memory of one pass: the slots that it leases, and those that it can return early.
 struct PassSize {
   const Schedule* schedule;
-  std::optional<int64_t> weight, gradient;  // bytes of a slot; none if nothing of the kind travels
+  // bytes of a slot of one shard, and of a slot of a group; none if nothing of the kind travels
+  std::optional<int64_t> weight, gradient, weights, gradients;
   std::optional<int64_t> sum;  // bytes of the slot in which contributions are summed before they are rounded
   int64_t scratch;             // bytes of dequantized tensors
   bool staged;
   std::optional<FreedSlots> freed;
 
-  bool prefetched() const { return weight && schedule->hops(Channel::weight) > 0 && !schedule->options.in_place; }
+  bool prefetched() const { return weight && schedule->hops(Channel::weight) > 0 && !schedule->options.in_place && schedule->options.group == 1; }
 };
 
 // Runs the passes of a step on pools of sizes, like Execution and Prefetcher.
@@ -125,11 +128,11 @@ class Walk {
     return sizes;
   }
 
-  // Returns the slot bytes of the parameters that travel, those with takes(place), where bytes_of(place, numbers) is
-  // the size of one; none if none travels.
+  // Returns the bytes of a slot of `shards` with the parameters that travel, those with takes(place), where
+  // bytes_of(place, numbers) is the size of one; none if none travels.
   template <typename Takes, typename Bytes>
   std::optional<int64_t> slot_bytes(const OperationFacts& operation, const Chunks& chunks, int64_t chunk, Takes&& takes,
-                                    Bytes&& bytes_of) const {
+                                    Bytes&& bytes_of, int shards = 1) const {
     std::vector<int64_t> sizes;
     for (size_t place = 0; place < operation.parameters.size(); ++place) {
       if (!takes(place)) continue;
@@ -137,7 +140,7 @@ class Walk {
       sizes.push_back(bytes_of(place, numbers));
     }
     if (sizes.empty()) return std::nullopt;
-    return packed_bytes(sizes.size(), [&](size_t tensor) { return sizes[tensor]; });
+    return group_bytes(shards, sizes.size(), [&](size_t tensor) { return sizes[tensor]; });
   }
 
   PassSize pass(const OperationFacts& operation, const Chunks& chunks, int64_t chunk, Pass kind) {
@@ -145,26 +148,31 @@ class Walk {
     const auto travels = [&](size_t place) { return operation.travels(place, kind); };
     const auto trained = [&](size_t place) { return operation.has_gradient(place); };
     const auto quantized = [&](size_t place) { return step_.quantizes_weight(operation, place); };
-    pass.weight = slot_bytes(operation, chunks, chunk, travels, [&](size_t place, int64_t numbers) {
+    const ScheduleOptions options = pass_options(operation, step_, chunks, kind);
+    auto& known = schedules_[options];
+    if (known.steps.empty()) known = make_schedule(step_.ranks, 0, options);
+    pass.schedule = &known;
+    const auto weight_bytes = [&](size_t place, int64_t numbers) {
       const TravelFormat travel = quantized(place) ? step_.travel : TravelFormat::plain;
       return travelling_bytes(numbers, operation.parameters[place].frozen, travel, step_.compute_bytes);
-    });
+    };
+    const auto gradient_bytes = [&](size_t, int64_t numbers) {
+      return travel_bytes(numbers, step_.gradient_travel(), step_.reduce_bytes);
+    };
+    const int group = known.options.group;
+    pass.weight = slot_bytes(operation, chunks, chunk, travels, weight_bytes);
+    pass.weights = slot_bytes(operation, chunks, chunk, travels, weight_bytes, group);
     pass.scratch = slot_bytes(operation, chunks, chunk, travels, [&](size_t place, int64_t numbers) {
                      const bool made = operation.parameters[place].frozen || quantized(place);
                      return made ? numbers * step_.compute_bytes : 0;
                    }).value_or(0);
     if (kind == Pass::backward) {
-      pass.gradient = slot_bytes(operation, chunks, chunk, trained, [&](size_t, int64_t numbers) {
-        return travel_bytes(numbers, step_.gradient_travel(), step_.reduce_bytes);
-      });
+      pass.gradient = slot_bytes(operation, chunks, chunk, trained, gradient_bytes);
+      pass.gradients = slot_bytes(operation, chunks, chunk, trained, gradient_bytes, group);
     }
-    const ScheduleOptions options = pass_options(operation, step_, chunks, kind);
-    auto& known = schedules_[options];
-    if (known.steps.empty()) known = make_schedule(step_.ranks, 0, options);
-    pass.schedule = &known;
     if (known.options.narrow) {
-      pass.sum = slot_bytes(operation, chunks, chunk, trained,
-                            [&](size_t, int64_t numbers) { return numbers * step_.sum_bytes; });
+      const auto sum_bytes = [&](size_t, int64_t numbers) { return numbers * step_.sum_bytes; };
+      pass.sum = slot_bytes(operation, chunks, chunk, trained, sum_bytes, group);
     }
     for (const Step& hop : known.steps) {
       if (hop.action != Action::hop || hop.outer || step_.movement.receives_anywhere) continue;
@@ -172,7 +180,8 @@ class Walk {
       int64_t& most = small_[{hop.channel, hop.from}];
       most = std::max(most, std::min(bytes, kMostSmall));  // the last shard or half a gradient may be small
     }
-    pass.staged = pass.weight && movement_of(operation, step_, kind).staged(known.hops(Channel::weight) > 0);
+    pass.staged = pass.weight && known.uses_home &&
+                  movement_of(operation, step_, kind).staged(known.hops(Channel::weight) > 0);
     for (size_t position = 0; position < known.steps.size() && !pass.freed; ++position) {
       if (known.steps[position].action == Action::compute) pass.freed = freed_before(known, position, pass.staged);
     }
@@ -188,9 +197,12 @@ class Walk {
     return pages * kPage;
   }
 
-  void lease(Held& held, int64_t bytes, int slots, bool staged) {
-    while (static_cast<int>(held.slots.size()) < slots) held.slots.push_back(weights_.lease(bytes, Sizes{}));
-    if (staged && !held.staged) held.staged = weights_.lease(bytes, Sizes{});
+  // Leases slots of these sizes for the first hops of a pass or for all, and for the staged copy of a shard.
+  void lease(Held& held, const PassSize& pass, size_t slots) {
+    for (size_t slot = held.slots.size(); slot < slots; ++slot) {
+      held.slots.push_back(weights_.lease(pass.schedule->weight_slots[slot] > 1 ? *pass.weights : *pass.weight, Sizes{}));
+    }
+    if (pass.staged && !held.staged) held.staged = weights_.lease(*pass.weight, Sizes{});
   }
 
   void finish_all_but(int most) {
@@ -219,13 +231,13 @@ class Walk {
       held = std::move(ahead_.front());
       ahead_.pop_front();
     }
-    if (pass.weight) lease(held, *pass.weight, pass.schedule->weight_slots, pass.staged);
+    if (pass.weight) lease(held, pass, pass.schedule->weight_slots.size());
     std::optional<int64_t> sum, scratch;
     if (pass.sum) sum = gradients_.lease(*pass.sum, Sizes{});
     if (pass.scratch > 0) scratch = scratch_.lease(pass.scratch, Sizes{});
     std::vector<int64_t> gradients;
-    for (int slot = 0; slot < pass.schedule->gradient_slots; ++slot) {
-      gradients.push_back(gradients_.lease(*pass.gradient, Sizes{}));
+    for (const int shards : pass.schedule->gradient_slots) {
+      gradients.push_back(gradients_.lease(shards > 1 ? *pass.gradients : *pass.gradient, Sizes{}));
     }
     if (next() != nullptr && pass.freed) {
       std::vector<bool> freed(held.slots.size(), false);
@@ -237,7 +249,7 @@ class Walk {
       held.slots = std::move(kept);
       if (pass.freed->staged && held.staged) weights_.give_back(*std::exchange(held.staged, std::nullopt));
       while (const PassSize* following = next()) {
-        lease(ahead_.emplace_back(), *following->weight, 1, following->staged);
+        lease(ahead_.emplace_back(), *following, 1);
       }
     }
     if (sum) gradients_.give_back(*sum);
@@ -267,7 +279,7 @@ int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * 
 
 std::optional<FreedSlots> freed_before(const Schedule& schedule, size_t position, bool staged) {
   bool home = false;
-  std::vector<bool> named(static_cast<size_t>(schedule.weight_slots), false);
+  std::vector<bool> named(schedule.weight_slots.size(), false);
   for (; position < schedule.steps.size(); ++position) {
     const Step& step = schedule.steps[position];
     if (weight_hop(step)) return std::nullopt;
@@ -283,8 +295,8 @@ std::optional<FreedSlots> freed_before(const Schedule& schedule, size_t position
   const bool staged_named = staged && home;
   if (std::count(named.begin(), named.end(), true) + (staged_named ? 1 : 0) > 1) return std::nullopt;
   FreedSlots freed{{}, staged && !home};
-  for (int slot = 0; slot < schedule.weight_slots; ++slot) {
-    if (!named[static_cast<size_t>(slot)]) freed.slots.push_back(slot);
+  for (size_t slot = 0; slot < named.size(); ++slot) {
+    if (!named[slot]) freed.slots.push_back(static_cast<int>(slot));
   }
   return freed;
 }

@@ -32,6 +32,13 @@ int64_t packed_bytes(size_t tensors, Bytes&& bytes_of) {
   return total;
 }
 
+// The size of a slot for groups of so many shards: the tensors lie one after the other, and of each tensor the shards
+// of the group, without padding. `bytes_of(tensor)`: bytes of a tensor's largest shard.
+template <typename Bytes>
+int64_t group_bytes(int shards, size_t tensors, Bytes&& bytes_of) {
+  return packed_bytes(tensors, [&](size_t tensor) { return shards * bytes_of(tensor); });
+}
+
 // How local shards may be sent and received.
 struct Movement {
   bool cast = false;  // they travel in another dtype than they are stored in
@@ -141,6 +148,7 @@ struct StepSize {
   int late = 0;        // number of gradient reductions that may finish after their pass
   int prefetched = 1;  // number of passes whose first hop may be in flight before they begin; 2: also into a backward
   Route route = Route::ring;
+  int group = 1;  // shards in a product, at most, of operations that take groups
   int hosts = 1;  // number of hosts, for route two_level
   GradientRoute gradient_route = GradientRoute::chain;
   int64_t sum_bytes = 4;  // gradient route direct only: bytes of an element of the owner's gradient
