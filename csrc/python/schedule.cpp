@@ -16,10 +16,11 @@ py::object buffer_name(const Buffer& buffer) {
   return py::str(concat(name(buffer.channel), " slot ", buffer.slot));
 }
 
-// The name of a buffer with the owners of its group, if it is one: "weight slot 0 of 5 6 0".
+// The name of a buffer with the owners of its group, or its place: "weight slot 0 of 5 6 0", "gradient slot 2 at 1".
 py::object group_name(const Buffer& buffer, int ranks) {
   py::object named = buffer_name(buffer);
   if (!buffer.exists() || !buffer.is_group()) return named;
+  if (buffer.at != Buffer::kAnywhere) return py::str(concat(py::cast<std::string>(named), " at ", buffer.at));
   std::string text = py::cast<std::string>(named) + " of";
   for (int each = 0; each < buffer.count; ++each) text += concat(' ', (buffer.first + each) % ranks);
   return py::str(text);
@@ -82,7 +83,8 @@ void bind_schedule(py::module_& m) {
             return names;
           },
           py::arg("ranks"),
-          "Its send, receive, weight, gradient_in and gradient_out, with the owners of a group: 'weight slot 0 of 5 6 0'.");
+          "Its send, receive, weight, gradient_in and gradient_out, with the owners of a group or a place: 'weight slot 0 of 5 6 0', "
+          "'gradient slot 2 at 1'.");
   py::class_<Schedule>(m, "Schedule", "The ordered hops and computes of one pass on one rank.")
       .def_readonly("ranks", &Schedule::ranks)
       .def_readonly("rank", &Schedule::rank)

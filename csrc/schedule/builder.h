@@ -52,13 +52,18 @@ class Builder {
     return ((schedule_.rank + distance) % ranks + ranks) % ranks;
   }
 
-  // Returns a slot with the shards of `count` owners from `first` on.
+  // Returns a slot with the shards of `count` owners from `first` on. All slots of groups are alike, so that a place is
+  // the same memory in every group.
   Buffer slot(Channel channel, int index, int first = 0, int count = 1) {
+    places(channel, index, count > 1 ? options().group : 1, Buffer::kAnywhere);
+    return {channel, index, first, count};
+  }
+  // Returns place `at` of a slot with room for `count` shards.
+  Buffer places(Channel channel, int index, int count, int at) {
     std::vector<int>& slots = channel == Channel::weight ? schedule_.weight_slots : schedule_.gradient_slots;
     slots.resize(std::max(slots.size(), static_cast<size_t>(index) + 1));
-    // All slots of groups are alike, so that a place is the same memory in every group.
-    slots[static_cast<size_t>(index)] = count > 1 ? options().group : 1;
-    return {channel, index, first, count};
+    slots[static_cast<size_t>(index)] = count;
+    return {channel, index, 0, count, at};
   }
 
   void hop(Channel channel, int to, int from, int send_owner, int receive_owner, Buffer send, Buffer receive,

@@ -73,8 +73,8 @@ struct Sizes {
 // The memory of one pass: the slots that it leases, and those that it can return early.
 struct PassSize {
   const Schedule* schedule;
-  // bytes of a slot of one shard, and of a slot of a group; none if nothing of the kind travels
-  std::optional<int64_t> weight, gradient, weights, gradients;
+  std::optional<int64_t> weight, gradient;  // bytes of a slot of one shard; none if nothing of the kind travels
+  std::vector<int64_t> weights, gradients;  // bytes of every slot
   std::optional<int64_t> sum;  // bytes of the slot in which contributions are summed before they are rounded
   int64_t scratch;             // bytes of dequantized tensors
   bool staged;
@@ -159,20 +159,23 @@ class Walk {
     const auto gradient_bytes = [&](size_t, int64_t numbers) {
       return travel_bytes(numbers, step_.gradient_travel(), step_.reduce_bytes);
     };
-    const int group = known.options.group;
     pass.weight = slot_bytes(operation, chunks, chunk, travels, weight_bytes);
-    pass.weights = slot_bytes(operation, chunks, chunk, travels, weight_bytes, group);
+    for (const int shards : pass.weight ? known.weight_slots : std::vector<int>()) {
+      pass.weights.push_back(*slot_bytes(operation, chunks, chunk, travels, weight_bytes, shards));
+    }
     pass.scratch = slot_bytes(operation, chunks, chunk, travels, [&](size_t place, int64_t numbers) {
                      const bool made = operation.parameters[place].frozen || quantized(place);
                      return made ? numbers * step_.compute_bytes : 0;
                    }).value_or(0);
     if (kind == Pass::backward) {
       pass.gradient = slot_bytes(operation, chunks, chunk, trained, gradient_bytes);
-      pass.gradients = slot_bytes(operation, chunks, chunk, trained, gradient_bytes, group);
+      for (const int shards : known.gradient_slots) {
+        pass.gradients.push_back(*slot_bytes(operation, chunks, chunk, trained, gradient_bytes, shards));
+      }
     }
     if (known.options.narrow) {
       const auto sum_bytes = [&](size_t, int64_t numbers) { return numbers * step_.sum_bytes; };
-      pass.sum = slot_bytes(operation, chunks, chunk, trained, sum_bytes, group);
+      pass.sum = slot_bytes(operation, chunks, chunk, trained, sum_bytes, known.options.group);
     }
     for (const Step& hop : known.steps) {
       if (hop.action != Action::hop || hop.outer || step_.movement.receives_anywhere) continue;
@@ -200,7 +203,7 @@ class Walk {
   // Leases slots of these sizes for the first hops of a pass or for all, and for the staged copy of a shard.
   void lease(Held& held, const PassSize& pass, size_t slots) {
     for (size_t slot = held.slots.size(); slot < slots; ++slot) {
-      held.slots.push_back(weights_.lease(pass.schedule->weight_slots[slot] > 1 ? *pass.weights : *pass.weight, Sizes{}));
+      held.slots.push_back(weights_.lease(pass.weights[slot], Sizes{}));
     }
     if (pass.staged && !held.staged) held.staged = weights_.lease(*pass.weight, Sizes{});
   }
@@ -231,14 +234,12 @@ class Walk {
       held = std::move(ahead_.front());
       ahead_.pop_front();
     }
-    if (pass.weight) lease(held, pass, pass.schedule->weight_slots.size());
+    if (pass.weight) lease(held, pass, pass.weights.size());
     std::optional<int64_t> sum, scratch;
     if (pass.sum) sum = gradients_.lease(*pass.sum, Sizes{});
     if (pass.scratch > 0) scratch = scratch_.lease(pass.scratch, Sizes{});
     std::vector<int64_t> gradients;
-    for (const int shards : pass.schedule->gradient_slots) {
-      gradients.push_back(gradients_.lease(shards > 1 ? *pass.gradients : *pass.gradient, Sizes{}));
-    }
+    for (const int64_t bytes : pass.gradients) gradients.push_back(gradients_.lease(bytes, Sizes{}));
     if (next() != nullptr && pass.freed) {
       std::vector<bool> freed(held.slots.size(), false);
       for (const int slot : pass.freed->slots) freed[static_cast<size_t>(slot)] = true;

@@ -267,11 +267,13 @@ class GroupGradients {
  private:
   static Buffer home() { return {Channel::gradient, Buffer::kHome}; }
   bool direct() const { return builder_.options().gradient_route == GradientRoute::direct; }
-  // The slot in which the hop of shard r + s arrives; they follow those of groups.
+  // Where the hop of shard r + s arrives: in slots after those of groups, on the direct route one with a place for
+  // every contribution that arrives during a group.
   Buffer arriving(int s) {
     const int of_groups = std::min(groups_.count() - (groups_.shards(0) == 1 ? 1 : 0), 2);
-    const int index = direct() ? s - std::max(groups_.begin(groups_.of(s)), 1) : (s - 1) % 2;
-    return builder_.slot(Channel::gradient, of_groups + index);
+    if (!direct()) return builder_.slot(Channel::gradient, of_groups + (s - 1) % 2);
+    const int most = std::min(builder_.options().group, builder_.ranks() - 1);
+    return builder_.places(Channel::gradient, of_groups, most, s - std::max(groups_.begin(groups_.of(s)), 1));
   }
   void leave(int s) {
     if (direct()) {
@@ -328,6 +330,7 @@ std::string shard_name(const Step& step, char letter, int owner) {
 }  // namespace
 
 int Buffer::place(int owner, int ranks) const {
+  if (at != kAnywhere) return at;
   const int wrapped = std::max(first + count - ranks, 0);
   return owner < wrapped ? owner : wrapped + owner - first;
 }

@@ -45,7 +45,9 @@ struct Buffer {
   // shards of owners with consecutive numbers are adjacent.
   int first = 0;
   int count = 1;
+  int at = kAnywhere;  // or it holds contributions of `count` ranks to one gradient: the place of this one
 
+  static constexpr int kAnywhere = -1;
   static constexpr int kHome = -1;
   static constexpr int kNone = -2;
 

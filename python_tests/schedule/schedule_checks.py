@@ -11,8 +11,7 @@
                     none of the others; R - 1 shards (in place R) in all; of K hosts K - 1 between them, on two levels
     slots           at most two slots of each kind, one weight slot in place, two gradient slots for each half, three
                     for gradients on the direct route; two slots of groups of each kind, one if there is one group, and
-                    for gradients two slots of one shard, or as many as a group has on the direct route;
-                    two more of each kind on two levels, minus a weight slot if a host has
+                    for gradients two slots of one shard, on the direct route one for what arrives; two more of each kind on two levels, minus a weight slot if a host has
                     two ranks, and minus one if there are two hosts
     parts           a buffer is used as a whole or in halves, and each half has its own slots
     route           hops go to the neighbour (on two levels to that of the host, or the same place of the next host), or
@@ -156,12 +155,14 @@ def slots(case: Case, ring: Ring) -> Iterator[str]:
     if case.shards > 1:
         groups = case.groups(0)
         of_groups = min(2, sum(len(group) > 1 for group in groups))
-        own = max(sum(owner != 0 for owner in group) for group in groups)
-        most = {"weight slot": of_groups, "gradient slot": of_groups + (own if case.direct else min(2, case.ranks - 1))}
+        arriving = 1 if case.direct else min(2, case.ranks - 1)
+        most = {"weight slot": of_groups, "gradient slot": of_groups + arriving}
     for rank, steps in enumerate(ring):
         used = _buffers(steps)
         for kind, count in most.items():
-            named = sorted({buffer.partition(" of ")[0] for buffer in used if buffer.startswith(kind)})
+            named = sorted(
+                {buffer.partition(" of ")[0].partition(" at ")[0] for buffer in used if buffer.startswith(kind)}
+            )
             if len(named) > count:
                 yield f"rank {rank}: expected at most {count} of {kind}, got {named}"
 

@@ -47,9 +47,12 @@ class Step:
 
     def parts(self, buffer: str | None, owners: list[int]) -> list[str]:
         """Returns the parts of a buffer that a step with the shards of `owners` uses: places in the slot of a group
-        ("weight slot 0 of 3 4 0"), where the shards are in the order of owners, or a half of a local shard."""
+        ("weight slot 0 of 3 4 0"), where the shards are in the order of owners, a place ("gradient slot 2 at 1"), or a
+        half of a local shard."""
         if buffer is None:
             return []
+        if " at " in buffer:
+            return [buffer.replace(" at ", " place ")]
         name, _, group = buffer.partition(" of ")
         if group:
             places = sorted(map(int, group.split()))

@@ -204,8 +204,8 @@ def test_footprint():
     assert gradients(reduce_bytes=8, sum_bytes=8) == gradients(reduce_bytes=8, sum_bytes=4), "nothing is narrowed"
     assert gradients(ranks=1, reduce_bytes=2) == ([], 0)
     # in one group of three shards: two that arrive, the contributions (396 and 36 bytes), and their sums
-    assert gradients(group=3) == ([256] * 2 + [512], 1024)
-    assert gradients(group=3, reduce_bytes=2) == ([192] * 2 + [320, 512], 1216)
+    assert gradients(group=3) == ([384, 512], 896)
+    assert gradients(group=3, reduce_bytes=2) == ([256, 320, 512], 1088)
     # pieces are cut by the widest of what a slot holds
     assert gradients(reduce_bytes=2, slot_cap=2 * 12 * 4) == ([128] * 3 + [192], 576)
 

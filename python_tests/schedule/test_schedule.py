@@ -120,7 +120,9 @@ def test_what_else_is_ignored():
         assert case(ranks, halves=1).ring() == case(ranks).ring()
         assert not case(ranks, halves=1).schedules()[0].halves
         # halves and groups are not deferred
-        for pass_, way in (("forward", {}), ("backward", {"halves": 1}), ("backward", {"route": "gather"})):
+        for pass_, way in (("forward", {}), ("backward", {"halves": 1}), ("backward", {"group": 2})):
+            if ranks == 1 and "group" in way:
+                continue
             assert case(ranks, pass_, late=1, **way).ring() == case(ranks, pass_, **way).ring()
             assert not case(ranks, pass_, late=1, **way).schedules()[0].late
         assert case(ranks, "backward", halves=1, wgrad=0).ring() == case(ranks, "backward", wgrad=0).ring()

@@ -1,6 +1,7 @@
-"""Routes of weights and gradients: gathered, and in two halves. The results are the same."""
+"""Routes of weights and gradients: gathered, in groups of every size, and in two halves. The results are the same."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,16 @@ WAYS = {
     "halves": {"gradient_halves": True},
     "halves direct": {"route": "direct", "gradient_halves": True},
 }
+
+
+def groups(ranks):
+    """Groups of every size on every route of weights and gradients."""
+    return {
+        f"group {group}, {route}, {gradients}": {"group": group, "route": route, "gradient_route": gradients}
+        for group, route, gradients in product(range(2, ranks + 1), ("ring", "direct"), ("chain", "direct"))
+    }
+
+
 SHAPES = [(7, 5), (2, 6), (13, 4)]  # out, in features
 
 
@@ -43,8 +54,8 @@ def _run(rank, ranks):
     cases = Cases()
     plain = make_model()
     train(plain, lambda step: mean_loss(plain, ranks, step), 2)
-    for way, options in WAYS.items():
-        for transport in ("shm", "c10d"):
+    for way, options in (WAYS | groups(ranks)).items():
+        for transport in ("shm", "c10d") if way in WAYS else ("shm",) if options["route"] == "ring" else ("c10d",):
             ring = rtp_ext.Ring(transport=transport, timeout=60.0, **options)
             _check_operations(cases, ring, way, transport)
             assert all(plan.route == "gather" for plan in ring.gate.plans.values()) == (way == "gather")
@@ -54,7 +65,7 @@ def _run(rank, ranks):
                 y = rotated_linear(x, local, ring=ring, compute_dtype=torch.bfloat16)
                 assert_same(y, F.linear(x.double(), weight.bfloat16().double()), TOLERANCE[torch.bfloat16], "output")
             if transport == "c10d":
-                model = rtp_ext.fully_rotate(make_model(), mesh=ring, in_place=True)
+                model = rtp_ext.fully_rotate(make_model(), mesh=ring, in_place=way in WAYS)
                 train(model, lambda step, model=model: batch_loss(model, rank, step), 2)
                 with cases.case(f"{way} model"):
                     for name, parameter in plain.named_parameters():
