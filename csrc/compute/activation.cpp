@@ -1,6 +1,7 @@
 #include "compute/activation.h"
 
 #include <ATen/ops/clamp_min.h>
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
@@ -118,11 +119,9 @@ at::Tensor hidden_forward(Activation activation, const at::Tensor& pre, const at
   return value;
 }
 
-Hidden hidden_backward(Activation activation, const at::Tensor& d_value, const at::Tensor& pre,
-                       const at::Tensor& gate) {
-  const at::Tensor value = at::empty(pre.sizes(), pre.options());
-  if (is_fused(pre, d_value, gate)) {
-    const at::Tensor d_pre = gate.defined() ? at::empty(pre.sizes(), pre.options()) : d_value;
+void hidden_backward(Activation activation, const at::Tensor& d_value, const at::Tensor& pre, const at::Tensor& gate,
+                     const at::Tensor& d_pre, const at::Tensor& d_gate) {
+  if (is_fused(pre, d_value, gate, d_pre, d_gate)) {
     const HiddenBackward hidden{*element_of(pre.scalar_type()),
                                 activation,
                                 pre.size(0),
@@ -130,41 +129,36 @@ Hidden hidden_backward(Activation activation, const at::Tensor& d_value, const a
                                 d_value.const_data_ptr(),
                                 pre.const_data_ptr(),
                                 gate.defined() ? gate.const_data_ptr() : nullptr,
-                                value.data_ptr(),
+                                d_value.data_ptr(),
                                 d_pre.data_ptr(),
-                                gate.defined() ? d_value.data_ptr() : nullptr,
+                                gate.defined() ? d_gate.data_ptr() : nullptr,
                                 d_value.stride(0),
                                 pre.stride(0),
                                 gate.defined() ? gate.stride(0) : 0,
-                                value.stride(0),
-                                d_pre.stride(0),
                                 d_value.stride(0),
+                                d_pre.stride(0),
+                                gate.defined() ? d_gate.stride(0) : 0,
                                 /*windows=*/0};
     launch_on_device_of(pre, [&](void* stream) { return launch_hidden_backward(hidden, stream); });
-    return {value, d_pre, gate.defined() ? d_value : at::Tensor()};
+    return;
   }
-  if (!gate.defined()) {
-    by_rows(
-        [&](const at::Tensor& out, const at::Tensor& d, const at::Tensor& up) {
-          activate(activation, out, up);
-          activate_backward(activation, d, d, up);
-        },
-        value, d_value, pre);
-    return {value, d_value, at::Tensor()};
-  }
-  const at::Tensor d_pre = at::empty(pre.sizes(), pre.options());
   by_rows(
-      [&](const at::Tensor& out, const at::Tensor& d, const at::Tensor& d_up, const at::Tensor& up,
+      [&](const at::Tensor& d, const at::Tensor& d_up, const at::Tensor& d_through, const at::Tensor& up,
           const at::Tensor& through) {
-        activate(activation, out, through);
-        at::Tensor product = d_up;
-        at::mul_out(product, d, out);
-        d.mul_(up);
-        activate_backward(activation, d, d, through);
-        out.mul_(up);
+        if (!through.defined()) {
+          activate_backward(activation, d_up, d, up);
+          activate(activation, d, up);
+          return;
+        }
+        at::Tensor product = d_through, value = d;
+        at::mul_out(product, d, up);
+        activate_backward(activation, d_through, d_through, through);
+        activate(activation, d_up, through);
+        const at::Tensor activated = d_up.clone();
+        d_up.mul_(d);
+        at::mul_out(value, activated, up);
       },
-      value, d_value, d_pre, pre, gate);
-  return {value, d_pre, d_value};
+      d_value, d_pre, d_gate, pre, gate);
 }
 
 }  // namespace rtp

@@ -23,7 +23,7 @@ struct HiddenForward {
 };
 
 // value as above, and the gradients of pre and gate, given d_value, the gradient of value. Without a gate, d_gate is
-// not written. A gradient may alias d_value with the same stride.
+// not written. One result may alias d_value with the same stride.
 struct HiddenBackward {
   Element type;
   Activation activation;

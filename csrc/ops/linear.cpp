@@ -5,6 +5,7 @@
 
 #include "base/checks.h"
 #include "compute/gemm/gemm.h"
+#include "compute/joined.h"
 
 namespace rtp {
 namespace {
@@ -45,15 +46,82 @@ struct Overlap {
   int64_t column = 0;  // first column in the output
 };
 
-// Route gather requires that the cut dimension is the first one, and weights in the compute dtype.
-void check_route(const LinearBundle& bundle, const RotationOptions& options) {
-  for (const LinearShape& shape : bundle.shapes) {
-    RTP_CHECK_VALUE(options.route != Route::gather || !shape.frozen, options.name,
-                    ": expected a weight in a floating dtype for route gather, got a frozen one in blocks");
+// What a pass does with the operand that several projections multiply: see joins().
+struct OperandUse {
+  int64_t passes = 1;
+  bool weights = true;     // it reads the weights
+  bool gradients = false;  // it writes gradients of several weights
+  bool halves = false;     // these travel in two halves
+};
+
+// The projections of one input. Their outputs, or the gradients of these, lie side by side if the products of a shard
+// are joined: by owner, half, and projection.
+class InputProjections {
+ public:
+  // `used`: by projection, whether it has products.
+  InputProjections(Executor& executor, const LinearWeights& layers, const LinearBundle& bundle,
+                   const std::vector<Projection>& projections, int64_t input, const at::Tensor& x,
+                   const std::vector<bool>& used, const OperandUse& use, Pass pass, const RotationOptions& options)
+      : input(input) {
+    std::vector<int> places;
+    for (size_t k = 0; k < projections.size(); ++k) {
+      if (projections[k].input != input) continue;
+      members.push_back(k);
+      const int place = layers.weight[static_cast<size_t>(projections[k].layer)];
+      if (used[k] && (places.empty() || places.back() != place)) places.push_back(place);
+    }
+    if (members.size() < 2 || places.empty() || bundle.shapes[projections[members[0]].layer].transposed) return;
+    // a chunk of a shard, which is of a single layer, has other halves
+    if (use.halves && places.size() > 1 && !layers.grouped()) halves = {Half::first, Half::second};
+    JoinedColumns columns(projections.size());
+    int64_t repeats = 0;
+    for (const Step& product : products_of(executor, options, pass, layers.grouped())) {
+      int64_t products = 0;
+      for (const Half half : halves) {
+        for (const size_t k : members) {
+          if (!used[k]) continue;
+          const int place = layers.weight[static_cast<size_t>(projections[k].layer)];
+          const Overlap overlap(projections[k], layers.rows(place, product.owner, half, product.owners));
+          columns.add(k, overlap.rows);
+          products += overlap.rows > 0 && half != Half::second;
+        }
+      }
+      repeats += std::max<int64_t>(products - 1, 0);
+    }
+    const int64_t features = bundle.shapes[projections[members[0]].layer].in_features;
+    int64_t copied = 0;
+    if (places.size() > 1) {
+      const auto rows = [&](at::ScalarType dtype) {
+        return copied_rows(executor, layers, places, features, dtype, options);
+      };
+      copied = (use.weights ? rows(options.compute_dtype) : 0) + (use.gradients ? rows(options.reduce_dtype) : 0);
+    }
+    if (!joins(repeats, use.passes, x.size(0), features, columns.columns(), copied)) {
+      halves = {Half::whole};
+      return;
+    }
+    columns.allocate(x.size(0), x.options());
+    joined.emplace(std::move(columns));
   }
-  RTP_CHECK_VALUE(options.route != Route::gather || !bundle.shapes[0].transposed, options.name,
-                  ": expected a weight stored [out, in] for route gather, got one stored [in, out]");
-}
+
+  // The columns of an output, or of its gradient, that belong to an overlap.
+  at::Tensor columns(size_t k, const Overlap& overlap, const at::Tensor& output) const {
+    return joined ? joined->of(k, overlap.column, overlap.rows) : overlap.of_output(output);
+  }
+
+  // The rows of the weights in a product with the largest shard.
+  int64_t product_rows(const LinearWeights& layers, const Weights& part) const {
+    if (!joined) return part.rows(0, 0).count;
+    int64_t rows = 0;
+    for (const int weight : layers.weight) rows += part.rows(weight, 0).count;
+    return rows;
+  }
+
+  int64_t input;
+  std::vector<size_t> members;
+  std::vector<Half> halves{Half::whole};  // pieces of a shard that lie side by side
+  std::optional<JoinedColumns> joined;
+};
 
 // The backward of a bundle, with the state that its passes share.
 class BundleBackward {
@@ -72,14 +140,31 @@ class BundleBackward {
         weights_(executor, options, Pass::backward, bundle, parameters, needed_layers()),
         gradients_(executor, options, weights_, needs_parameter),
         sums_(inputs.size()) {
+    std::vector<bool> used;
     for (size_t k = 0; k < projections.size(); ++k) {
       const Projection& projection = projections[k];
       const int64_t outputs = projection.end - projection.begin;
       if (dys[k].defined()) check_operand(executor, options, "an output gradient", dys[k], outputs);
+      used.push_back(dys[k].defined());
       if (!needs_input[projection.input] || sums_[projection.input]) continue;
       const at::Tensor& x = inputs[projection.input];
       const int64_t features = bundle.shapes[projection.layer].in_features;
       sums_[projection.input].emplace(x.size(0), features, x.options().dtype(options.compute_dtype));
+    }
+    for (size_t input = 0; input < inputs.size(); ++input) {
+      int trained = 0;
+      for (size_t k = 0; k < projections.size(); ++k) {
+        const bool its = projections[k].input == static_cast<int64_t>(input) && used[k];
+        trained += its && gradients_.wants(weights_.weight[projections[k].layer]);
+      }
+      const int64_t passes = needs_input[input] ? sum_passes(options.compute_dtype) : 0;
+      const OperandUse use{passes + (trained > 1), needs_input[input], trained > 1, halves()};
+      groups_.emplace_back(executor, weights_, bundle, projections, input, inputs[input], used, use, Pass::backward, options);
+      const InputProjections& group = groups_.back();
+      if (!group.joined) continue;
+      for (const size_t k : group.members) {
+        if (dys[k].defined()) group.joined->copy_from(k, dys[k]);
+      }
     }
   }
 
@@ -108,62 +193,80 @@ class BundleBackward {
     const BackwardNeeds needs{.dgrad = weights.has_value(),
                               .wgrad = gradients.has_value(),
                               .bundle = kLinear.bundle,
-                              .halves = options_.halves && !bundle_.shapes[0].transposed,
+                              .halves = halves(),
                               .permits = {.two_lanes = two_lanes(part), .groups = part.groups()}};
     const Schedule& schedule = backward_schedule(executor_, part.options(), weights, needs);
     Execution pass(executor_, schedule, std::move(weights), std::move(gradients), options_.name + " backward");
     while (const Step* step = pass.next()) {
-      for (size_t k = 0; k < projections_.size(); ++k) {
-        const size_t layer = projections_[k].layer;
-        const Overlap rows(projections_[k], part.rows(weights_.weight[layer], *step));
-        if (step->compute == Compute::wgrad) {
-          const int bias = weights_.bias[layer];
-          wgrad(k, rows, bias < 0 ? rows : Overlap(projections_[k], part.rows(bias, *step)), pass);
-        } else if (rows.rows > 0) {
-          dgrad(k, rows, pass);
-        }
+      for (const InputProjections& group : groups_) {
+        step->compute == Compute::wgrad ? wgrad(group, part, *step, pass) : dgrad(group, part, *step, pass);
       }
     }
   }
+
+  bool halves() const { return options_.halves && !bundle_.shapes[0].transposed; }
 
   bool two_lanes(const Weights& part) const {
     const int multiprocessors = executor_.streams().multiprocessors();
     const int64_t tokens = inputs_[0].size(0);
     const int64_t features = bundle_.shapes[0].in_features;
     return wastes_last_wave(tokens, features, multiprocessors) ||
-           wastes_last_wave(part.rows(0, 0).count, features, multiprocessors);
+           wastes_last_wave(groups_[0].product_rows(weights_, part), features, multiprocessors);
   }
 
-  void dgrad(size_t k, const Overlap& overlap, Execution& pass) {
-    const Projection& projection = projections_[k];
-    if (!needs_input_[projection.input] || !dys_[k].defined()) return;
-    const at::Tensor stored = pass.weight()[weights_.index(weights_.weight[projection.layer])];
-    const at::Tensor weight = outputs_first(stored, bundle_.shapes[projection.layer]);
-    sums_[projection.input]->add(overlap.of_output(dys_[k]), overlap.of_rows(weight));
-  }
-
-  void wgrad(size_t k, const Overlap& overlap, const Overlap& of_bias, const Execution& pass) {
-    const Projection& projection = projections_[k];
-    const Gradients::Sums sums(gradients_, pass);
-    const int weight = weights_.weight[projection.layer];
-    if (sums.wants(weight) && overlap.rows > 0) {
-      const LinearShape& shape = bundle_.shapes[projection.layer];
-      const at::Tensor out = overlap.of_rows(outputs_first(sums.out(weight), shape));
-      const at::Tensor arrived = overlap.of_rows(outputs_first(sums.arrived(weight), shape));
-      if (dys_[k].defined()) {
-        gemm(out, arrived, overlap.of_output(dys_[k]).t(), inputs_[projection.input], sums.scale());
-      } else {
-        copy_or_zero(out, arrived);
+  void dgrad(const InputProjections& group, const Weights& part, const Step& step, Execution& pass) {
+    if (!needs_input_[group.input]) return;
+    const std::vector<at::Tensor> shards = pass.weight();
+    std::vector<at::Tensor> dys, weights;
+    for (const Half half : group.halves) {
+      for (const size_t k : group.members) {
+        const Projection& projection = projections_[k];
+        const int weight = weights_.weight[projection.layer];
+        const Overlap overlap(projection, part.rows(weight, step));
+        const Overlap piece(projection, part.rows(weight, step.owner, half, step.owners));
+        if (piece.rows == 0 || !dys_[k].defined()) continue;
+        const at::Tensor rows = outputs_first(shards[weights_.index(weight)], bundle_.shapes[projection.layer]);
+        dys.push_back(group.columns(k, piece, dys_[k]));
+        weights.push_back(rows.narrow(0, overlap.row + piece.column - overlap.column, piece.rows));
       }
     }
-    const int bias = weights_.bias[projection.layer];
-    if (sums.wants(bias) && of_bias.rows > 0) {
+    ProductSum& sum = *sums_[group.input];
+    if (group.joined && !dys.empty()) {
+      sum.add(joined_view(dys, 1), joined_rows(weights));
+    } else {
+      for (size_t i = 0; i < dys.size(); ++i) sum.add(dys[i], weights[i]);
+    }
+  }
+
+  void wgrad(const InputProjections& group, const Weights& part, const Step& step, const Execution& pass) {
+    const Gradients::Sums sums(gradients_, pass);
+    std::vector<at::Tensor> outs, ins, dys;
+    for (const size_t k : group.members) {
+      const Projection& projection = projections_[k];
+      const int weight = weights_.weight[projection.layer], bias = weights_.bias[projection.layer];
+      const Overlap overlap(projection, part.rows(weight, step));
+      if (sums.wants(weight) && overlap.rows > 0) {
+        const LinearShape& shape = bundle_.shapes[projection.layer];
+        const at::Tensor out = overlap.of_rows(outputs_first(sums.out(weight), shape));
+        const at::Tensor arrived = overlap.of_rows(outputs_first(sums.arrived(weight), shape));
+        if (dys_[k].defined()) {
+          outs.push_back(out), ins.push_back(arrived), dys.push_back(group.columns(k, overlap, dys_[k]));
+        } else {
+          copy_or_zero(out, arrived);
+        }
+      }
+      if (!sums.wants(bias)) continue;
+      const Overlap of_bias(projection, part.rows(bias, step));
+      if (of_bias.rows == 0) continue;
       const at::Tensor out = of_bias.of_rows(sums.out(bias)), arrived = of_bias.of_rows(sums.arrived(bias));
       if (dys_[k].defined()) {
         column_sum(out, arrived, of_bias.of_output(dys_[k]), sums.scale());
       } else {
         copy_or_zero(out, arrived);
       }
+    }
+    if (!outs.empty()) {
+      add_products(outs, ins, dys, inputs_[group.input], sums.scale(), group.joined.has_value());
     }
   }
 
@@ -177,6 +280,7 @@ class BundleBackward {
   LinearWeights weights_;
   Gradients gradients_;
   std::vector<std::optional<ProductSum>> sums_;  // by input: the sum of its gradient
+  std::vector<InputProjections> groups_;         // by input
 };
 
 }  // namespace
@@ -200,6 +304,27 @@ void add_bias_gradient(const Gradients::Sums& sums, int parameter, const at::Ten
   if (sums.wants(parameter)) column_sum(sums.out(parameter), sums.arrived(parameter), values, sums.scale());
 }
 
+int64_t sum_passes(at::ScalarType dtype) {
+  return static_cast<int64_t>(2 * c10::elementSize(accumulation_dtype(dtype)) / c10::elementSize(dtype));
+}
+
+int64_t copied_rows(const Executor& executor, const Weights& weights, const std::vector<int>& places, int64_t features,
+                    at::ScalarType dtype, const RotationOptions& options) {
+  const auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  int64_t own = 0, all = 0;
+  bool gaps = false;
+  for (int owner = 0; owner < executor.ranks(); ++owner) {
+    int64_t rows = 0;
+    for (const int place : places) {
+      const int64_t count = weights.rows(place, owner).count;
+      gaps = gaps || (place != places.back() && aligned(count * features * bytes) != count * features * bytes);
+      rows += count;
+    }
+    own = std::max(own, rows), all += rows;
+  }
+  return (gaps ? all : weights.grouped() ? 0 : own) * bytes / static_cast<int64_t>(c10::elementSize(options.compute_dtype));
+}
+
 void check_operand(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& tensor,
                    int64_t features) {
   RTP_CHECK_VALUE(tensor.dim() == 2 && tensor.size(1) == features, options.name, ": expected ", what, " of shape [M, ",
@@ -213,7 +338,6 @@ void check_operand(const Executor& executor, const RotationOptions& options, con
 std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at::Tensor>& inputs,
                                        const std::vector<at::Tensor>& parameters, const LinearBundle& bundle,
                                        const std::vector<Projection>& projections, const RotationOptions& options) {
-  check_route(bundle, options);
   const LinearWeights layers(executor, options, Pass::forward, bundle, parameters);
   std::vector<at::Tensor> outputs;
   std::vector<at::Tensor> added(bundle.shapes.size());  // by layer: the bias, if its shards have other rows
@@ -227,10 +351,16 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
     outputs.push_back(executor.results().empty({x.size(0), projection.end - projection.begin}, x.options()));
   }
 
+  const std::vector<bool> used(projections.size(), true);
+  std::vector<InputProjections> groups;
+  for (size_t input = 0; input < inputs.size(); ++input) {
+    groups.emplace_back(executor, layers, bundle, projections, input, inputs[input], used, OperandUse{}, Pass::forward, options);
+  }
+
   layers.each_chunk([&](const Weights& part) {
     ShardBundle weights = *part.bundle();
     const bool two_lanes =
-        wastes_last_wave(inputs[0].size(0), part.rows(0, 0).count, executor.streams().multiprocessors());
+        wastes_last_wave(inputs[0].size(0), groups[0].product_rows(layers, part), executor.streams().multiprocessors());
     const Permits permits{.two_lanes = two_lanes, .groups = part.groups()};
     const Schedule& schedule = forward_schedule(executor, part.options(), weights, permits);
     Execution pass(executor, schedule, std::move(weights), std::nullopt, options.name + " forward");
@@ -240,18 +370,31 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
         const int bias = layers.bias[layer];
         if (added[layer].defined()) part.of(added[layer], 0, bias, step->owner, step->owners).copy_(shards[bias]);
       }
-      for (size_t k = 0; k < projections.size(); ++k) {
-        const Projection& projection = projections[k];
-        const int weight = layers.weight[projection.layer], bias = layers.bias[projection.layer];
-        const Overlap overlap(projection, part.rows(weight, *step));
-        if (overlap.rows == 0) continue;
-        const bool fused = bias >= 0 && !added[projection.layer].defined();
-        gemm(overlap.of_output(outputs[k]), fused ? overlap.of_rows(shards[bias]) : at::Tensor(),
-             inputs[projection.input],
-             overlap.of_rows(outputs_first(shards[weight], bundle.shapes[projection.layer])).t());
+      for (const InputProjections& group : groups) {
+        std::vector<at::Tensor> ys, rows, biases;
+        for (const size_t k : group.members) {
+          const Projection& projection = projections[k];
+          const int weight = layers.weight[projection.layer], bias = layers.bias[projection.layer];
+          const Overlap overlap(projection, part.rows(weight, *step));
+          if (overlap.rows == 0) continue;
+          const bool fused = bias >= 0 && !added[projection.layer].defined();
+          ys.push_back(group.columns(k, overlap, outputs[k]));
+          rows.push_back(overlap.of_rows(outputs_first(shards[weight], bundle.shapes[projection.layer])));
+          biases.push_back(fused ? overlap.of_rows(shards[bias]) : at::Tensor());
+        }
+        const at::Tensor& x = inputs[group.input];
+        if (group.joined && !ys.empty()) {
+          gemm(joined_view(ys, 1), joined_biases(std::move(biases), rows), x, joined_rows(rows).t());
+        } else {
+          for (size_t i = 0; i < ys.size(); ++i) gemm(ys[i], biases[i], x, rows[i].t());
+        }
       }
     }
   });
+  for (const InputProjections& group : groups) {
+    if (!group.joined) continue;
+    for (const size_t k : group.members) group.joined->copy_to(k, outputs[k]);
+  }
   for (size_t k = 0; k < projections.size(); ++k) {
     const Projection& projection = projections[k];
     if (!added[projection.layer].defined()) continue;

@@ -37,6 +37,13 @@ void add_weight_gradient(const Gradients::Sums& sums, int parameter, const Linea
                          const at::Tensor& right);
 void add_bias_gradient(const Gradients::Sums& sums, int parameter, const at::Tensor& values);
 
+// Return what joins() asks for: the passes over memory that one more product of a sum makes, and the rows that a pass
+// copies because the weights, or gradients, of a shard do not lie side by side: its own shard, or all shards where the
+// tensors of a slot have gaps. Both in numbers of the compute dtype. `dtype`: of the weights or gradients.
+int64_t sum_passes(at::ScalarType dtype);
+int64_t copied_rows(const Executor& executor, const Weights& weights, const std::vector<int>& places, int64_t features,
+                    at::ScalarType dtype, const RotationOptions& options);
+
 // Checks that `tensor` is [M, features] in the compute dtype on the device of the ring.
 void check_operand(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& tensor,
                    int64_t features);

@@ -1,5 +1,7 @@
 #include "ops/rotation.h"
 
+#include <algorithm>
+
 #include "base/checks.h"
 #include "compute/gemm/gemm.h"
 
@@ -28,9 +30,6 @@ at::ScalarType RotationOptions::local_dtype() const {
 ShardBundle travelling_weights(const Executor& executor, const RotationOptions& options,
                                std::vector<TensorLayout> layouts, std::vector<at::Tensor> local, size_t dims) {
   if (executor.ranks() > 1) {
-    RTP_CHECK_VALUE(options.travel == TravelFormat::plain || options.route != Route::gather, options.name,
-                    ": expected weights that travel in the compute dtype on route gather, which computes with all "
-                    "shards at once");
     for (TensorLayout& layout : layouts) {
       if (layout.shapes.front().size() < dims || layout.frozen) continue;
       layout.travel = options.travel;
@@ -44,11 +43,28 @@ const Schedule& forward_schedule(Executor& executor, const RotationOptions& opti
   return executor.schedule(schedule_options(executor, options, Pass::forward, &weights, permits));
 }
 
+std::vector<Step> products_of(Executor& executor, const RotationOptions& options, Pass pass, bool grouped) {
+  std::vector<Step> products;
+  if (!grouped) {
+    for (Step step; static_cast<int>(products.size()) < executor.ranks(); products.push_back(step)) ++step.owner;
+    return products;
+  }
+  const Compute kind = pass == Pass::forward ? Compute::forward : Compute::dgrad;
+  for (const Step& step : executor.schedule(schedule_options(executor, options, pass, nullptr, {false, true})).steps) {
+    if (step.action != Action::compute || step.compute != kind) continue;
+    for (int index = 0; index < step.products(executor.ranks()); ++index) {
+      products.push_back(step.product(index, executor.ranks()));
+    }
+  }
+  std::sort(products.begin(), products.end(), [](const Step& a, const Step& b) { return a.owner < b.owner; });
+  return products;
+}
+
 const Schedule& backward_schedule(Executor& executor, const RotationOptions& options,
                                   const std::optional<ShardBundle>& weights, const BackwardNeeds& needs) {
   RTP_CHECK_VALUE(options.gradient_route == GradientRoute::chain
                       ? !options.gradients_quantized
-                      : options.route != Route::gather && options.route != Route::two_level,
+                      : options.route != Route::two_level,
                   options.name, ": expected gradient route chain on route ", rtp::name(options.route),
                   ", and direct to quantize gradients, got ", rtp::name(options.gradient_route));
   ScheduleOptions schedule =

@@ -114,7 +114,7 @@ RotationOptions Weights::options() const {
 
 bool Weights::groups() const {
   const bool plain = !quantizes(rotation_.travel, static_cast<int64_t>(c10::elementSize(rotation_.compute_dtype)));
-  return chunk_.empty() && facts_.takes_groups() && (plain || executor_.ranks() == 1);
+  return facts_.takes_groups() && (plain || executor_.ranks() == 1) && chunks().count == 1;
 }
 
 Chunks Weights::chunks() const {

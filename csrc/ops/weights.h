@@ -58,6 +58,7 @@ class Weights {
   RotationOptions options() const;
   // Whether the shards of several owners can be one operand. Chunks cannot: their rows are not those of one range.
   bool groups() const;
+  bool grouped() const { return groups() && (rotation_.group > 1 || rotation_.route == Route::gather); }
 
   size_t count() const { return facts_.parameters.size(); }
 

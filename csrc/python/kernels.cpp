@@ -1,3 +1,5 @@
+#include <ATen/ops/empty_like.h>
+
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -35,9 +37,10 @@ void bind_kernels(py::module_& parent) {
   m.def(
       "hidden_backward",
       [](Activation activation, const at::Tensor& d_value, const at::Tensor& pre, const OptionalTensor& gate) {
-        const Hidden hidden = hidden_backward(activation, d_value, pre, or_undefined(gate));
-        return std::tuple(hidden.value, hidden.d_pre,
-                          hidden.d_gate.defined() ? OptionalTensor(hidden.d_gate) : std::nullopt);
+        const at::Tensor d_pre = at::empty_like(pre);
+        const OptionalTensor d_gate = gate ? OptionalTensor(at::empty_like(*gate)) : std::nullopt;
+        hidden_backward(activation, d_value, pre, or_undefined(gate), d_pre, or_undefined(d_gate));
+        return std::tuple(d_value, d_pre, d_gate);
       },
       py::arg("activation"), py::arg("d_value"), py::arg("pre"), py::arg("gate") = py::none());
   py::class_<LogitChunk>(m, "LogitChunk")

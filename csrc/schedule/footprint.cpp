@@ -140,7 +140,7 @@ class Walk {
       sizes.push_back(bytes_of(place, numbers));
     }
     if (sizes.empty()) return std::nullopt;
-    return group_bytes(shards, sizes.size(), [&](size_t tensor) { return sizes[tensor]; });
+    return packed_bytes(sizes.size(), [&](size_t tensor) { return shards * sizes[tensor]; });
   }
 
   PassSize pass(const OperationFacts& operation, const Chunks& chunks, int64_t chunk, Pass kind) {

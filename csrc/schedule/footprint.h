@@ -23,20 +23,13 @@ inline constexpr uint32_t kMailboxDepth = 8;
 // Rounds up to a multiple of 64 bytes, where the tensors of a slot begin: a cache line, and enough for any vector load.
 int64_t aligned(int64_t bytes);
 
-// Returns the bytes of `tensors` tensors that lie one after the other in a slot, which is also the offset of the next
-// one. `bytes_of(tensor)`: bytes of a single tensor.
+// Returns the bytes of `tensors` tensors that lie one after the other in a slot. `bytes_of(tensor)`: bytes of a single
+// tensor.
 template <typename Bytes>
 int64_t packed_bytes(size_t tensors, Bytes&& bytes_of) {
   int64_t total = 0;
   for (size_t tensor = 0; tensor < tensors; ++tensor) total += aligned(bytes_of(tensor));
   return total;
-}
-
-// The size of a slot for groups of so many shards: the tensors lie one after the other, and of each tensor the shards
-// of the group, without padding. `bytes_of(tensor)`: bytes of a tensor's largest shard.
-template <typename Bytes>
-int64_t group_bytes(int shards, size_t tensors, Bytes&& bytes_of) {
-  return packed_bytes(tensors, [&](size_t tensor) { return shards * bytes_of(tensor); });
 }
 
 // How local shards may be sent and received.

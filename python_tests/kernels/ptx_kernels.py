@@ -166,23 +166,22 @@ class Ptx:
         return out.read()
 
     def hidden_backward(self, activation: str, d_value: Array, pre: Array, gate: Array | None) -> list[np.ndarray]:
-        d, up, out = self.memory(d_value), self.memory(pre), self.room(pre)
+        d, up, d_pre, d_gate = self.memory(d_value), self.memory(pre), self.room(pre), self.room(pre)
         through = None if gate is None else self.memory(gate)
         in_place = bool(self.rng.integers(2))
-        first = d if in_place else self.room(pre)  # gradient of the gate, or of pre where there is none
-        d_pre = first if through is None else self.room(pre)
+        out = d if in_place else self.room(pre)
         rows, columns = pre.shape
         self.launch(
             "hidden_backward",
             HiddenBackward(
                 ELEMENTS.index(pre.element), ACTIVATIONS.index(activation), rows, columns,
                 d.address, up.address, through and through.address,
-                out.address, d_pre.address, first.address,
+                out.address, d_pre.address, d_gate.address,
                 d_value.stride, pre.stride, gate.stride if gate else 0,
-                out.array.stride, d_pre.array.stride, first.array.stride,
+                out.array.stride, d_pre.array.stride, d_gate.array.stride,
             ),
         )  # fmt: skip
-        return [out.read(), d_pre.read(), *([] if gate is None else [first.read()])]
+        return [out.read(), d_pre.read(), *([] if gate is None else [d_gate.read()])]
 
     def _logits(self, logits: Memory, targets: np.ndarray, rules: tuple[int, int, float]) -> Logits:
         rows, columns = logits.array.shape

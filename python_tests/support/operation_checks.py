@@ -78,6 +78,8 @@ def token_shape(form: str, rank: int) -> tuple[int, ...]:
         return ()
     if form == "3d":
         return 2, 3 + rank
+    if form == "many":  # so many that products of one input are joined
+        return (150 + rank,)
     if form == "empty" or (form == "empty on rank 0" and rank == 0):
         return (0,)
     return (3 + rank,)

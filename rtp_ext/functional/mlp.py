@@ -125,7 +125,7 @@ class MLP(Operation):
         keep = not self.recompute and torch.is_grad_enabled()
         keep = keep and any([tensor.requires_grad for tensor in [rows, *self.parameters()]])
         hidden = up.shape[outputs]
-        kept = ([hidden] if gate is None else [hidden, hidden]) if keep else []
+        kept = [hidden if gate is None else 2 * hidden] if keep else []
         return [rows], [up.shape[features], down.shape[outputs], *kept]
 
     @staticmethod

@@ -37,6 +37,17 @@ at::Tensor view_of(const at::Tensor& memory, int64_t offset, int64_t bytes, at::
   return view;
 }
 
+// Returns the bytes of a slot before a tensor, or all bytes: see [Note: order in a slot].
+template <typename Bytes>
+int64_t bytes_before(const std::vector<TensorLayout>& layouts, size_t index, Bytes&& bytes_of) {
+  const auto is_matrix = [&](size_t tensor) { return layouts[tensor].shapes.front().size() > 1; };
+  return packed_bytes(layouts.size(), [&](size_t other) {
+    const bool before =
+        index == layouts.size() || (is_matrix(other) == is_matrix(index) ? other < index : is_matrix(other));
+    return before ? bytes_of(layouts[other]) : 0;
+  });
+}
+
 // Slots allocated by a transport.
 struct TransportMemory {
   Transport& transport;
@@ -108,9 +119,10 @@ int64_t TensorLayout::dequantized_bytes(int owner) const {
 }
 
 int64_t ShardBundle::offset(const Place& place, size_t index) const {
-  if (place.shards == 1) return packed_bytes(index, [&](size_t before) { return layouts[before].bytes(place.first); });
-  // the shard of owner 0 is the largest one
-  const int64_t before = group_bytes(place.shards, index, [&](size_t tensor) { return layouts[tensor].bytes(0); });
+  // the shard of owner 0 is the largest one, and shards of a group have its distance
+  const int largest = place.shards > 1 ? 0 : place.first;
+  const int64_t before = bytes_before(
+      layouts, index, [&](const TensorLayout& layout) { return place.shards * layout.bytes(largest); });
   return place.place == 0 ? before : before + place.place * layouts[index].bytes(0);
 }
 
@@ -124,7 +136,7 @@ int64_t ShardBundle::slot_bytes(int shards) const {
 }
 
 int64_t ShardBundle::dequantized_offset(int owner, size_t index) const {
-  return packed_bytes(index, [&](size_t before) { return layouts[before].dequantized_bytes(owner); });
+  return bytes_before(layouts, index, [&](const TensorLayout& layout) { return layout.dequantized_bytes(owner); });
 }
 
 int64_t ShardBundle::dequantized_bytes() const {

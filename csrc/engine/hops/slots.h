@@ -39,6 +39,11 @@ struct TensorLayout {
   int64_t dequantized_bytes(int owner) const;
 };
 
+// [Note: order in a slot]
+// The tensors of one shard lie one after the other, weights before biases, so that weights that multiply the same input
+// lie side by side and are one operand of a product, as long as their bytes are a multiple of what a tensor is aligned
+// to. In a slot of several shards, the rows of consecutive owners are contiguous for each tensor.
+
 // Some shards in a slot: those of `owners` owners from `first` on. In a slot of several shards, they lie from `place` on.
 struct Place {
   int first;
@@ -47,8 +52,7 @@ struct Place {
   int place = 0;
 };
 
-// Tensors that travel together, and this rank's local ones. In a slot, the tensors of one shard lie one after the
-// other; in a slot of several shards, the rows of consecutive owners are contiguous for each tensor.
+// Tensors that travel together, and this rank's local ones: see [Note: order in a slot].
 struct ShardBundle {
   std::vector<TensorLayout> layouts;
   std::vector<at::Tensor> local;

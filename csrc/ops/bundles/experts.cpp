@@ -93,34 +93,35 @@ std::pair<at::Tensor, at::Tensor> gate_and_up(const at::Tensor& values, const Ex
   return {values.narrow(1, 0, hidden), values.narrow(1, hidden, hidden)};
 }
 
-// The hidden values of a clamped gate, and their gradients if d_value is defined. Computed in the accumulation dtype
-// and rounded once.
-Hidden clamped_values(const ClampedGate& clamped, const at::Tensor& d_value, const at::Tensor& pre,
-                      const at::Tensor& gate) {
+// Returns the hidden values of a clamped gate, and writes their gradients if d_value is defined. Computed in the
+// accumulation dtype and rounded once.
+at::Tensor clamped_values(const ClampedGate& clamped, const at::Tensor& pre, const at::Tensor& gate,
+                          const at::Tensor& d_value = {}, const at::Tensor& d_pre = {}, const at::Tensor& d_gate = {}) {
   const at::ScalarType dtype = pre.scalar_type(), sums = accumulation_dtype(dtype);
   const at::Tensor up = pre.to(sums), through = gate.to(sums);
   const at::Tensor factor = up.clamp(-clamped.limit, clamped.limit).add_(1.0);
   const at::Tensor bounded = through.clamp_max(clamped.limit);
   const at::Tensor sigmoid = bounded.mul(clamped.alpha).sigmoid_();
   const at::Tensor glu = bounded.mul(sigmoid);
-  Hidden hidden{factor.mul(glu).to(dtype), {}, {}};
-  if (!d_value.defined()) return hidden;
+  const at::Tensor value = factor.mul(glu).to(dtype);
+  if (!d_value.defined()) return value;
   const at::Tensor d = d_value.to(sums);
-  hidden.d_pre = d.mul(glu).masked_fill_(up.abs().gt(clamped.limit), 0.0).to(dtype);
+  d_pre.copy_(d.mul(glu).masked_fill_(up.abs().gt(clamped.limit), 0.0));
   const at::Tensor slope = sigmoid.neg().add_(1.0).mul_(bounded).mul_(clamped.alpha).add_(1.0).mul_(sigmoid);
-  hidden.d_gate = d.mul(factor).mul_(slope).masked_fill_(through.gt(clamped.limit), 0.0).to(dtype);
-  return hidden;
+  d_gate.copy_(d.mul(factor).mul_(slope).masked_fill_(through.gt(clamped.limit), 0.0));
+  return value;
 }
 
 at::Tensor values_of(const ExpertsShape& shape, const at::Tensor& pre, const at::Tensor& gate) {
-  return shape.clamped ? clamped_values(*shape.clamped, {}, pre, gate).value
-                       : hidden_forward(shape.activation, pre, gate);
+  return shape.clamped ? clamped_values(*shape.clamped, pre, gate) : hidden_forward(shape.activation, pre, gate);
 }
 
-Hidden gradients_of(const ExpertsShape& shape, const at::Tensor& d_value, const at::Tensor& pre,
-                    const at::Tensor& gate) {
-  return shape.clamped ? clamped_values(*shape.clamped, d_value, pre, gate)
-                       : hidden_backward(shape.activation, d_value, pre, gate);
+// Returns the hidden values, and writes the gradients of what they were computed from.
+at::Tensor gradients_of(const ExpertsShape& shape, const at::Tensor& d_value, const at::Tensor& pre,
+                        const at::Tensor& gate, const at::Tensor& d_pre, const at::Tensor& d_gate) {
+  if (shape.clamped) return clamped_values(*shape.clamped, pre, gate, d_value, d_pre, d_gate);
+  hidden_backward(shape.activation, d_value, pre, gate, d_pre, d_gate);
+  return d_value;
 }
 
 void check_operands(const Executor& executor, const ExpertsShape& shape, const RotationOptions& options,
@@ -237,9 +238,12 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
       const at::Tensor d_rows = dy.index_select(0, group.token);
       // excludes the router weight, so that the gradient of the weight is a product with the hidden values
       const at::Tensor d_plain = group.product(d_rows, shard[cut.down], shape.transposed);
-      const Hidden slice = gradients_of(shape, d_plain.mul(factor).to(options.compute_dtype), pre, gate);
+      const at::Tensor d_values = at::empty({group.rows, cut.up_rows}, x.options());
+      const auto [d_gate, d_pre] = gate_and_up(d_values, shape);
+      const at::Tensor hidden =
+          gradients_of(shape, d_plain.mul(factor).to(options.compute_dtype), pre, gate, d_pre, d_gate);
       if (needs_weights) {
-        const at::Tensor along = d_plain.to(sums).mul(slice.value).sum(1);
+        const at::Tensor along = d_plain.to(sums).mul(hidden).sum(1);
         if (shape.down_bias) {
           const at::Tensor biases = shard[cut.down_bias];
           group.each([&](int64_t e, const auto& of, int64_t count) {
@@ -248,13 +252,9 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
         }
         d_factors.index_copy_(0, group.place, along);
       }
-      const at::Tensor d_values = at::empty({group.rows, cut.up_rows}, x.options());
-      const auto [d_gate, d_pre] = gate_and_up(d_values, shape);
-      d_pre.copy_(slice.d_pre);
-      if (d_gate.defined()) d_gate.copy_(slice.d_gate);
       if (needs_x) dx.index_add_(0, group.token, group.product(d_values, shard[cut.up], shape.transposed).to(sums));
       if (gradients.any()) {
-        slices[owner] = {rows, slice.value, d_rows.mul(factor).to(options.compute_dtype), d_values};
+        slices[owner] = {rows, hidden, d_rows.mul(factor).to(options.compute_dtype), d_values};
       }
       continue;
     }

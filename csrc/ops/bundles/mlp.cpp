@@ -6,6 +6,7 @@
 
 #include "base/checks.h"
 #include "compute/gemm/gemm.h"
+#include "compute/joined.h"
 
 namespace rtp {
 namespace {
@@ -28,8 +29,12 @@ struct MlpWeights : Weights {
     down_bias = add({{shape.out_features}}, shape.down_bias);
   }
 
-  // The slice of the hidden features that belongs to the shard of `owner`.
-  at::Tensor slice(const at::Tensor& hidden, int owner) const { return of(hidden, 1, down_weight, owner); }
+  // The slice of the shard of `owner`, of hidden values that were kept.
+  at::Tensor slice(const at::Tensor& hidden, int owner) const {
+    const Rows part = rows(down_weight, owner);
+    const int64_t layers = gate_weight < 0 ? 1 : 2;
+    return hidden.narrow(1, layers * part.first, layers * part.count);
+  }
 
   LinearShape up, down;  // the gate has the shape of up
   int gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias;
@@ -43,14 +48,88 @@ void check_blocks(const MlpShape& shape, const RotationOptions& options) {
                   shape.hidden_features);
 }
 
-// Returns the projection of x with one shard, in `out` if it is defined.
-at::Tensor project(const at::Tensor& x, const std::vector<at::Tensor>& shard, int weight, int bias,
-                   const LinearShape& shape, at::Tensor out) {
-  const at::Tensor w = outputs_first(shard[weight], shape);
-  if (!out.defined()) out = at::empty({x.size(0), w.size(0)}, x.options());
-  gemm(out, bias >= 0 ? shard[bias] : at::Tensor(), x, w.t());
-  return out;
-}
+// Gate and up, which multiply x: one operand if `joined`. Values before the activation, and their gradients, are [M,
+// features] for up, or [M, 2 * features] with those of the gate first.
+class FirstLayer {
+ public:
+  // `passes`: see joins(). `trained`: the pass writes the gradients of both.
+  FirstLayer(const Executor& executor, const MlpWeights& layout, const MlpShape& shape, const RotationOptions& options,
+             int64_t tokens, int64_t passes, bool trained)
+      : layout_(layout), gated_(shape.gated) {
+    int64_t shards = 0;
+    for (int owner = 0; owner < executor.ranks(); ++owner) shards += layout.rows(layout.up_weight, owner).count > 0;
+    const auto copied = [&](at::ScalarType dtype) {
+      return copied_rows(executor, layout, weights(), shape.in_features, dtype, options);
+    };
+    joined_ = gated_ && !shape.transposed &&
+              joins(shards, passes + trained, tokens, shape.in_features, 0,
+                    copied(options.compute_dtype) + (trained ? copied(options.reduce_dtype) : 0));
+  }
+
+  void take(const std::vector<at::Tensor>& shard) {
+    matrices_.clear(), biases_.clear();
+    for (const int place : weights()) matrices_.push_back(outputs_first(shard[place], layout_.up));
+    for (const int place : biases()) biases_.push_back(place < 0 ? at::Tensor() : shard[place]);
+    if (joined_) biases_ = {joined_biases(std::move(biases_), matrices_)}, matrices_ = {joined_rows(matrices_)};
+  }
+
+  // Returns the values before the activation, in `values` if it is defined.
+  at::Tensor project(const at::Tensor& x, at::Tensor values) const {
+    if (!values.defined()) values = at::empty({x.size(0), columns()}, x.options());
+    each([&](size_t i, int64_t first, int64_t count) {
+      gemm(values.narrow(1, first, count), biases_[i], x, matrices_[i].t());
+    });
+    return values;
+  }
+  void add_dgrad(ProductSum& dx, const at::Tensor& d_values) const {
+    each([&](size_t i, int64_t first, int64_t count) { dx.add(d_values.narrow(1, first, count), matrices_[i]); });
+  }
+  void add_wgrad(const Gradients::Sums& sums, const at::Tensor& d_values, const at::Tensor& x) const {
+    const std::vector<int> weights = this->weights(), biases = this->biases();
+    std::vector<at::Tensor> outs, ins, lefts;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const at::Tensor left = part(d_values, i);
+      add_bias_gradient(sums, biases[i], left);
+      if (!sums.wants(weights[i])) continue;
+      outs.push_back(outputs_first(sums.out(weights[i]), layout_.up));
+      ins.push_back(outputs_first(sums.arrived(weights[i]), layout_.up));
+      lefts.push_back(left);
+    }
+    if (!outs.empty()) add_products(outs, ins, lefts, x, sums.scale(), joined_);
+  }
+
+  at::Tensor gate(const at::Tensor& values) const { return gated_ ? part(values, 0) : at::Tensor(); }
+  at::Tensor up(const at::Tensor& values) const { return part(values, gated_ ? 1 : 0); }
+
+ private:
+  std::vector<int> weights() const {
+    return gated_ ? std::vector{layout_.gate_weight, layout_.up_weight} : std::vector{layout_.up_weight};
+  }
+  std::vector<int> biases() const {
+    return gated_ ? std::vector{layout_.gate_bias, layout_.up_bias} : std::vector{layout_.up_bias};
+  }
+  at::Tensor part(const at::Tensor& values, size_t i) const {
+    const int64_t features = values.size(1) / (gated_ ? 2 : 1);
+    return values.narrow(1, static_cast<int64_t>(i) * features, features);
+  }
+  int64_t columns() const {
+    int64_t total = 0;
+    for (const at::Tensor& matrix : matrices_) total += matrix.size(0);
+    return total;
+  }
+  template <typename Body>
+  void each(Body&& body) const {
+    int64_t first = 0;
+    for (size_t i = 0; i < matrices_.size(); ++i) {
+      body(i, first, matrices_[i].size(0));
+      first += matrices_[i].size(0);
+    }
+  }
+
+  const MlpWeights& layout_;
+  bool gated_, joined_;
+  std::vector<at::Tensor> matrices_, biases_;  // of the shard, [rows, in_features] and [rows]
+};
 
 // Returns the hidden values of an MLP without a gate, fused with their projection in one cuBLASLt call; undefined if
 // that is not supported. `before`, if defined, receives the input of the activation.
@@ -82,13 +161,9 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
 
   MlpResult result;
   if (keep) {
-    for (int i = 0; i < (shape.gated ? 2 : 1); ++i) {
-      result.kept.push_back(executor.results().empty({rows, shape.hidden_features}, x.options()));
-    }
+    result.kept = {executor.results().empty({rows, (shape.gated ? 2 : 1) * shape.hidden_features}, x.options())};
   }
-  const auto room = [&](size_t which, int owner) {
-    return keep ? layout.slice(result.kept[which], owner) : at::Tensor();
-  };
+  FirstLayer first(executor, layout, shape, options, rows, /*passes=*/1, /*trained=*/false);
   ProductSum sum(rows, shape.out_features, x.options());
   const at::Tensor bias = shape.down_bias ? at::empty({shape.out_features}, x.options()) : at::Tensor();
 
@@ -99,13 +174,13 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
     const auto shard = pass.weight();
     if (shape.down_bias) layout.of(bias, 0, layout.down_bias, owner).copy_(shard[layout.down_bias]);
     if (layout.rows(layout.down_weight, owner).count == 0) continue;
+    const at::Tensor room = keep ? layout.slice(result.kept[0], owner) : at::Tensor();
     at::Tensor value;
-    if (!shape.gated) value = project_activated(x, shard, layout, shape.activation, room(0, owner));
+    if (!shape.gated) value = project_activated(x, shard, layout, shape.activation, room);
     if (!value.defined()) {
-      const at::Tensor up = project(x, shard, layout.up_weight, layout.up_bias, layout.up, room(0, owner));
-      at::Tensor gate;
-      if (shape.gated) gate = project(x, shard, layout.gate_weight, layout.gate_bias, layout.up, room(1, owner));
-      value = hidden_forward(shape.activation, up, gate);
+      first.take(shard);
+      const at::Tensor values = first.project(x, room);
+      value = hidden_forward(shape.activation, first.up(values), first.gate(values));
     }
     sum.add(value, outputs_first(shard[layout.down_weight], layout.down).t());
   }
@@ -127,7 +202,13 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
   std::optional<ProductSum> dx;
   if (needs_x) dx.emplace(dy.size(0), shape.in_features, dy.options());
 
-  std::map<int, Hidden> hidden;  // by owner, from its dgrad to its wgrad
+  struct Slice {
+    at::Tensor value, d_values;
+  };
+  std::map<int, Slice> hidden;  // by owner, from its dgrad to its wgrad
+  const int64_t passes = (needs_x ? sum_passes(options.compute_dtype) : 0) + kept.empty();
+  const bool trained = gradients.wants(layout.gate_weight) && gradients.wants(layout.up_weight);
+  FirstLayer first(executor, layout, shape, options, dy.size(0), passes, trained);
   const BackwardNeeds needs{.wgrad = gradients.any(), .bundle = kMlp.bundle};
   const Schedule& schedule = backward_schedule(executor, options, weights, needs);
   Execution pass(executor, schedule, std::move(weights), gradients.bundle(layout), options.name + " backward");
@@ -138,23 +219,15 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
     if (step->compute == Compute::dgrad) {
       if (empty) continue;
       const auto shard = pass.weight();
-      at::Tensor up, gate;
-      if (!kept.empty()) {
-        up = layout.slice(kept[0], owner);
-        if (shape.gated) gate = layout.slice(kept[1], owner);
-      } else {
-        up = project(x, shard, layout.up_weight, layout.up_bias, layout.up, {});
-        if (shape.gated) gate = project(x, shard, layout.gate_weight, layout.gate_bias, layout.up, {});
-      }
-      const at::Tensor down = outputs_first(shard[layout.down_weight], layout.down);
+      first.take(shard);
+      const at::Tensor values = kept.empty() ? first.project(x, {}) : layout.slice(kept[0], owner);
       const at::Tensor d_value = at::empty({dy.size(0), features}, dy.options());
-      gemm(d_value, at::Tensor(), dy, down);
-      Hidden slice = hidden_backward(shape.activation, d_value, up, gate);
-      if (dx) {
-        dx->add(slice.d_pre, outputs_first(shard[layout.up_weight], layout.up));
-        if (shape.gated) dx->add(slice.d_gate, outputs_first(shard[layout.gate_weight], layout.up));
-      }
-      if (gradients.any()) hidden[owner] = std::move(slice);
+      gemm(d_value, at::Tensor(), dy, outputs_first(shard[layout.down_weight], layout.down));
+      const at::Tensor d_values = at::empty(values.sizes(), dy.options());
+      hidden_backward(shape.activation, d_value, first.up(values), first.gate(values), first.up(d_values),
+                      first.gate(d_values));
+      if (dx) first.add_dgrad(*dx, d_values);
+      if (gradients.any()) hidden[owner] = {d_value, d_values};
       continue;
     }
 
@@ -163,14 +236,9 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
       add_bias_gradient(sums, layout.down_bias, layout.of(dy, 1, layout.down_bias, owner));
     }
     if (empty) continue;
-    const Hidden& slice = hidden.at(owner);
+    const Slice& slice = hidden.at(owner);
     add_weight_gradient(sums, layout.down_weight, layout.down, dy, slice.value);
-    add_weight_gradient(sums, layout.up_weight, layout.up, slice.d_pre, x);
-    add_bias_gradient(sums, layout.up_bias, slice.d_pre);
-    if (shape.gated) {
-      add_weight_gradient(sums, layout.gate_weight, layout.up, slice.d_gate, x);
-      add_bias_gradient(sums, layout.gate_bias, slice.d_gate);
-    }
+    first.add_wgrad(sums, slice.d_values, x);
     hidden.erase(owner);
   }
 

@@ -25,8 +25,10 @@ struct MlpShape {
 };
 
 struct MlpResult {
-  at::Tensor y;                  // [M, out_features]
-  std::vector<at::Tensor> kept;  // hidden values before the activation, [M, hidden_features]: up, gate; or empty
+  at::Tensor y;  // [M, out_features]
+  // Hidden values before the activation, [M, hidden_features], or with a gate [M, 2 * hidden_features], where those of
+  // the gate and of up alternate by shards; or empty.
+  std::vector<at::Tensor> kept;
 };
 
 // x [M, in_features] in options.compute_dtype; parameters: local shards of gate weight and bias, up weight and bias,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -54,17 +55,33 @@ def make_linear(
     )
 
 
-def make_linears(sizes: dict[str, int], features: int = 6, dtype: torch.dtype = torch.float64) -> Operation:
-    """Layers with one input, whose shards travel together; their outputs in one tensor."""
-    parameters = {
-        name: random(size, features, dtype=dtype, seed=seed, scale=0.4)
-        for seed, (name, size) in enumerate(sizes.items())
-    }
+def make_linears(
+    sizes: dict[str, int],
+    features: int = 6,
+    dtype: torch.dtype = torch.float64,
+    biased: Collection[str] = (),
+    used: Collection[str] | None = None,
+) -> Operation:
+    """Layers with one input, whose shards travel together; the outputs of those that are `used` in one tensor."""
+    parameters = {}
+    for seed, (name, size) in enumerate(sizes.items()):
+        parameters[name] = random(size, features, dtype=dtype, seed=seed, scale=0.4)
+        if name in biased:
+            parameters[f"{name}_bias"] = random(size, dtype=dtype, seed=seed + 5)
+
+    def plain(p: dict[str, Tensor], x: list[Tensor]) -> Tensor:
+        return torch.cat([F.linear(x[0], p[name], p.get(f"{name}_bias")) for name in used or sizes], -1)
+
+    def rotated(p: dict[str, Tensor], x: list[Tensor], **options: Any) -> Tensor:
+        biases = [p.get(f"{name}_bias") for name in sizes]
+        ys = rotated_linears([x[0]], [p[name] for name in sizes], biases, **options)
+        return torch.cat([y for name, y in zip(sizes, ys, strict=True) if name in (used or sizes)], -1)
+
     return Operation(
         parameters,
-        dict.fromkeys(sizes, 0),
-        lambda p, x: torch.cat([F.linear(x[0], p[name]) for name in sizes], -1),
-        lambda p, x, **options: torch.cat(rotated_linears([x[0]], [p[name] for name in sizes], **options), -1),
+        dict.fromkeys(parameters, 0),
+        plain,
+        rotated,
         lambda form, rank, seed: [make_features(form, rank, features, dtype, seed)],
         weights_return=lambda needs_inputs: needs_inputs,
     )

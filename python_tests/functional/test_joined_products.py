@@ -1,0 +1,160 @@
+"""Weights that multiply the same input are one operand: the products of each pass are counted, and their results are
+those of the plain layers in one process."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import torch
+from harness import on_ranks
+from operation_checks import EXACT, Operation, check_controls, check_frozen, check_pass
+from operations.bundles import make_mlp
+from operations.layers import make_linear, make_linears
+from reference import random
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import rtp_ext
+from rtp_ext.functional import rotated_linears
+
+GROUPED = {"q": 17, "k": 9, "v": 9}  # uneven on every ring of 2 to 4 ranks
+WIDE = 64  # features whose rows leave no gap between the tensors of a slot
+NARROW = 61
+TOLERANCES = {torch.float64: (EXACT, EXACT), torch.float32: (2e-6, 5e-6), torch.bfloat16: (2e-2, 2e-2)}
+
+
+def many(operation: Operation) -> Operation:
+    return replace(operation, inputs=lambda form, rank, seed: operation.inputs("many", rank, seed))
+
+
+def products(operation: Operation, ring: rtp_ext.Ring, form: str = "many") -> tuple[int, int]:
+    """The matrix products of a forward, and of a backward with all gradients."""
+    counts = []
+    shards = operation.shards(ring.rank, ring.size)
+    (x,) = operation.inputs(form, ring.rank, 0)
+    with profile(activities=[ProfilerActivity.CPU]) as forward:
+        y = operation.rotated(shards, [x.requires_grad_()], ring=ring)
+    with profile(activities=[ProfilerActivity.CPU]) as backward:
+        y.sum().backward()
+    for profiled in (forward, backward):
+        events = Counter(event.name for event in profiled.events())
+        counts.append(events["aten::addmm"] + events["aten::mm"])
+    return counts[0], counts[1]
+
+
+QKV = {
+    "grouped queries": partial(make_linears, GROUPED, WIDE),
+    "gaps in the slots": partial(make_linears, GROUPED, NARROW),
+    "biases": partial(make_linears, GROUPED, WIDE, biased=GROUPED),
+    "some biases": partial(make_linears, GROUPED, WIDE, biased=("q", "v")),
+    "even": partial(make_linears, {"q": 24, "k": 12, "v": 12}, WIDE, biased=GROUPED),
+    "last shards empty": partial(make_linears, {"q": 5, "k": 2, "v": 1}, WIDE),
+}
+
+
+@on_ranks([1, 2, 3, 4])
+def test_results(cases, ring):
+    for name, make in QKV.items():
+        for dtype, tolerances in TOLERANCES.items():
+            with cases.case(f"{name} {dtype}"):
+                check_pass(make(dtype=dtype), ring, "many", tolerances)
+        with cases.case(f"{name}, few tokens"):
+            check_pass(make(), ring)
+        with cases.case(f"{name}, an output that nothing depends on"):
+            check_unused(make(used=("q", "v")), ring)
+    for activation, bias in (("swiglu", False), ("geglu", True)):
+        for dtype, tolerances in TOLERANCES.items():
+            with cases.case(f"{activation} bias={bias} {dtype}"):
+                check_pass(make_mlp((WIDE, 17, 5), activation, dtype, bias), ring, "many", tolerances)
+        with cases.case(f"{activation} recomputed"):
+            check_pass(make_mlp((WIDE, 17, 5), activation, bias=bias, recompute=True), ring, "many")
+
+
+def check_unused(operation: Operation, ring: rtp_ext.Ring) -> None:
+    """The weight of the unused output has a gradient of zeros."""
+    actual = check_pass(operation, ring, "many")
+    assert not actual.gradients["k"].any()
+
+
+@on_ranks([2, 3])
+def test_tolerances_refuse_wrong_results(ring):
+    for dtype, tolerances in TOLERANCES.items():
+        check_controls(many(make_linears(GROUPED, WIDE, dtype)), ring, tolerances)
+        check_controls(many(make_mlp((WIDE, 17, 5), dtype=dtype)), ring, tolerances)
+
+
+@on_ranks([2, 3])
+def test_frozen_weights_and_inputs(cases, ring):
+    check_frozen(cases, many(make_linears(GROUPED, WIDE)), ring)
+    check_frozen(cases, many(make_mlp((WIDE, 17, 5), bias=False)), ring)
+
+
+WAYS = [
+    ({"gradient_halves": True}, EXACT),
+    ({"in_place": True, "transport": "c10d"}, EXACT),
+    ({"route": "direct"}, EXACT),
+    ({"route": "gather"}, EXACT),
+    ({"gradient_route": "direct"}, EXACT),
+    ({"travel": "bfloat16"}, 2e-2),
+    ({"travel": "int8"}, 3e-2),
+]
+
+
+@on_ranks([2, 3, 4])
+def test_ways_to_travel(ranks, cases):
+    for options, tolerance in WAYS:
+        with rtp_ext.Ring(timeout=30.0, **options) as ring:
+            shards = 1 if "route" in options and options["route"] == "gather" else ranks
+            wgrads = 2 * shards if "gradient_halves" in options else shards
+            for name, make in QKV.items():
+                with cases.case(f"{name} {options}"):
+                    check_pass(make(), ring, "many", (tolerance, tolerance))
+                if name != "last shards empty":
+                    with cases.case(f"products of {name} {options}"):
+                        assert products(make(), ring) == (shards, shards + wgrads)
+
+
+@on_ranks([1, 2, 3, 4])
+def test_products_of_a_block(ranks, cases, ring):
+    """Four products a shard forward and eight backward; three times those of q, k and v where tokens are few."""
+    block = [
+        make_linears(GROUPED, WIDE),
+        make_linear((WIDE, WIDE), bias=False),
+        make_mlp((WIDE, 24, WIDE), bias=False),
+    ]
+    counts = [products(each, ring) for each in block]
+    with cases.case("block"):
+        assert [sum(each) for each in zip(*counts, strict=True)] == [4 * ranks, 8 * ranks], counts
+    with cases.case("few tokens"):
+        nonempty = sum(size > shard * -(-size // ranks) for size in GROUPED.values() for shard in range(ranks))
+        assert products(block[0], ring, "1d")[0] == nonempty
+
+
+@on_ranks([2, 3])
+def test_projections_of_one_weight(ranks, cases):
+    """Attention with one weight for q, k and v, which travels in chunks; keys and values of an input of their own."""
+    rows, features = 3 * 7, WIDE
+    weight, bias = (random(*size, dtype=torch.float64, seed=len(size)) for size in ((rows, features), (rows,)))
+    for cap in (0, 4 * features * 8):
+        for sources in ((0, 0, 0), (0, 1, 1)):
+            projections = [(source, 0, 7 * part, 7 * part + 7) for part, source in enumerate(sources)]
+
+            def plain(p, x, sources=sources):
+                parts = zip(sources, p["weight"].chunk(3), p["bias"].chunk(3), strict=True)
+                return torch.cat([F.linear(x[source], w, b) for source, w, b in parts], -1)
+
+            def rotated(p, x, projections=projections, **options):
+                return torch.cat(rotated_linears(x, [p["weight"]], [p["bias"]], projections=projections, **options), -1)
+
+            operation = Operation(
+                {"weight": weight, "bias": bias},
+                {"weight": 0, "bias": 0},
+                plain,
+                rotated,
+                lambda form, rank, seed, sources=sources: [
+                    random(150 + rank, features, dtype=torch.float64, seed=seed + rank + 7 * which)
+                    for which in set(sources)
+                ],
+            )
+            with rtp_ext.Ring(timeout=30.0, slot_cap=cap) as ring, cases.case(f"cap {cap} {sources}"):
+                check_pass(operation, ring)
