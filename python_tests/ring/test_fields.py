@@ -148,6 +148,7 @@ def test_ranks_compare_every_option(monkeypatch):
         "gradient_travel": "int8",
         "graphs": "auto",
         "in_place": True,
+        "group": 2,
         "checksum": True,
         "transport_options": TransportOptions.of({"blocking": True}),
     }
