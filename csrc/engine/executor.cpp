@@ -255,7 +255,7 @@ std::vector<at::Tensor> Execution::weight() {
     const bool pulled = sourced_.waits(executor_.pulls(), *current_);
     sink.before_product(
         pulled ? computing_ : EventHandle(), TraceKind::wait, [&] { return "wait: " + label(*current_); },
-        [&] { arrived = sourced_.of(executor_.pulls(), schedule_, *weight_, *current_); });
+        [&] { arrived = sourced_.of(executor_.pulls(), schedule_, *weight_, schedule_.steps[position_ - 1]); });
   } else {
     arrived = views(current_->weight, current_->owner, Half::whole, current_->owners);
   }
@@ -384,7 +384,8 @@ void Execution::copy_or_add(const Step& step) {
   before_compute(step);
   // The own contribution of a group goes home before it is rounded.
   const bool wide = quantizer_ && step.send.is_group();
-  auto from = wide ? quantizer_->views(place(step.send, step.send_owner)) : views(step.send, step.send_owner, step.half);
+  auto from =
+      wide ? quantizer_->views(place(step.send, step.send_owner)) : views(step.send, step.send_owner, step.half);
   auto to = views(step.receive, step.receive_owner, step.half);
   dequantize_into(executor_.streams(), std::move(to), std::move(from), step.action == Action::add);
   after_compute(step);

@@ -159,7 +159,8 @@ class BundleBackward {
       }
       const int64_t passes = needs_input[input] ? sum_passes(options.compute_dtype) : 0;
       const OperandUse use{passes + (trained > 1), needs_input[input], trained > 1, halves()};
-      groups_.emplace_back(executor, weights_, bundle, projections, input, inputs[input], used, use, Pass::backward, options);
+      groups_.emplace_back(executor, weights_, bundle, projections, input, inputs[input], used, use, Pass::backward,
+                           options);
       const InputProjections& group = groups_.back();
       if (!group.joined) continue;
       for (const size_t k : group.members) {
@@ -322,7 +323,10 @@ int64_t copied_rows(const Executor& executor, const Weights& weights, const std:
     }
     own = std::max(own, rows), all += rows;
   }
-  return (gaps ? all : weights.grouped() ? 0 : own) * bytes / static_cast<int64_t>(c10::elementSize(options.compute_dtype));
+  return (gaps                ? all
+          : weights.grouped() ? 0
+                              : own) *
+         bytes / static_cast<int64_t>(c10::elementSize(options.compute_dtype));
 }
 
 void check_operand(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& tensor,
@@ -354,7 +358,8 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
   const std::vector<bool> used(projections.size(), true);
   std::vector<InputProjections> groups;
   for (size_t input = 0; input < inputs.size(); ++input) {
-    groups.emplace_back(executor, layers, bundle, projections, input, inputs[input], used, OperandUse{}, Pass::forward, options);
+    groups.emplace_back(executor, layers, bundle, projections, input, inputs[input], used, OperandUse{}, Pass::forward,
+                        options);
   }
 
   layers.each_chunk([&](const Weights& part) {

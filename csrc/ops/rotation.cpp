@@ -62,11 +62,10 @@ std::vector<Step> products_of(Executor& executor, const RotationOptions& options
 
 const Schedule& backward_schedule(Executor& executor, const RotationOptions& options,
                                   const std::optional<ShardBundle>& weights, const BackwardNeeds& needs) {
-  RTP_CHECK_VALUE(options.gradient_route == GradientRoute::chain
-                      ? !options.gradients_quantized
-                      : options.route != Route::two_level,
-                  options.name, ": expected gradient route chain on route ", rtp::name(options.route),
-                  ", and direct to quantize gradients, got ", rtp::name(options.gradient_route));
+  RTP_CHECK_VALUE(
+      options.gradient_route == GradientRoute::chain ? !options.gradients_quantized : options.route != Route::two_level,
+      options.name, ": expected gradient route chain on route ", rtp::name(options.route),
+      ", and direct to quantize gradients, got ", rtp::name(options.gradient_route));
   ScheduleOptions schedule =
       schedule_options(executor, options, Pass::backward, weights ? &*weights : nullptr, needs.permits);
   schedule.dgrad = needs.dgrad;

@@ -83,7 +83,8 @@ void bind_schedule(py::module_& m) {
             return names;
           },
           py::arg("ranks"),
-          "Its send, receive, weight, gradient_in and gradient_out, with the owners of a group or a place: 'weight slot 0 of 5 6 0', "
+          "Its send, receive, weight, gradient_in and gradient_out, with the owners of a group or a place: 'weight "
+          "slot 0 of 5 6 0', "
           "'gradient slot 2 at 1'.");
   py::class_<Schedule>(m, "Schedule", "The ordered hops and computes of one pass on one rank.")
       .def_readonly("ranks", &Schedule::ranks)

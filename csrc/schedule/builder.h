@@ -38,8 +38,8 @@ class Builder {
     chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && !grouped &&
                     chosen.route != Route::two_level && chosen.wgrad && chosen.gradient_route == GradientRoute::chain;
     chosen.two_lanes = chosen.two_lanes && !chosen.bundle && !grouped && !chosen.sourced;
-    chosen.late = chosen.late && chosen.pass == Pass::backward && !grouped &&
-                  chosen.route != Route::two_level && chosen.wgrad && !chosen.halves;
+    chosen.late = chosen.late && chosen.pass == Pass::backward && !grouped && chosen.route != Route::two_level &&
+                  chosen.wgrad && !chosen.halves;
   }
 
   int ranks() const { return schedule_.ranks; }
@@ -116,7 +116,8 @@ class Builder {
       schedule_.accesses.push_back({reads(step, schedule_.ranks), writes(step, schedule_.ranks)});
       const Buffer& read = step.action == Action::hop ? step.send : step.weight;
       const bool weight = read.channel == Channel::weight && read.is_home();
-      schedule_.uses_home = schedule_.uses_home || (weight && step.action != Action::copy && step.action != Action::add);
+      schedule_.uses_home =
+          schedule_.uses_home || (weight && step.action != Action::copy && step.action != Action::add);
     }
     return std::move(schedule_);
   }

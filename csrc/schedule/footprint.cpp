@@ -44,7 +44,8 @@ ScheduleOptions pass_options(const OperationFacts& operation, const StepSize& st
   }
   ScheduleOptions options;
   options.pass = pass;
-  const bool groups = alone && operation.takes_groups() && !(step.ranks > 1 && quantizes(step.travel, step.compute_bytes));
+  const bool groups =
+      alone && operation.takes_groups() && !(step.ranks > 1 && quantizes(step.travel, step.compute_bytes));
   options.route = !groups && step.route == Route::gather ? Route::direct : step.route;
   options.group = groups ? step.group : 1;
   options.hosts = step.hosts;
@@ -80,7 +81,9 @@ struct PassSize {
   bool staged;
   std::optional<FreedSlots> freed;
 
-  bool prefetched() const { return weight && schedule->hops(Channel::weight) > 0 && !schedule->options.in_place && schedule->options.group == 1; }
+  bool prefetched() const {
+    return weight && schedule->hops(Channel::weight) > 0 && !schedule->options.in_place && schedule->options.group == 1;
+  }
 };
 
 // Runs the passes of a step on pools of sizes, like Execution and Prefetcher.
@@ -183,8 +186,8 @@ class Walk {
       int64_t& most = small_[{hop.channel, hop.from}];
       most = std::max(most, std::min(bytes, kMostSmall));  // the last shard or half a gradient may be small
     }
-    pass.staged = pass.weight && known.uses_home &&
-                  movement_of(operation, step_, kind).staged(known.hops(Channel::weight) > 0);
+    pass.staged =
+        pass.weight && known.uses_home && movement_of(operation, step_, kind).staged(known.hops(Channel::weight) > 0);
     for (size_t position = 0; position < known.steps.size() && !pass.freed; ++position) {
       if (known.steps[position].action == Action::compute) pass.freed = freed_before(known, position, pass.staged);
     }

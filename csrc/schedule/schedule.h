@@ -83,8 +83,9 @@ struct Step {
   Buffer receive = kNoBuffer;
 
   // compute: the kind of product, and the owners of its shards: `owners` from `owner` on, modulo the ranks. A wgrad
-  // adds to `gradient_in` (kNoBuffer: starts from zero) and writes `gradient_out`; usually the two are the same buffer. The
-  // wgrad of a bundle also reads the weight. Computes with different `lane` run on different streams and may overlap.
+  // adds to `gradient_in` (kNoBuffer: starts from zero) and writes `gradient_out`; usually the two are the same buffer.
+  // The wgrad of a bundle also reads the weight. Computes with different `lane` run on different streams and may
+  // overlap.
   Compute compute = Compute::forward;
   int owner = kNoOwner;
   int owners = 1;

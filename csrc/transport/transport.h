@@ -31,8 +31,8 @@ enum class HopMemory : uint8_t { source, target };
 // One hop of this rank: `send` leaves for `to` while `receive` is filled from `from`.
 struct Hop {
   Channel channel = Channel::weight;
-  bool in_group = false;  // it uses the slot of a group, where shards of other owners lie between its parts
-  bool two_level = false;      // of a schedule of two levels: both neighbours are on this host, or neither is
+  bool in_group = false;   // it uses the slot of a group, where shards of other owners lie between its parts
+  bool two_level = false;  // of a schedule of two levels: both neighbours are on this host, or neither is
   int to = 0;
   int from = 0;
   std::vector<Span> send;

@@ -121,8 +121,8 @@ int64_t TensorLayout::dequantized_bytes(int owner) const {
 int64_t ShardBundle::offset(const Place& place, size_t index) const {
   // the shard of owner 0 is the largest one, and shards of a group have its distance
   const int largest = place.shards > 1 ? 0 : place.first;
-  const int64_t before = bytes_before(
-      layouts, index, [&](const TensorLayout& layout) { return place.shards * layout.bytes(largest); });
+  const int64_t before =
+      bytes_before(layouts, index, [&](const TensorLayout& layout) { return place.shards * layout.bytes(largest); });
   return place.place == 0 ? before : before + place.place * layouts[index].bytes(0);
 }
 

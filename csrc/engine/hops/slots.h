@@ -44,7 +44,8 @@ struct TensorLayout {
 // lie side by side and are one operand of a product, as long as their bytes are a multiple of what a tensor is aligned
 // to. In a slot of several shards, the rows of consecutive owners are contiguous for each tensor.
 
-// Some shards in a slot: those of `owners` owners from `first` on. In a slot of several shards, they lie from `place` on.
+// Some shards in a slot: those of `owners` owners from `first` on. In a slot of several shards, they lie from `place`
+// on.
 struct Place {
   int first;
   int owners = 1;
@@ -57,8 +58,8 @@ struct ShardBundle {
   std::vector<TensorLayout> layouts;
   std::vector<at::Tensor> local;
 
-  int64_t offset(const Place& place, size_t index) const;  // byte offset in a slot
-  int64_t slot_bytes(int shards = 1) const;                // slot size that fits so many shards of any owners
+  int64_t offset(const Place& place, size_t index) const;     // byte offset in a slot
+  int64_t slot_bytes(int shards = 1) const;                   // slot size that fits so many shards of any owners
   int64_t dequantized_offset(int owner, size_t index) const;  // byte offset in dequantized scratch memory
   int64_t dequantized_bytes() const;
 

@@ -19,7 +19,7 @@ namespace rtp {
 // A description of the pulls of one pass.
 struct SourcedPass {
   std::vector<size_t> parameters;
-  ShardBundle stored;      // layouts as in the memory of the owners; without tensors
+  ShardBundle stored;    // layouts as in the memory of the owners; without tensors
   int first = kNoOwner;  // owner of the shard that is pulled first; kNoOwner: none, or the input decides
 
   bool same(const SourcedPass& other) const { return parameters == other.parameters && first == other.first; }
