@@ -2,6 +2,7 @@
 those of the plain layers in one process."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,8 +12,11 @@ from operation_checks import EXACT, Operation, check_controls, check_frozen, che
 from operations.bundles import make_mlp
 from operations.layers import make_linear, make_linears
 from reference import random
+from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import rtp_ext
 from rtp_ext.functional import rotated_linears
@@ -29,11 +33,15 @@ def many(operation: Operation) -> Operation:
 
 def products(operation: Operation, ring: rtp_ext.Ring, form: str = "many") -> tuple[int, int]:
     """The matrix products of a forward, and of a backward with all gradients."""
-    counts = []
     shards = operation.shards(ring.rank, ring.size)
     (x,) = operation.inputs(form, ring.rank, 0)
+    return counted(lambda: operation.rotated(shards, [x.requires_grad_()], ring=ring))
+
+
+def counted(call: Callable[[], torch.Tensor]) -> tuple[int, int]:
+    counts = []
     with profile(activities=[ProfilerActivity.CPU]) as forward:
-        y = operation.rotated(shards, [x.requires_grad_()], ring=ring)
+        y = call()
     with profile(activities=[ProfilerActivity.CPU]) as backward:
         y.sum().backward()
     for profiled in (forward, backward):
@@ -74,6 +82,16 @@ def check_unused(operation: Operation, ring: rtp_ext.Ring) -> None:
     """The weight of the unused output has a gradient of zeros."""
     actual = check_pass(operation, ring, "many")
     assert not actual.gradients["k"].any()
+
+
+@on_ranks([3])
+def test_a_shard_gives_the_same_bits_at_its_owner(rank, ranks, cases, ring):
+    for name, make in QKV.items():
+        operation = make(dtype=torch.float32)
+        (x,) = operation.inputs("many", 0, 0)
+        y = operation.rotated(operation.shards(rank, ranks), [x], ring=ring)
+        with cases.case(name):
+            assert len(set(ring.exchange(y.detach().numpy().tobytes().hex()))) == 1
 
 
 @on_ranks([2, 3])
@@ -149,6 +167,31 @@ def test_products_of_a_block(ranks, cases, ring):
     with cases.case("few tokens"):
         nonempty = sum(size > shard * -(-size // ranks) for size in GROUPED.values() for shard in range(ranks))
         assert products(block[0], ring, "1d")[0] == nonempty
+
+
+class Layer(nn.Module):
+    """A decoder layer of Llama with grouped queries."""
+
+    def __init__(self):
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=WIDE, intermediate_size=8 * WIDE, num_attention_heads=4, num_key_value_heads=1, head_dim=16
+        )
+        config._attn_implementation = "sdpa"
+        self.layer, self.rotary = LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config)
+
+    def forward(self, x):
+        return self.layer(x, position_embeddings=self.rotary(x, torch.arange(x.shape[1])[None]))
+
+
+@on_ranks([2])
+def test_products_of_a_converted_layer(ranks, cases, ring):
+    """Trained; frozen; frozen in blocks: without wgrads."""
+    x = random(2, 300, WIDE, dtype=torch.float32, seed=1).requires_grad_()
+    for trained, options in ((True, {}), (False, {}), (False, {"frozen": "nf4"}), (False, {"frozen": "mxfp4"})):
+        model = rtp_ext.fully_rotate(Layer().requires_grad_(trained), mesh=ring, **options)
+        with cases.case(f"trained={trained} {options}"):
+            assert counted(lambda: model(x)) == (4 * ranks, (8 if trained else 4) * ranks)  # noqa: B023
 
 
 @on_ranks([2, 3])

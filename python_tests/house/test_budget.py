@@ -8,11 +8,11 @@ SLACK = 60  # lines that a budget may exceed its folder by: code that goes takes
 
 BUDGET = {
     "csrc/base": 810,
-    "csrc/compute": 1710,
+    "csrc/compute": 1860,
     "csrc/device": 1180,
     "csrc/engine": 3510,
     "csrc/kernels": 1340,
-    "csrc/ops": 1980,
+    "csrc/ops": 2190,
     "csrc/python": 1400,
     "csrc/schedule": 1830,
     "csrc/transport": 5580,
@@ -33,7 +33,7 @@ BUDGET = {
     "python_tests/engine": 2760,
     "python_tests/examples": 750,
     "python_tests/families": 3000,
-    "python_tests/functional": 2000,
+    "python_tests/functional": 2190,
     "python_tests/gpu": 1870,
     "python_tests/hosts": 450,
     "python_tests/house": 2030,

@@ -74,8 +74,8 @@ class FirstLayer {
   }
 
   // Returns the values before the activation, in `values` if it is defined.
-  at::Tensor project(const at::Tensor& x, at::Tensor values) const {
-    if (!values.defined()) values = at::empty({x.size(0), columns()}, x.options());
+  at::Tensor project(const at::Tensor& x, at::Tensor values, int64_t features) const {
+    if (!values.defined()) values = at::empty({x.size(0), (gated_ ? 2 : 1) * features}, x.options());
     each([&](size_t i, int64_t first, int64_t count) {
       gemm(values.narrow(1, first, count), biases_[i], x, matrices_[i].t());
     });
@@ -111,11 +111,6 @@ class FirstLayer {
   at::Tensor part(const at::Tensor& values, size_t i) const {
     const int64_t features = values.size(1) / (gated_ ? 2 : 1);
     return values.narrow(1, static_cast<int64_t>(i) * features, features);
-  }
-  int64_t columns() const {
-    int64_t total = 0;
-    for (const at::Tensor& matrix : matrices_) total += matrix.size(0);
-    return total;
   }
   template <typename Body>
   void each(Body&& body) const {
@@ -173,13 +168,14 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
     const int owner = step->owner;
     const auto shard = pass.weight();
     if (shape.down_bias) layout.of(bias, 0, layout.down_bias, owner).copy_(shard[layout.down_bias]);
-    if (layout.rows(layout.down_weight, owner).count == 0) continue;
+    const int64_t features = layout.rows(layout.down_weight, owner).count;
+    if (features == 0) continue;
     const at::Tensor room = keep ? layout.slice(result.kept[0], owner) : at::Tensor();
     at::Tensor value;
     if (!shape.gated) value = project_activated(x, shard, layout, shape.activation, room);
     if (!value.defined()) {
       first.take(shard);
-      const at::Tensor values = first.project(x, room);
+      const at::Tensor values = first.project(x, room, features);
       value = hidden_forward(shape.activation, first.up(values), first.gate(values));
     }
     sum.add(value, outputs_first(shard[layout.down_weight], layout.down).t());
@@ -220,7 +216,7 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
       if (empty) continue;
       const auto shard = pass.weight();
       first.take(shard);
-      const at::Tensor values = kept.empty() ? first.project(x, {}) : layout.slice(kept[0], owner);
+      const at::Tensor values = kept.empty() ? first.project(x, {}, features) : layout.slice(kept[0], owner);
       const at::Tensor d_value = at::empty({dy.size(0), features}, dy.options());
       gemm(d_value, at::Tensor(), dy, outputs_first(shard[layout.down_weight], layout.down));
       const at::Tensor d_values = at::empty(values.sizes(), dy.options());
