@@ -90,6 +90,7 @@ class RingKeywords(TypedDict, total=False):
     embedding: EmbeddingWay
     graphs: Graphs
     in_place: bool
+    group: int | None
     checksum: bool
     transport_options: Mapping[str, Any] | None
 
@@ -111,6 +112,10 @@ class RingOptions:
             `two-level` (shards rotate inside each host while every rank passes one on to the next host; where the
             ranks are not spread evenly over hosts, the ring takes the route of `auto`, and `transport_reason` says
             why), or `auto`: two-level where possible, else the route planner decides for every linear layer.
+        group: shards that are one operand of a product, from 1 to the number of ranks: a rank holds so many shards in
+            each of two slots, in one if they are all. In linear layers that are stored [out, in] and not in blocks;
+            other operations, and shards above `slot_cap`, are computed shard by shard, as None: 1. Not on route
+            two-level, not in place, and not with travel; of one group, prefetch sends nothing ahead.
         gradient_route: `chain` (a partial sum of each gradient travels from rank to rank), `direct` (each contribution
             goes straight to its owner, who adds them up in float32; not on route two-level), or `auto`: direct where
             gradients travel in fewer than 32 bits and every rank reaches every other as cheaply as its neighbour.
@@ -173,6 +178,7 @@ class RingOptions:
     embedding: EmbeddingWay = "auto"
     graphs: Graphs = "off"
     in_place: bool = False
+    group: int | None = None
     checksum: bool = False
     transport_options: TransportOptions = None  # type: ignore[assignment]
 
@@ -212,6 +218,7 @@ class RingOptions:
                 f"Ring: expected embedding auto or rotate with travel={self.travel!r}, to which no row is rounded, got "
                 "'rows'"
             )
+        check_group(self.group, self.route, self.travel, self.in_place)
         if self.in_place:
             check_in_place("Ring", self.travel, self.route)
 
@@ -288,6 +295,19 @@ def check_travel(travel: str | None, route: str) -> None:
             "Ring: expected travel None with route gather, whose products take all shards at once as they are "
             f"computed with, got {travel!r}; on every other route weights can travel so"
         )
+
+
+def check_group(group: int | None, route: str, travel: str | None, in_place: bool) -> None:
+    """Raises ValueError where no ring with these options computes with groups of so many shards."""
+    if group is None:
+        return
+    if isinstance(group, bool) or not isinstance(group, int) or group < 1:
+        raise ValueError(f"Ring: expected group to be None or a number of shards from 1 to the ranks, got {group!r}")
+    others = {"route": route, "travel": travel, "in_place": in_place or None}
+    refused = {"route": ("gather", "two-level"), "travel": get_args(Travel), "in_place": (True,)}
+    for name, value in others.items():
+        if value in refused[name] and (group > 1 or value == "gather"):
+            raise ValueError(f"Ring: expected group None with {name}={value!r}, got {group}")
 
 
 def check_gradients(name: str, route: str, travel: str | None, hop_route: str, halves: bool | None = None) -> None:

@@ -136,18 +136,18 @@ void Execution::use_prefetched(PrefetchedHop prefetched) {
 
 void Execution::lease_slots() {
   SlotPool& pool = executor_.pool();
-  if (schedule_.options.narrow) quantizer_.emplace(pool, executor_.streams(), bundle(Channel::gradient));
+  if (schedule_.options.narrow) {
+    quantizer_.emplace(pool, executor_.streams(), bundle(Channel::gradient), schedule_.options.group);
+  }
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     auto& slots = slots_[static_cast<size_t>(channel)];
-    for (int slot = static_cast<int>(slots.size()); slot < schedule_.slots(channel); ++slot) {
+    const std::vector<int>& shards = schedule_.slots(channel);
+    for (size_t slot = slots.size(); slot < shards.size(); ++slot) {
       const bool half = channel == Channel::gradient && schedule_.options.halves;
-      slots.push_back(pool.lease(channel, bundle(channel, half ? Half::first : Half::whole).slot_bytes()));
+      slots.push_back(pool.lease(channel, bundle(channel, half ? Half::first : Half::whole).slot_bytes(shards[slot])));
+      // The places of a group are followed one by one in this pass, but not those of earlier passes.
+      if (shards[slot] > 1) slots.back()->usage.wait_for_all(executor_.streams());
     }
-  }
-  if (schedule_.whole_weight) whole_[0] = pool.lease(Channel::weight, bundle(Channel::weight).whole_bytes());
-  if (schedule_.whole_gradient) whole_[1] = pool.lease(Channel::gradient, bundle(Channel::gradient).whole_bytes());
-  for (const auto& whole : whole_) {
-    if (whole) whole->usage.wait_for_all(executor_.streams());
   }
 }
 
@@ -161,7 +161,6 @@ void Execution::return_slots() {
   dequantized_.give_back(executor_.pool());
   sourced_.give_back(executor_.pulls());
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
-    give_back(whole_[static_cast<size_t>(channel)], channel);
     auto& slots = slots_[static_cast<size_t>(channel)];
     for (auto& slot : slots) give_back(slot, channel);
     slots.clear();
@@ -169,8 +168,8 @@ void Execution::return_slots() {
 }
 
 void Execution::stage_local() {
-  // On route gather, this rank's shard is copied into the slot of all shards anyway.
-  if (!weight_ || prefetched_ || schedule_.whole_weight || schedule_.options.sourced) return;
+  // The shard may be used only where it is copied into a group.
+  if (!weight_ || prefetched_ || !schedule_.uses_home || schedule_.options.sourced) return;
   if (!executor_.movement(*weight_).staged(schedule_.hops(Channel::weight) > 0)) return;
   RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
   staged_ = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
@@ -213,13 +212,12 @@ const ShardBundle& Execution::bundle(Channel channel, Half half) const {
 }
 
 const std::shared_ptr<Slot>& Execution::slot(Buffer buffer) const {
-  const size_t kind = static_cast<size_t>(buffer.channel);
-  return buffer.is_whole() ? whole_[kind] : slots_[kind][static_cast<size_t>(buffer.slot)];
+  return slots_[static_cast<size_t>(buffer.channel)][static_cast<size_t>(buffer.slot)];
 }
 
 Usage& Execution::usage(const Access& access) {
   const Buffer& buffer = access.buffer;
-  if (!buffer.is_home() && !buffer.is_whole()) return slot(buffer)->usage;
+  if (!buffer.is_home() && !buffer.is_group()) return slot(buffer)->usage;
   return usage_[{buffer.channel, buffer.slot, access.part}];
 }
 
@@ -228,23 +226,24 @@ std::byte* Execution::slot_start(Buffer buffer) const {
   return buffer.channel == Channel::weight && staged_ ? staged_->data() : nullptr;
 }
 
-size_t Execution::offset(Buffer buffer, Half half, int owner, size_t index) const {
-  const ShardBundle& bundle = this->bundle(buffer.channel, half);
-  return static_cast<size_t>(buffer.is_whole() ? bundle.whole_offset(owner, index) : bundle.offset(owner, index));
+Place Execution::place(Buffer buffer, int owner, int owners) const {
+  const int shards = buffer.is_home() ? 1 : schedule_.slots(buffer.channel)[static_cast<size_t>(buffer.slot)];
+  return {owner, owners, shards, buffer.is_group() ? buffer.place(owner, executor_.ranks()) : 0};
 }
 
-std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half) const {
+// The offset of a shard in the same buffer of another rank.
+size_t Execution::remote_offset(Buffer buffer, int peer, Half half, int owner, size_t index) const {
+  const Buffer there = buffer.moved(peer - executor_.rank(), executor_.ranks());
+  return static_cast<size_t>(bundle(buffer.channel, half).offset(place(there, owner), index));
+}
+
+std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half, int owners) const {
   std::vector<at::Tensor> views;
   if (!buffer.exists()) return views;
   const ShardBundle& bundle = this->bundle(buffer.channel, half);
   for (size_t index = 0; index < bundle.layouts.size(); ++index) {
-    if (buffer.is_home()) {
-      views.push_back(bundle.local_view(owner, executor_.rank(), index));
-    } else if (buffer.is_whole()) {
-      views.push_back(bundle.in_whole(slot(buffer)->memory, owner, index));
-    } else {
-      views.push_back(bundle.in_slot(slot(buffer)->memory, owner, index));
-    }
+    views.push_back(buffer.is_home() ? bundle.local_view(owner, executor_.rank(), index)
+                                     : bundle.in_slot(slot(buffer)->memory, place(buffer, owner, owners), index));
   }
   return views;
 }
@@ -256,9 +255,9 @@ std::vector<at::Tensor> Execution::weight() {
     const bool pulled = sourced_.waits(executor_.pulls(), *current_);
     sink.before_product(
         pulled ? computing_ : EventHandle(), TraceKind::wait, [&] { return "wait: " + label(*current_); },
-        [&] { arrived = sourced_.of(executor_.pulls(), schedule_, *weight_, *current_); });
+        [&] { arrived = sourced_.of(executor_.pulls(), schedule_, *weight_, schedule_.steps[position_ - 1]); });
   } else {
-    arrived = views(current_->weight, current_->owner);
+    arrived = views(current_->weight, current_->owner, Half::whole, current_->owners);
   }
   const bool converts = dequantized_.converts(weight_, *current_);
   sink.before_product(
@@ -267,18 +266,24 @@ std::vector<at::Tensor> Execution::weight() {
   return arrived;
 }
 std::vector<at::Tensor> Execution::gradient_in() const {
-  return views(current_->gradient_in, current_->owner, current_->half);
+  return views(current_->gradient_in, current_->owner, current_->half, current_->owners);
 }
 std::vector<at::Tensor> Execution::gradient_out() const {
-  if (quantizer_ && !current_->gradient_out.is_home()) return quantizer_->views(current_->owner);
-  return views(current_->gradient_out, current_->owner, current_->half);
+  const Buffer out = current_->gradient_out;
+  if (quantizer_ && !out.is_home()) return quantizer_->views(place(out, current_->owner, current_->owners));
+  return views(out, current_->owner, current_->half, current_->owners);
 }
 
 const Step* Execution::next() {
   return guarded([this]() -> const Step* {
     if (ended_) return nullptr;
     executor_.check_alive(operation_);
-    if (current_ != nullptr) after_compute(*current_);
+    if (products_left_ > 0) {
+      const Step& step = schedule_.steps[position_ - 1];
+      product_ = step.product(step.products(executor_.ranks()) - products_left_--, executor_.ranks());
+      return current_;
+    }
+    if (current_ != nullptr) after_compute(schedule_.steps[position_ - 1]);
     current_ = nullptr;
     while (position_ < schedule_.steps.size()) {
       const Step& step = schedule_.steps[position_++];
@@ -291,8 +296,9 @@ const Step* Execution::next() {
       } else {
         prefetch_next_pass();
         before_compute(step);
-        current_ = &step;
-        return current_;
+        product_ = step.product(0, executor_.ranks());
+        products_left_ = step.products(executor_.ranks()) - 1;
+        return current_ = &product_;
       }
     }
     end();
@@ -342,7 +348,10 @@ void Execution::after_compute(const Step& step) {
   sink.end(std::exchange(computing_, {}));
   if (quantizer_ && leaves) {
     const EventHandle rounding = sink.begin(begun_, TraceKind::stage, position(), lane, "round");
-    quantizer_->round(views(step.gradient_out, step.owner), step.owner);
+    for (int each = 0; each < step.owners; ++each) {
+      const int owner = (step.owner + each) % executor_.ranks();
+      quantizer_->round(views(step.gradient_out, owner), place(step.gradient_out, owner));
+    }
     sink.end(rounding);
   }
   compute_range_.end();
@@ -363,8 +372,8 @@ void Execution::hop(const Step& step) {
   hop.send = spans_of(send), hop.receive = spans_of(receive);
   hop.send_slot = slot_start(step.send), hop.receive_slot = slot_start(step.receive);
   for (size_t index = 0; index < send.size(); ++index) {
-    hop.remote_receive_offsets.push_back(offset(step.receive, step.half, step.send_owner, index));
-    hop.remote_send_offsets.push_back(offset(step.send, step.half, step.receive_owner, index));
+    hop.remote_receive_offsets.push_back(remote_offset(step.receive, step.to, step.half, step.send_owner, index));
+    hop.remote_send_offsets.push_back(remote_offset(step.send, step.from, step.half, step.receive_owner, index));
   }
   const Range range([&] { return concat(operation_, ": ", label(step)); });
   executor_.hops().post(hop, usage(accesses().reads.front()), usage(accesses().writes.front()),
@@ -381,8 +390,12 @@ std::vector<std::vector<at::Tensor>> Execution::arrivals(const Step& step) const
 
 void Execution::copy_or_add(const Step& step) {
   before_compute(step);
+  // The own contribution of a group goes home before it is rounded.
+  const bool wide = quantizer_ && step.send.is_group();
+  auto from = arrivals(step);
+  if (wide) from = {quantizer_->views(place(step.send, step.send_owner))};
   auto to = views(step.receive, step.receive_owner, step.half);
-  dequantize_into(executor_.streams(), std::move(to), arrivals(step), step.action == Action::add);
+  dequantize_into(executor_.streams(), std::move(to), std::move(from), step.action == Action::add);
   after_compute(step);
 }
 

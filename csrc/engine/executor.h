@@ -185,7 +185,7 @@ class Execution {
   std::vector<at::Tensor> gradient_out() const;
 
  private:
-  // key of a local tensor, or of a part of the slot that holds all shards: see Access
+  // key of a local tensor, or of a place in the slot of a group: see Access
   using Key = std::tuple<Channel, int, int>;
 
   const ShardBundle& bundle(Channel channel, Half half = Half::whole) const;
@@ -199,8 +199,9 @@ class Execution {
 
   const std::shared_ptr<Slot>& slot(Buffer buffer) const;
   std::byte* slot_start(Buffer buffer) const;  // null for a local tensor that was not staged
-  size_t offset(Buffer buffer, Half half, int owner, size_t index) const;
-  std::vector<at::Tensor> views(Buffer buffer, int owner, Half half = Half::whole) const;
+  Place place(Buffer buffer, int owner, int owners = 1) const;
+  size_t remote_offset(Buffer buffer, int peer, Half half, int owner, size_t index) const;
+  std::vector<at::Tensor> views(Buffer buffer, int owner, Half half = Half::whole, int owners = 1) const;
 
   int position() const { return static_cast<int>(position_) - 1; }  // position of the current step
   // accesses of the current step
@@ -224,7 +225,6 @@ class Execution {
   std::optional<StreamsPass> streams_pass_;
   std::optional<SmCarveout> carveout_;
   std::array<std::vector<std::shared_ptr<Slot>>, 2> slots_;
-  std::array<std::shared_ptr<Slot>, 2> whole_;  // by channel: the slot that holds all shards
   std::shared_ptr<Slot> staged_;                // copy of the local tensors, if a copy travels
   std::optional<GradientQuantizer> quantizer_;  // set if contributions travel in fewer bits
   DequantizedWeights dequantized_;              // holds memory if weights travel in fewer bits
@@ -234,7 +234,9 @@ class Execution {
   StreamEvent side_;         // newest compute on compute stream 1
   bool prefetched_ = false;  // the first hop was prefetched
   size_t position_ = 0;
-  const Step* current_ = nullptr;  // the current compute
+  Step product_;  // the current compute, or the current one of its two products
+  const Step* current_ = nullptr;
+  int products_left_ = 0;
   bool ended_ = false;
   std::array<int, 2> hop_index_{};
   PassHandle begun_;

@@ -25,7 +25,7 @@ Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::op
   const auto first = std::find_if(schedule.steps.begin(), schedule.steps.end(), [](const Step& step) {
     return step.action == Action::hop && step.channel == Channel::weight;
   });
-  if (!weight || first == schedule.steps.end() || schedule.options.in_place || first->receive.is_whole()) return record;
+  if (!weight || first == schedule.steps.end() || schedule.options.in_place || first->receive.is_group()) return record;
   record.first_hop = *first;
   record.position = static_cast<int>(first - schedule.steps.begin());
   record.layouts = weight->layouts;
@@ -103,9 +103,9 @@ void Prefetcher::prefetch(const PassHandle& pass, int position) {
   hop.send = spans_of(bundle.local);
   std::vector<at::Tensor> landing;
   for (size_t index = 0; index < bundle.layouts.size(); ++index) {
-    landing.push_back(bundle.in_slot(prefetched.landing->memory, step.receive_owner, index));
-    hop.remote_receive_offsets.push_back(static_cast<size_t>(bundle.offset(step.send_owner, index)));
-    hop.remote_send_offsets.push_back(static_cast<size_t>(bundle.offset(step.receive_owner, index)));
+    landing.push_back(bundle.in_slot(prefetched.landing->memory, {step.receive_owner}, index));
+    hop.remote_receive_offsets.push_back(static_cast<size_t>(bundle.offset({step.send_owner}, index)));
+    hop.remote_send_offsets.push_back(static_cast<size_t>(bundle.offset({step.receive_owner}, index)));
   }
   hop.receive = spans_of(landing);
   hop.send_slot = prefetched.staged ? prefetched.staged->data() : nullptr;

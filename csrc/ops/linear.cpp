@@ -59,9 +59,9 @@ struct OperandUse {
 class InputProjections {
  public:
   // `used`: by projection, whether it has products.
-  InputProjections(const Executor& executor, const LinearWeights& layers, const LinearBundle& bundle,
+  InputProjections(Executor& executor, const LinearWeights& layers, const LinearBundle& bundle,
                    const std::vector<Projection>& projections, int64_t input, const at::Tensor& x,
-                   const std::vector<bool>& used, const OperandUse& use, const RotationOptions& options)
+                   const std::vector<bool>& used, const OperandUse& use, Pass pass, const RotationOptions& options)
       : input(input) {
     std::vector<int> places;
     for (size_t k = 0; k < projections.size(); ++k) {
@@ -71,18 +71,17 @@ class InputProjections {
       if (used[k] && (places.empty() || places.back() != place)) places.push_back(place);
     }
     if (members.size() < 2 || places.empty() || bundle.shapes[projections[members[0]].layer].transposed) return;
-    const bool gathers = options.route == Route::gather;
     // a chunk of a shard, which is of a single layer, has other halves
-    if (use.halves && places.size() > 1 && !gathers) halves = {Half::first, Half::second};
+    if (use.halves && places.size() > 1 && !layers.grouped()) halves = {Half::first, Half::second};
     JoinedColumns columns(projections.size());
     int64_t repeats = 0;
-    for (int owner = gathers ? kAllOwners : 0; owner < (gathers ? 0 : executor.ranks()); ++owner) {
+    for (const Step& product : products_of(executor, options, pass, layers.grouped())) {
       int64_t products = 0;
       for (const Half half : halves) {
         for (const size_t k : members) {
           if (!used[k]) continue;
           const int place = layers.weight[static_cast<size_t>(projections[k].layer)];
-          const Overlap overlap(projections[k], layers.rows(place, owner, half));
+          const Overlap overlap(projections[k], layers.rows(place, product.owner, half, product.owners));
           columns.add(k, overlap.rows);
           products += overlap.rows > 0 && half != Half::second;
         }
@@ -124,16 +123,6 @@ class InputProjections {
   std::optional<JoinedColumns> joined;
 };
 
-// Route gather requires that the cut dimension is the first one, and weights in the compute dtype.
-void check_route(const LinearBundle& bundle, const RotationOptions& options) {
-  for (const LinearShape& shape : bundle.shapes) {
-    RTP_CHECK_VALUE(options.route != Route::gather || !shape.frozen, options.name,
-                    ": expected a weight in a floating dtype for route gather, got a frozen one in blocks");
-  }
-  RTP_CHECK_VALUE(options.route != Route::gather || !bundle.shapes[0].transposed, options.name,
-                  ": expected a weight stored [out, in] for route gather, got one stored [in, out]");
-}
-
 // The backward of a bundle, with the state that its passes share.
 class BundleBackward {
  public:
@@ -170,7 +159,8 @@ class BundleBackward {
       }
       const int64_t passes = needs_input[input] ? sum_passes(options.compute_dtype) : 0;
       const OperandUse use{passes + (trained > 1), needs_input[input], trained > 1, halves()};
-      groups_.emplace_back(executor, weights_, bundle, projections, input, inputs[input], used, use, options);
+      groups_.emplace_back(executor, weights_, bundle, projections, input, inputs[input], used, use, Pass::backward,
+                           options);
       const InputProjections& group = groups_.back();
       if (!group.joined) continue;
       for (const size_t k : group.members) {
@@ -205,7 +195,7 @@ class BundleBackward {
                               .wgrad = gradients.has_value(),
                               .bundle = kLinear.bundle,
                               .halves = halves(),
-                              .two_lanes = two_lanes(part)};
+                              .permits = {.two_lanes = two_lanes(part), .groups = part.groups()}};
     const Schedule& schedule = backward_schedule(executor_, part.options(), weights, needs);
     Execution pass(executor_, schedule, std::move(weights), std::move(gradients), options_.name + " backward");
     while (const Step* step = pass.next()) {
@@ -233,8 +223,8 @@ class BundleBackward {
       for (const size_t k : group.members) {
         const Projection& projection = projections_[k];
         const int weight = weights_.weight[projection.layer];
-        const Overlap overlap(projection, part.rows(weight, step.owner));
-        const Overlap piece(projection, part.rows(weight, step.owner, half));
+        const Overlap overlap(projection, part.rows(weight, step));
+        const Overlap piece(projection, part.rows(weight, step.owner, half, step.owners));
         if (piece.rows == 0 || !dys_[k].defined()) continue;
         const at::Tensor rows = outputs_first(shards[weights_.index(weight)], bundle_.shapes[projection.layer]);
         dys.push_back(group.columns(k, piece, dys_[k]));
@@ -255,7 +245,7 @@ class BundleBackward {
     for (const size_t k : group.members) {
       const Projection& projection = projections_[k];
       const int weight = weights_.weight[projection.layer], bias = weights_.bias[projection.layer];
-      const Overlap overlap(projection, part.rows(weight, step.owner, step.half));
+      const Overlap overlap(projection, part.rows(weight, step));
       if (sums.wants(weight) && overlap.rows > 0) {
         const LinearShape& shape = bundle_.shapes[projection.layer];
         const at::Tensor out = overlap.of_rows(outputs_first(sums.out(weight), shape));
@@ -267,7 +257,7 @@ class BundleBackward {
         }
       }
       if (!sums.wants(bias)) continue;
-      const Overlap of_bias(projection, part.rows(bias, step.owner, step.half));
+      const Overlap of_bias(projection, part.rows(bias, step));
       if (of_bias.rows == 0) continue;
       const at::Tensor out = of_bias.of_rows(sums.out(bias)), arrived = of_bias.of_rows(sums.arrived(bias));
       if (dys_[k].defined()) {
@@ -321,11 +311,10 @@ int64_t sum_passes(at::ScalarType dtype) {
 
 int64_t copied_rows(const Executor& executor, const Weights& weights, const std::vector<int>& places, int64_t features,
                     at::ScalarType dtype, const RotationOptions& options) {
-  const bool gathers = options.route == Route::gather;
   const auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
   int64_t own = 0, all = 0;
   bool gaps = false;
-  for (int owner = gathers ? kAllOwners : 0; owner < (gathers ? 0 : executor.ranks()); ++owner) {
+  for (int owner = 0; owner < executor.ranks(); ++owner) {
     int64_t rows = 0;
     for (const int place : places) {
       const int64_t count = weights.rows(place, owner).count;
@@ -334,7 +323,10 @@ int64_t copied_rows(const Executor& executor, const Weights& weights, const std:
     }
     own = std::max(own, rows), all += rows;
   }
-  return (gaps ? all : gathers ? 0 : own) * bytes / static_cast<int64_t>(c10::elementSize(options.compute_dtype));
+  return (gaps                ? all
+          : weights.grouped() ? 0
+                              : own) *
+         bytes / static_cast<int64_t>(c10::elementSize(options.compute_dtype));
 }
 
 void check_operand(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& tensor,
@@ -350,7 +342,6 @@ void check_operand(const Executor& executor, const RotationOptions& options, con
 std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at::Tensor>& inputs,
                                        const std::vector<at::Tensor>& parameters, const LinearBundle& bundle,
                                        const std::vector<Projection>& projections, const RotationOptions& options) {
-  check_route(bundle, options);
   const LinearWeights layers(executor, options, Pass::forward, bundle, parameters);
   std::vector<at::Tensor> outputs;
   std::vector<at::Tensor> added(bundle.shapes.size());  // by layer: the bias, if its shards have other rows
@@ -367,27 +358,29 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
   const std::vector<bool> used(projections.size(), true);
   std::vector<InputProjections> groups;
   for (size_t input = 0; input < inputs.size(); ++input) {
-    groups.emplace_back(executor, layers, bundle, projections, input, inputs[input], used, OperandUse{}, options);
+    groups.emplace_back(executor, layers, bundle, projections, input, inputs[input], used, OperandUse{}, Pass::forward,
+                        options);
   }
 
   layers.each_chunk([&](const Weights& part) {
     ShardBundle weights = *part.bundle();
     const bool two_lanes =
         wastes_last_wave(inputs[0].size(0), groups[0].product_rows(layers, part), executor.streams().multiprocessors());
-    const Schedule& schedule = forward_schedule(executor, part.options(), weights, two_lanes);
+    const Permits permits{.two_lanes = two_lanes, .groups = part.groups()};
+    const Schedule& schedule = forward_schedule(executor, part.options(), weights, permits);
     Execution pass(executor, schedule, std::move(weights), std::nullopt, options.name + " forward");
     while (const Step* step = pass.next()) {
       const std::vector<at::Tensor> shards = pass.weight();
       for (size_t layer = 0; layer < added.size(); ++layer) {
         const int bias = layers.bias[layer];
-        if (added[layer].defined()) part.of(added[layer], 0, bias, step->owner).copy_(shards[bias]);
+        if (added[layer].defined()) part.of(added[layer], 0, bias, step->owner, step->owners).copy_(shards[bias]);
       }
       for (const InputProjections& group : groups) {
         std::vector<at::Tensor> ys, rows, biases;
         for (const size_t k : group.members) {
           const Projection& projection = projections[k];
           const int weight = layers.weight[projection.layer], bias = layers.bias[projection.layer];
-          const Overlap overlap(projection, part.rows(weight, step->owner));
+          const Overlap overlap(projection, part.rows(weight, *step));
           if (overlap.rows == 0) continue;
           const bool fused = bias >= 0 && !added[projection.layer].defined();
           ys.push_back(group.columns(k, overlap, outputs[k]));

@@ -1,13 +1,24 @@
 #include "ops/rotation.h"
 
+#include <algorithm>
+
 #include "base/checks.h"
 #include "compute/gemm/gemm.h"
 
 namespace rtp {
 namespace {
 
-bool moves_in_place(const Executor& executor, const RotationOptions& options, const ShardBundle& weights) {
-  return options.in_place && options.route != Route::gather && executor.movement(weights).in_place();
+// The options of a pass that both directions have.
+ScheduleOptions schedule_options(const Executor& executor, const RotationOptions& options, Pass pass,
+                                 const ShardBundle* weights, const Permits& permits) {
+  ScheduleOptions schedule;
+  schedule.pass = pass;
+  schedule.route = !permits.groups && options.route == Route::gather ? Route::direct : options.route;
+  schedule.group = permits.groups ? options.group : 1;
+  schedule.in_place = options.in_place && options.route != Route::gather && schedule.group == 1 && weights != nullptr &&
+                      executor.movement(*weights).in_place();
+  schedule.two_lanes = permits.two_lanes;
+  return schedule;
 }
 
 }  // namespace
@@ -19,9 +30,6 @@ at::ScalarType RotationOptions::local_dtype() const {
 ShardBundle travelling_weights(const Executor& executor, const RotationOptions& options,
                                std::vector<TensorLayout> layouts, std::vector<at::Tensor> local, size_t dims) {
   if (executor.ranks() > 1) {
-    RTP_CHECK_VALUE(options.travel == TravelFormat::plain || options.route != Route::gather, options.name,
-                    ": expected weights that travel in the compute dtype on route gather, which computes with all "
-                    "shards at once");
     for (TensorLayout& layout : layouts) {
       if (layout.shapes.front().size() < dims || layout.frozen) continue;
       layout.travel = options.travel;
@@ -31,32 +39,40 @@ ShardBundle travelling_weights(const Executor& executor, const RotationOptions& 
 }
 
 const Schedule& forward_schedule(Executor& executor, const RotationOptions& options, const ShardBundle& weights,
-                                 bool two_lanes) {
-  ScheduleOptions schedule;
-  schedule.pass = Pass::forward;
-  schedule.route = options.route;
-  schedule.in_place = moves_in_place(executor, options, weights);
-  schedule.two_lanes = two_lanes;
-  return executor.schedule(schedule);
+                                 const Permits& permits) {
+  return executor.schedule(schedule_options(executor, options, Pass::forward, &weights, permits));
+}
+
+std::vector<Step> products_of(Executor& executor, const RotationOptions& options, Pass pass, bool grouped) {
+  std::vector<Step> products;
+  if (!grouped) {
+    for (Step step; static_cast<int>(products.size()) < executor.ranks(); products.push_back(step)) ++step.owner;
+    return products;
+  }
+  const Compute kind = pass == Pass::forward ? Compute::forward : Compute::dgrad;
+  for (const Step& step : executor.schedule(schedule_options(executor, options, pass, nullptr, {false, true})).steps) {
+    if (step.action != Action::compute || step.compute != kind) continue;
+    for (int index = 0; index < step.products(executor.ranks()); ++index) {
+      products.push_back(step.product(index, executor.ranks()));
+    }
+  }
+  std::sort(products.begin(), products.end(), [](const Step& a, const Step& b) { return a.owner < b.owner; });
+  return products;
 }
 
 const Schedule& backward_schedule(Executor& executor, const RotationOptions& options,
                                   const std::optional<ShardBundle>& weights, const BackwardNeeds& needs) {
-  RTP_CHECK_VALUE(options.gradient_route == GradientRoute::chain
-                      ? !options.gradients_quantized
-                      : options.route != Route::gather && options.route != Route::two_level,
-                  options.name, ": expected gradient route chain on route ", rtp::name(options.route),
-                  ", and direct to quantize gradients, got ", rtp::name(options.gradient_route));
-  ScheduleOptions schedule;
-  schedule.pass = Pass::backward;
-  schedule.route = options.route;
-  schedule.in_place = weights && moves_in_place(executor, options, *weights);
+  RTP_CHECK_VALUE(
+      options.gradient_route == GradientRoute::chain ? !options.gradients_quantized : options.route != Route::two_level,
+      options.name, ": expected gradient route chain on route ", rtp::name(options.route),
+      ", and direct to quantize gradients, got ", rtp::name(options.gradient_route));
+  ScheduleOptions schedule =
+      schedule_options(executor, options, Pass::backward, weights ? &*weights : nullptr, needs.permits);
   schedule.dgrad = needs.dgrad;
   schedule.wgrad = needs.wgrad;
   schedule.bundle = needs.bundle;
   schedule.halves = needs.halves;
   schedule.late = options.late;
-  schedule.two_lanes = needs.two_lanes;
   schedule.receive_in_slots = !executor.transport().receives_anywhere();
   schedule.gradient_route = options.gradient_route;
   schedule.narrow = options.narrow();

@@ -15,6 +15,7 @@ namespace rtp {
 // How an operation rotates, and in which dtypes.
 struct RotationOptions {
   Route route = Route::ring;
+  int group = 1;  // shards in a product, at most, of operations that take groups
   bool in_place = false;
   at::ScalarType compute_dtype = at::kFloat;  // dtype of computes; weights are cast to it before they travel
   at::ScalarType reduce_dtype = at::kFloat;   // dtype in which partial gradients travel
@@ -37,18 +38,28 @@ struct RotationOptions {
 ShardBundle travelling_weights(const Executor& executor, const RotationOptions& options,
                                std::vector<TensorLayout> layouts, std::vector<at::Tensor> local, size_t dims = 2);
 
+// The features of a schedule that an operation permits. `groups`: several shards may be one operand.
+struct Permits {
+  bool two_lanes = false;
+  bool groups = false;
+};
+
 // Return the schedule of a pass over `weights`, in place if requested and supported: see Movement.
 const Schedule& forward_schedule(Executor& executor, const RotationOptions& options, const ShardBundle& weights,
-                                 bool two_lanes = false);
+                                 const Permits& permits = {});
 
-// The gradients that a backward pass computes, whether its weight gradients depend on its input gradients, and the
-// schedule features that the operation permits.
+// Returns the products of a pass of an operation that permits groups if `grouped`, in the order of owners: as `owner`
+// and `owners` of steps.
+std::vector<Step> products_of(Executor& executor, const RotationOptions& options, Pass pass, bool grouped);
+
+// The gradients that a backward pass computes, whether its weight gradients depend on its input gradients, and what the
+// operation permits.
 struct BackwardNeeds {
   bool dgrad = true;
   bool wgrad = true;
   bool bundle = false;
   bool halves = false;
-  bool two_lanes = false;
+  Permits permits = {};
 };
 const Schedule& backward_schedule(Executor& executor, const RotationOptions& options,
                                   const std::optional<ShardBundle>& weights, const BackwardNeeds& needs);

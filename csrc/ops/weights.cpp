@@ -53,11 +53,12 @@ int Weights::add(ParameterFacts parameter, bool exists, bool needed) {
   return static_cast<int>(place);
 }
 
-Rows Weights::rows(int parameter, int owner, Half half) const {
+Rows Weights::rows(int parameter, int owner, Half half, int owners) const {
   const auto place = static_cast<size_t>(parameter);
   const ParameterFacts& facts = facts_.parameters[place];
-  if (owner == kAllOwners) return {0, facts.shape[facts.dim]};
-  Rows rows = rows_[place * static_cast<size_t>(executor_.ranks()) + static_cast<size_t>(owner)];
+  const size_t of_owner = place * static_cast<size_t>(executor_.ranks()) + static_cast<size_t>(owner);
+  Rows rows = rows_[of_owner];
+  for (int more = 1; more < owners; ++more) rows.count += rows_[of_owner + static_cast<size_t>(more)].count;
   if (!chunk_.empty() && facts.dim == 0) {
     const Rows& part = chunk_[static_cast<size_t>(owner)];
     rows = {rows.first + part.first, part.count};
@@ -107,9 +108,13 @@ RotationOptions Weights::options() const {
   if (!chunk_.empty()) {
     options.in_place = false;
     options.late = false;  // a late gradient supports one hop per gradient
-    if (options.route == Route::gather) options.route = Route::direct;
   }
   return options;
+}
+
+bool Weights::groups() const {
+  const bool plain = !quantizes(rotation_.travel, static_cast<int64_t>(c10::elementSize(rotation_.compute_dtype)));
+  return facts_.takes_groups() && (plain || executor_.ranks() == 1) && chunks().count == 1;
 }
 
 Chunks Weights::chunks() const {

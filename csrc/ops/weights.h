@@ -20,12 +20,13 @@ class Weights {
   // kind of operation says, and of that what is `needed`.
   int add(ParameterFacts parameter, bool exists = true, bool needed = true);
 
-  // The rows of the shard of `owner` (or kAllOwners), or of a half of it, along the dimension that is cut.
-  Rows rows(int parameter, int owner, Half half = Half::whole) const;
+  // The rows of the shards of `owners` consecutive owners, or of a half of one, along the dimension that is cut.
+  Rows rows(int parameter, int owner, Half half = Half::whole, int owners = 1) const;
+  Rows rows(int parameter, const Step& step) const { return rows(parameter, step.owner, step.half, step.owners); }
   bool cut_alike(int parameter, int other) const;
   // The part of `tensor`, which has the whole extent along its dimension `dim`, that belongs to the shard of `owner`.
-  at::Tensor of(const at::Tensor& tensor, int64_t dim, int parameter, int owner) const {
-    const Rows part = rows(parameter, owner);
+  at::Tensor of(const at::Tensor& tensor, int64_t dim, int parameter, int owner, int owners = 1) const {
+    const Rows part = rows(parameter, owner, Half::whole, owners);
     return tensor.narrow(dim, part.first, part.count);
   }
   // The rows along dimension 0, in the whole parameter.
@@ -53,9 +54,11 @@ class Weights {
   at::Tensor chunk(const at::Tensor& local) const {
     return chunk_.empty() ? local : local.narrow(0, own_chunk().first, own_chunk().count);
   }
-  // The options of a pass. Chunks travel out of place, because the local shards of two ranks are cut differently, and
-  // are not gathered, because chunks exist to use less memory than a whole shard.
+  // The options of a pass. Chunks travel out of place, because the local shards of two ranks are cut differently.
   RotationOptions options() const;
+  // Whether the shards of several owners can be one operand. Chunks cannot: their rows are not those of one range.
+  bool groups() const;
+  bool grouped() const { return groups() && (rotation_.group > 1 || rotation_.route == Route::gather); }
 
   size_t count() const { return facts_.parameters.size(); }
 

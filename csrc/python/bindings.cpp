@@ -289,6 +289,7 @@ void bind_operations(py::module_& m) {
   Fields<RotationOptions>("RotationOptions")
       .required("name", &RotationOptions::name)
       .required("route", &RotationOptions::route)
+      .optional("group", &RotationOptions::group)
       .required("in_place", &RotationOptions::in_place)
       .required("compute_dtype", &RotationOptions::compute_dtype)
       .required("reduce_dtype", &RotationOptions::reduce_dtype)

@@ -79,6 +79,7 @@ void bind_footprint(py::module_& m) {
       .optional("late", &StepSize::late)
       .optional("prefetch", &StepSize::prefetched)
       .optional("route", &StepSize::route)
+      .optional("group", &StepSize::group)
       .optional("hosts", &StepSize::hosts)
       .optional("gradient_route", &StepSize::gradient_route)
       .optional("sum_bytes", &StepSize::sum_bytes)

@@ -9,20 +9,29 @@
 namespace rtp {
 namespace {
 
-// The name of a buffer in Python: None, "weight home", "gradient slot 1", "weight whole", ...
+// The name of a buffer in Python: None, "weight home", "gradient slot 1", ...
 py::object buffer_name(const Buffer& buffer) {
   if (!buffer.exists()) return py::none();
   if (buffer.is_home()) return py::str(concat(name(buffer.channel), " home"));
-  if (buffer.is_whole()) return py::str(concat(name(buffer.channel), " whole"));
   return py::str(concat(name(buffer.channel), " slot ", buffer.slot));
 }
 
-// Names with the part, if an access covers only one: "weight whole 2", "gradient home first".
+// The name of a buffer with the owners of its group, or its place: "weight slot 0 of 5 6 0", "gradient slot 2 at 1".
+py::object group_name(const Buffer& buffer, int ranks) {
+  py::object named = buffer_name(buffer);
+  if (!buffer.exists() || !buffer.is_group()) return named;
+  if (buffer.at != Buffer::kAnywhere) return py::str(concat(py::cast<std::string>(named), " at ", buffer.at));
+  std::string text = py::cast<std::string>(named) + " of";
+  for (int each = 0; each < buffer.count; ++each) text += concat(' ', (buffer.first + each) % ranks);
+  return py::str(text);
+}
+
+// Names with the part, if an access covers only one: "weight slot 0 place 2", "gradient home first".
 std::vector<std::string> access_names(const std::vector<Access>& accesses) {
   std::vector<std::string> names;
   for (const Access& access : accesses) {
     std::string text = py::cast<std::string>(buffer_name(access.buffer));
-    if (access.buffer.is_whole()) text += concat(" ", access.part);
+    if (access.buffer.is_group()) text += concat(" place ", access.part);
     if (access.buffer.is_home() && access.part != Access::kAll) text += access.part == 1 ? " first" : " second";
     names.push_back(text);
   }
@@ -53,6 +62,7 @@ void bind_schedule(py::module_& m) {
                                return name(step.compute);
                              })
       .def_readonly("owner", &Step::owner)
+      .def_readonly("owners", &Step::owners)
       .def_readonly("lane", &Step::lane)
       .def_readonly("count", &Step::count)
       .def_property_readonly("half", [](const Step& step) { return static_cast<int>(step.half); })
@@ -63,7 +73,20 @@ void bind_schedule(py::module_& m) {
           "writes", [](const Step& step, int ranks) { return access_names(writes(step, ranks)); }, py::arg("ranks"))
       .def_property_readonly("weight", [](const Step& step) { return buffer_name(step.weight); })
       .def_property_readonly("gradient_in", [](const Step& step) { return buffer_name(step.gradient_in); })
-      .def_property_readonly("gradient_out", [](const Step& step) { return buffer_name(step.gradient_out); });
+      .def_property_readonly("gradient_out", [](const Step& step) { return buffer_name(step.gradient_out); })
+      .def(
+          "groups",
+          [](const Step& step, int ranks) {
+            std::vector<py::object> names;
+            for (const Buffer& buffer : {step.send, step.receive, step.weight, step.gradient_in, step.gradient_out}) {
+              names.push_back(group_name(buffer, ranks));
+            }
+            return names;
+          },
+          py::arg("ranks"),
+          "Its send, receive, weight, gradient_in and gradient_out, with the owners of a group or a place: 'weight "
+          "slot 0 of 5 6 0', "
+          "'gradient slot 2 at 1'.");
   py::class_<Schedule>(m, "Schedule", "The ordered hops and computes of one pass on one rank.")
       .def_readonly("ranks", &Schedule::ranks)
       .def_readonly("rank", &Schedule::rank)
@@ -79,8 +102,13 @@ void bind_schedule(py::module_& m) {
       .def_property_readonly("narrow", [](const Schedule& schedule) { return schedule.options.narrow; })
       .def_property_readonly("apart", [](const Schedule& schedule) { return schedule.options.apart; })
       .def_readonly("steps", &Schedule::steps)
-      .def_readonly("weight_slots", &Schedule::weight_slots)
-      .def_readonly("gradient_slots", &Schedule::gradient_slots);
+      .def_property_readonly("group", [](const Schedule& schedule) { return schedule.options.group; })
+      .def_property_readonly("weight_slots", [](const Schedule& schedule) { return schedule.weight_slots.size(); })
+      .def_property_readonly("gradient_slots", [](const Schedule& schedule) { return schedule.gradient_slots.size(); })
+      .def_property_readonly(
+          "slot_shards",
+          [](const Schedule& schedule) { return std::pair(schedule.weight_slots, schedule.gradient_slots); },
+          "The number of shards that each slot of weights, and each of gradients, holds.");
   Fields<ScheduleOptions> fields("make_schedule");
   fields.required("pass_", &ScheduleOptions::pass)
       .optional("route", &ScheduleOptions::route)
@@ -96,7 +124,8 @@ void bind_schedule(py::module_& m) {
       .optional("gradient_route", &ScheduleOptions::gradient_route)
       .optional("narrow", &ScheduleOptions::narrow)
       .optional("apart", &ScheduleOptions::apart)
-      .optional("sourced", &ScheduleOptions::sourced);
+      .optional("sourced", &ScheduleOptions::sourced)
+      .optional("group", &ScheduleOptions::group);
   m.def(
       "make_schedule",
       [fields](int ranks, int rank, const py::kwargs& options) {

@@ -26,19 +26,21 @@ class Builder {
                     "fully_rotate converts models that train");
     if (chosen.sourced) chosen.route = Route::direct;
     if (chosen.in_place) chosen.route = Route::ring;  // the local shard itself travels from neighbour to neighbour
-    // a bundle is computed shard by shard
-    if (chosen.bundle && chosen.route == Route::gather) chosen.route = Route::direct;
+    if (chosen.route == Route::gather) chosen.route = Route::direct, chosen.group = ranks;
+    chosen.group = std::min(chosen.group, ranks);
+    if (chosen.in_place || chosen.sourced || chosen.route == Route::two_level) chosen.group = 1;
+    const bool grouped = chosen.group > 1;
     const bool direct = chosen.gradient_route == GradientRoute::direct && chosen.pass == Pass::backward &&
-                        chosen.wgrad && chosen.route != Route::gather && chosen.route != Route::two_level;
+                        chosen.wgrad && chosen.route != Route::two_level;
     chosen.narrow = chosen.narrow && direct && ranks > 1;
     // With two ranks, both routes send one contribution, and the chain needs no addition.
     chosen.gradient_route = direct && (ranks > 2 || chosen.narrow) ? GradientRoute::direct : GradientRoute::chain;
-    chosen.apart = chosen.apart && chosen.gradient_route == GradientRoute::direct && ranks > 2;
-    chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && chosen.route != Route::gather &&
+    chosen.apart = chosen.apart && chosen.gradient_route == GradientRoute::direct && ranks > 2 && !grouped;
+    chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && !grouped &&
                     chosen.route != Route::two_level && chosen.wgrad && chosen.gradient_route == GradientRoute::chain;
-    chosen.two_lanes = chosen.two_lanes && !chosen.bundle && chosen.route != Route::gather && !chosen.sourced;
-    chosen.late = chosen.late && chosen.pass == Pass::backward && chosen.route != Route::gather &&
-                  chosen.route != Route::two_level && chosen.wgrad && !chosen.halves;
+    chosen.two_lanes = chosen.two_lanes && !chosen.bundle && !grouped && !chosen.sourced;
+    chosen.late = chosen.late && chosen.pass == Pass::backward && !grouped && chosen.route != Route::two_level &&
+                  chosen.wgrad && !chosen.halves;
   }
 
   int ranks() const { return schedule_.ranks; }
@@ -51,15 +53,18 @@ class Builder {
     return ((schedule_.rank + distance) % ranks + ranks) % ranks;
   }
 
-  Buffer whole(Channel channel) {
-    (channel == Channel::weight ? schedule_.whole_weight : schedule_.whole_gradient) = true;
-    return {channel, Buffer::kWhole};
+  // Returns a slot with the shards of `count` owners from `first` on. All slots of groups are alike, so that a place is
+  // the same memory in every group.
+  Buffer slot(Channel channel, int index, int first = 0, int count = 1) {
+    places(channel, index, count > 1 ? options().group : 1, Buffer::kAnywhere);
+    return {channel, index, first, count};
   }
-
-  Buffer slot(Channel channel, int index) {
-    int& used = channel == Channel::weight ? schedule_.weight_slots : schedule_.gradient_slots;
-    used = std::max(used, index + 1);
-    return {channel, index};
+  // Returns place `at` of a slot with room for `count` shards.
+  Buffer places(Channel channel, int index, int count, int at) {
+    std::vector<int>& slots = channel == Channel::weight ? schedule_.weight_slots : schedule_.gradient_slots;
+    slots.resize(std::max(slots.size(), static_cast<size_t>(index) + 1));
+    slots[static_cast<size_t>(index)] = count;
+    return {channel, index, 0, count, at};
   }
 
   void hop(Channel channel, int to, int from, int send_owner, int receive_owner, Buffer send, Buffer receive,
@@ -93,10 +98,11 @@ class Builder {
   }
 
   void compute(Compute kind, int owner, Buffer weight, Buffer gradient_in = kNoBuffer, Buffer gradient_out = kNoBuffer,
-               Half half = Half::whole) {
+               Half half = Half::whole, int owners = 1) {
     Step step;
     step.compute = kind;
     step.owner = owner;
+    step.owners = owners;
     step.weight = weight;
     step.gradient_in = gradient_in;
     step.gradient_out = gradient_out;
@@ -110,6 +116,10 @@ class Builder {
   Schedule finish() {
     for (const Step& step : schedule_.steps) {
       schedule_.accesses.push_back({reads(step, schedule_.ranks), writes(step, schedule_.ranks)});
+      const Buffer& read = step.action == Action::hop ? step.send : step.weight;
+      const bool weight = read.channel == Channel::weight && read.is_home();
+      schedule_.uses_home =
+          schedule_.uses_home || (weight && step.action != Action::copy && step.action != Action::add);
     }
     return std::move(schedule_);
   }

@@ -44,9 +44,12 @@ ScheduleOptions pass_options(const OperationFacts& operation, const StepSize& st
   }
   ScheduleOptions options;
   options.pass = pass;
-  options.route = !alone && step.route == Route::gather ? Route::direct : step.route;
+  const bool groups =
+      alone && operation.takes_groups() && !(step.ranks > 1 && quantizes(step.travel, step.compute_bytes));
+  options.route = !groups && step.route == Route::gather ? Route::direct : step.route;
+  options.group = groups ? step.group : 1;
   options.hosts = step.hosts;
-  options.in_place = step.in_place && alone && weights && step.route != Route::gather;
+  options.in_place = step.in_place && alone && weights && step.route != Route::gather && options.group == 1;
   options.in_place = options.in_place && movement_of(operation, step, pass).in_place();
   options.dgrad = weights;
   options.wgrad = forward || gradients;
@@ -72,13 +75,16 @@ struct Sizes {
 // The memory of one pass: the slots that it leases, and those that it can return early.
 struct PassSize {
   const Schedule* schedule;
-  std::optional<int64_t> weight, gradient;  // bytes of a slot; none if nothing of the kind travels
+  std::optional<int64_t> weight, gradient;  // bytes of a slot of one shard; none if nothing of the kind travels
+  std::vector<int64_t> weights, gradients;  // bytes of every slot
   std::optional<int64_t> sum;  // bytes of the slot in which contributions are summed before they are rounded
   int64_t scratch;             // bytes of dequantized tensors
   bool staged;
   std::optional<FreedSlots> freed;
 
-  bool prefetched() const { return weight && schedule->hops(Channel::weight) > 0 && !schedule->options.in_place; }
+  bool prefetched() const {
+    return weight && schedule->hops(Channel::weight) > 0 && !schedule->options.in_place && schedule->options.group == 1;
+  }
 };
 
 // Runs the passes of a step on pools of sizes, like Execution and Prefetcher.
@@ -126,11 +132,11 @@ class Walk {
     return sizes;
   }
 
-  // Returns the slot bytes of the parameters that travel, those with takes(place), where bytes_of(place, numbers) is
-  // the size of one; none if none travels.
+  // Returns the bytes of a slot of `shards` with the parameters that travel, those with takes(place), where
+  // bytes_of(place, numbers) is the size of one; none if none travels.
   template <typename Takes, typename Bytes>
   std::optional<int64_t> slot_bytes(const OperationFacts& operation, const Chunks& chunks, int64_t chunk, Takes&& takes,
-                                    Bytes&& bytes_of) const {
+                                    Bytes&& bytes_of, int shards = 1) const {
     std::vector<int64_t> sizes;
     for (size_t place = 0; place < operation.parameters.size(); ++place) {
       if (!takes(place)) continue;
@@ -138,7 +144,7 @@ class Walk {
       sizes.push_back(bytes_of(place, numbers));
     }
     if (sizes.empty()) return std::nullopt;
-    return packed_bytes(sizes.size(), [&](size_t tensor) { return sizes[tensor]; });
+    return packed_bytes(sizes.size(), [&](size_t tensor) { return shards * sizes[tensor]; });
   }
 
   PassSize pass(const OperationFacts& operation, const Chunks& chunks, int64_t chunk, Pass kind) {
@@ -146,26 +152,34 @@ class Walk {
     const auto travels = [&](size_t place) { return operation.travels(place, kind); };
     const auto trained = [&](size_t place) { return operation.has_gradient(place); };
     const auto quantized = [&](size_t place) { return step_.quantizes_weight(operation, place); };
-    pass.weight = slot_bytes(operation, chunks, chunk, travels, [&](size_t place, int64_t numbers) {
+    const ScheduleOptions options = pass_options(operation, step_, chunks, kind);
+    auto& known = schedules_[options];
+    if (known.steps.empty()) known = make_schedule(step_.ranks, 0, options);
+    pass.schedule = &known;
+    const auto weight_bytes = [&](size_t place, int64_t numbers) {
       const TravelFormat travel = quantized(place) ? step_.travel : TravelFormat::plain;
       return travelling_bytes(numbers, operation.parameters[place].frozen, travel, step_.compute_bytes);
-    });
+    };
+    const auto gradient_bytes = [&](size_t, int64_t numbers) {
+      return travel_bytes(numbers, step_.gradient_travel(), step_.reduce_bytes);
+    };
+    pass.weight = slot_bytes(operation, chunks, chunk, travels, weight_bytes);
+    for (const int shards : pass.weight ? known.weight_slots : std::vector<int>()) {
+      pass.weights.push_back(*slot_bytes(operation, chunks, chunk, travels, weight_bytes, shards));
+    }
     pass.scratch = slot_bytes(operation, chunks, chunk, travels, [&](size_t place, int64_t numbers) {
                      const bool made = operation.parameters[place].frozen || quantized(place);
                      return made ? numbers * step_.compute_bytes : 0;
                    }).value_or(0);
     if (kind == Pass::backward) {
-      pass.gradient = slot_bytes(operation, chunks, chunk, trained, [&](size_t, int64_t numbers) {
-        return travel_bytes(numbers, step_.gradient_travel(), step_.reduce_bytes);
-      });
+      pass.gradient = slot_bytes(operation, chunks, chunk, trained, gradient_bytes);
+      for (const int shards : known.gradient_slots) {
+        pass.gradients.push_back(*slot_bytes(operation, chunks, chunk, trained, gradient_bytes, shards));
+      }
     }
-    const ScheduleOptions options = pass_options(operation, step_, chunks, kind);
-    auto& known = schedules_[options];
-    if (known.steps.empty()) known = make_schedule(step_.ranks, 0, options);
-    pass.schedule = &known;
     if (known.options.narrow) {
-      pass.sum = slot_bytes(operation, chunks, chunk, trained,
-                            [&](size_t, int64_t numbers) { return numbers * step_.sum_bytes; });
+      const auto sum_bytes = [&](size_t, int64_t numbers) { return numbers * step_.sum_bytes; };
+      pass.sum = slot_bytes(operation, chunks, chunk, trained, sum_bytes, known.options.group);
     }
     for (const Step& hop : known.steps) {
       if (hop.action != Action::hop || hop.outer || step_.movement.receives_anywhere) continue;
@@ -173,7 +187,8 @@ class Walk {
       int64_t& most = small_[{hop.channel, hop.from}];
       most = std::max(most, std::min(bytes, kMostSmall));  // the last shard or half a gradient may be small
     }
-    pass.staged = pass.weight && movement_of(operation, step_, kind).staged(known.hops(Channel::weight) > 0);
+    pass.staged =
+        pass.weight && known.uses_home && movement_of(operation, step_, kind).staged(known.hops(Channel::weight) > 0);
     for (size_t position = 0; position < known.steps.size() && !pass.freed; ++position) {
       if (known.steps[position].action == Action::compute) pass.freed = freed_before(known, position, pass.staged);
     }
@@ -189,9 +204,12 @@ class Walk {
     return pages * kPage;
   }
 
-  void lease(Held& held, int64_t bytes, int slots, bool staged) {
-    while (static_cast<int>(held.slots.size()) < slots) held.slots.push_back(weights_.lease(bytes, Sizes{}));
-    if (staged && !held.staged) held.staged = weights_.lease(bytes, Sizes{});
+  // Leases slots of these sizes for the first hops of a pass or for all, and for the staged copy of a shard.
+  void lease(Held& held, const PassSize& pass, size_t slots) {
+    for (size_t slot = held.slots.size(); slot < slots; ++slot) {
+      held.slots.push_back(weights_.lease(pass.weights[slot], Sizes{}));
+    }
+    if (pass.staged && !held.staged) held.staged = weights_.lease(*pass.weight, Sizes{});
   }
 
   void finish_all_but(int most) {
@@ -220,14 +238,12 @@ class Walk {
       held = std::move(ahead_.front());
       ahead_.pop_front();
     }
-    if (pass.weight) lease(held, *pass.weight, pass.schedule->weight_slots, pass.staged);
+    if (pass.weight) lease(held, pass, pass.weights.size());
     std::optional<int64_t> sum, scratch;
     if (pass.sum) sum = gradients_.lease(*pass.sum, Sizes{});
     if (pass.scratch > 0) scratch = scratch_.lease(pass.scratch, Sizes{});
     std::vector<int64_t> gradients;
-    for (int slot = 0; slot < pass.schedule->gradient_slots; ++slot) {
-      gradients.push_back(gradients_.lease(*pass.gradient, Sizes{}));
-    }
+    for (const int64_t bytes : pass.gradients) gradients.push_back(gradients_.lease(bytes, Sizes{}));
     if (next() != nullptr && pass.freed) {
       std::vector<bool> freed(held.slots.size(), false);
       for (const int slot : pass.freed->slots) freed[static_cast<size_t>(slot)] = true;
@@ -238,7 +254,7 @@ class Walk {
       held.slots = std::move(kept);
       if (pass.freed->staged && held.staged) weights_.give_back(*std::exchange(held.staged, std::nullopt));
       while (const PassSize* following = next()) {
-        lease(ahead_.emplace_back(), *following->weight, 1, following->staged);
+        lease(ahead_.emplace_back(), *following, 1);
       }
     }
     if (sum) gradients_.give_back(*sum);
@@ -268,7 +284,7 @@ int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * 
 
 std::optional<FreedSlots> freed_before(const Schedule& schedule, size_t position, bool staged) {
   bool home = false;
-  std::vector<bool> named(static_cast<size_t>(schedule.weight_slots), false);
+  std::vector<bool> named(schedule.weight_slots.size(), false);
   for (; position < schedule.steps.size(); ++position) {
     const Step& step = schedule.steps[position];
     if (weight_hop(step)) return std::nullopt;
@@ -284,8 +300,8 @@ std::optional<FreedSlots> freed_before(const Schedule& schedule, size_t position
   const bool staged_named = staged && home;
   if (std::count(named.begin(), named.end(), true) + (staged_named ? 1 : 0) > 1) return std::nullopt;
   FreedSlots freed{{}, staged && !home};
-  for (int slot = 0; slot < schedule.weight_slots; ++slot) {
-    if (!named[static_cast<size_t>(slot)]) freed.slots.push_back(slot);
+  for (size_t slot = 0; slot < named.size(); ++slot) {
+    if (!named[slot]) freed.slots.push_back(static_cast<int>(slot));
   }
   return freed;
 }

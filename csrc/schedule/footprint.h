@@ -141,6 +141,7 @@ struct StepSize {
   int late = 0;        // number of gradient reductions that may finish after their pass
   int prefetched = 1;  // number of passes whose first hop may be in flight before they begin; 2: also into a backward
   Route route = Route::ring;
+  int group = 1;  // shards in a product, at most, of operations that take groups
   int hosts = 1;  // number of hosts, for route two_level
   GradientRoute gradient_route = GradientRoute::chain;
   int64_t sum_bytes = 4;  // gradient route direct only: bytes of an element of the owner's gradient

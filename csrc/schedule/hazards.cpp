@@ -14,11 +14,7 @@ struct Position {
 
 using Key = std::tuple<Channel, int, int>;
 
-Key key_of(const Access& access) {
-  const Buffer& buffer = access.buffer;
-  const bool in_parts = buffer.is_home() || buffer.is_whole();
-  return {buffer.channel, buffer.slot, in_parts ? access.part : Access::kAll};
-}
+Key key_of(const Access& access) { return {access.buffer.channel, access.buffer.slot, access.part}; }
 
 }  // namespace
 

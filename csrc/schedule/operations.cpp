@@ -83,6 +83,11 @@ bool OperationFacts::late() const {
                                    [](const ParameterFacts& each) { return each.frozen.has_value(); });
 }
 
+bool OperationFacts::takes_groups() const {
+  return kind.groups && std::all_of(parameters.begin(), parameters.end(),
+                                    [](const ParameterFacts& each) { return each.dim == 0 && !each.frozen; });
+}
+
 Chunks OperationFacts::chunks(int ranks, int64_t element_bytes, int64_t cap) const {
   RTP_CHECK_VALUE(!parameters.empty(), "footprint: expected at least one parameter in every operation, got none");
   int64_t row_bytes = 0, most = 1;

@@ -10,21 +10,64 @@
 namespace rtp {
 namespace {
 
-// The weights that pass through one rank. `direction` is -1 if the owners of the shards are r, r-1, ... (forward) and
-// +1 if they are r, r+1, ... (backward).
+// The groups of a pass: the own shard is in the first one, which may lack shards. All groups together have R steps.
+class Groups {
+ public:
+  // `direction`: -1 if the owners of the shards are r, r-1, ... (forward) and +1 if they are r, r+1, ... (backward).
+  Groups(const Builder& builder, int direction) : builder_(builder), direction_(direction) {}
+
+  int count() const { return (builder_.ranks() + size() - 1) / size(); }
+  // The first step of a group, and the group of a step.
+  int begin(int group) const { return group == 0 ? 0 : builder_.ranks() - (count() - group) * size(); }
+  int of(int step) const { return count() - 1 - (builder_.ranks() - 1 - step) / size(); }
+  int shards(int group) const { return begin(group + 1) - begin(group); }
+  // The first owner, in the order of owners.
+  int owner(int group) const { return builder_.at(direction_ < 0 ? 1 - begin(group + 1) : begin(group)); }
+  // The slot of a group; the slots alternate. A first group of one shard has none: its shard is at home.
+  Buffer slot(Builder& builder, Channel channel, int group) const {
+    const int alone = shards(0) == 1 ? 1 : 0;
+    if (group < alone) return {channel, Buffer::kHome};
+    return builder.slot(channel, (group - alone) % 2, owner(group), shards(group));
+  }
+
+ private:
+  int size() const { return builder_.options().group; }
+
+  const Builder& builder_;
+  const int direction_;
+};
+
+// The weights that pass through one rank.
 class WeightRotation {
  public:
-  WeightRotation(Builder& builder, int direction) : builder_(builder), direction_(direction) {}
+  WeightRotation(Builder& builder, int direction)
+      : builder_(builder), direction_(direction), groups_(builder, direction) {}
 
-  // The buffer that holds the shard of step `s`, and its owner.
+  // The buffer that holds the shard of step `s` with those of its group, and its owner.
   Buffer buffer(int s) const {
-    if (s == 0 || builder_.options().sourced) return home();
+    if (s == 0 && groups_.shards(0) == 1) return home();
+    if (builder_.options().sourced) return home();
     if (builder_.options().in_place) return s % 2 == 0 ? home() : builder_.slot(Channel::weight, 0);
-    return builder_.slot(Channel::weight, (s - 1) % 2);
+    return groups_.slot(builder_, Channel::weight, groups_.of(s));
   }
   int owner(int s) const {
     const bool levels = builder_.options().sourced && builder_.options().hosts > 1;
     return levels ? alternating_owner(s) : builder_.at(direction_ * s);
+  }
+  int groups() const { return groups_.count(); }
+  Buffer slot(int group) const { return buffer(groups_.begin(group)); }
+
+  // Posts the hops whose shards belong to a group, and copies the own shard to the others of its group.
+  void fill(int group) {
+    if (group == 0 && groups_.shards(0) > 1) {
+      builder_.local(Action::copy, Channel::weight, owner(0), home(), buffer(0));
+    }
+    for (int s = groups_.begin(group); s < groups_.begin(group + 1); ++s) post(s - 1);
+  }
+  void compute(Compute kind, int group) {
+    const int first = groups_.begin(group), owners = groups_.shards(group);
+    const int owner = owners > 1 ? groups_.owner(group) : this->owner(first);
+    builder_.compute(kind, owner, buffer(first), kNoBuffer, kNoBuffer, Half::whole, owners);
   }
 
   // Posts the hop of the shard of step s + 1. In place, one more hop returns the shard to its owner.
@@ -32,11 +75,12 @@ class WeightRotation {
     const bool in_place = builder_.options().in_place;
     const bool none = builder_.ranks() == 1 || builder_.options().sourced;
     const int hops = none ? 0 : (in_place ? builder_.ranks() : builder_.ranks() - 1);
-    if (s >= hops) return;
+    if (s < 0 || s >= hops) return;
     if (builder_.options().route == Route::direct) {
       const int distance = direction_ * (s + 1);
-      builder_.hop(Channel::weight, builder_.at(-distance), builder_.at(distance), owner(0), owner(s + 1), home(),
-                   buffer(s + 1));
+      // the slot of the only group stays as it is
+      builder_.hop(Channel::weight, builder_.at(-distance), builder_.at(distance), owner(0), owner(s + 1),
+                   groups() == 1 ? buffer(0) : home(), buffer(s + 1));
     } else {
       builder_.hop(Channel::weight, builder_.at(-direction_), builder_.at(direction_), owner(s), owner(s + 1),
                    buffer(s), buffer(s + 1));
@@ -65,13 +109,15 @@ class WeightRotation {
 
   Builder& builder_;
   int direction_;
+  Groups groups_;
 };
 
 void build_forward(Builder& builder) {
   WeightRotation weights(builder, -1);
-  for (int s = 0; s < builder.ranks(); ++s) {
-    weights.post(s);
-    builder.compute(Compute::forward, weights.owner(s), weights.buffer(s));
+  weights.fill(0);
+  for (int group = 0; group < weights.groups(); ++group) {
+    weights.fill(group + 1);
+    weights.compute(Compute::forward, group);
   }
   weights.copy_home();
 }
@@ -191,73 +237,131 @@ void build_bundle_backward(Builder& builder) {
   if (partial.exists()) builder.local(Action::add, Channel::gradient, builder.at(0), partial, home);
 }
 
-// Sends every shard directly from its owner to every rank.
-Buffer gather_weights(Builder& builder) {
-  const Buffer home{Channel::weight, Buffer::kHome};
-  const Buffer whole = builder.whole(Channel::weight);
-  builder.local(Action::copy, Channel::weight, builder.at(0), home, whole);
-  for (int s = 1; s < builder.ranks(); ++s) {
-    builder.hop(Channel::weight, builder.at(s), builder.at(-s), builder.at(0), builder.at(-s), whole, whole);
+// The gradients of a backward in groups. A wgrad writes this rank's contributions to the gradients of a group; those to
+// the own gradient go home at once. The others leave one by one: on the chain with the partial sum that has arrived
+// from rank r + 1, else directly to their owners, while contributions of other ranks arrive.
+class GroupGradients {
+ public:
+  explicit GroupGradients(Builder& builder) : builder_(builder), groups_(builder, +1) {}
+
+  // Computes the contributions to a group and posts the hops that wait for nothing else. `weight`: as in Step.
+  void start(int group, Buffer weight) {
+    const int owners = groups_.shards(group);
+    leaving_ = groups_.slot(builder_, Channel::gradient, group);
+    builder_.compute(Compute::wgrad, owners > 1 ? groups_.owner(group) : builder_.at(groups_.begin(group)), weight,
+                     kNoBuffer, leaving_, Half::whole, owners);
+    if (group == 0 && owners > 1) builder_.local(Action::copy, Channel::gradient, builder_.at(0), leaving_, home());
+    next_ = std::max(groups_.begin(group), 1), end_ = groups_.begin(group + 1);
+    if (direct()) {
+      for (int s = next_; s < end_; ++s) leave(s);
+    } else if (next_ < end_) {
+      leave(next_++);
+    }
   }
-  return whole;
-}
+  // Posts the other hops of the group, and adds to the own gradient what has arrived.
+  void finish() {
+    for (; next_ < end_; ++next_) direct() ? land(next_) : leave(next_);
+    if (!direct() && end_ == builder_.ranks()) land(end_ - 1);
+  }
 
-void build_gather_forward(Builder& builder) { builder.compute(Compute::forward, kAllOwners, gather_weights(builder)); }
+ private:
+  static Buffer home() { return {Channel::gradient, Buffer::kHome}; }
+  bool direct() const { return builder_.options().gradient_route == GradientRoute::direct; }
+  // Where the hop of shard r + s arrives: in slots after those of groups, on the direct route one with a place for
+  // every contribution that arrives during a group.
+  Buffer arriving(int s) {
+    const int of_groups = std::min(groups_.count() - (groups_.shards(0) == 1 ? 1 : 0), 2);
+    if (!direct()) return builder_.slot(Channel::gradient, of_groups + (s - 1) % 2);
+    const int most = std::min(builder_.options().group, builder_.ranks() - 1);
+    return builder_.places(Channel::gradient, of_groups, most, s - std::max(groups_.begin(groups_.of(s)), 1));
+  }
+  void leave(int s) {
+    if (direct()) {
+      builder_.hop(Channel::gradient, builder_.at(s), builder_.at(-s), builder_.at(s), builder_.at(0), leaving_,
+                   arriving(s));
+      return;
+    }
+    if (s > 1) builder_.local(Action::add, Channel::gradient, builder_.at(s), arriving(s - 1), leaving_);
+    builder_.hop(Channel::gradient, builder_.at(-1), builder_.at(1), builder_.at(s), builder_.at(s + 1), leaving_,
+                 arriving(s));
+  }
+  void land(int s) { builder_.local(Action::add, Channel::gradient, builder_.at(0), arriving(s), home()); }
 
-// One wgrad of the whole weight, followed by a reduce-scatter around the ring.
-void build_gather_backward(Builder& builder) {
-  const int ranks = builder.ranks();
+  Builder& builder_;
+  Groups groups_;
+  Buffer leaving_ = kNoBuffer;
+  int next_ = 0, end_ = 0;  // the steps of the newest group that are not finished
+};
+
+// dgrad and wgrad of one group after the other: a bundle needs the dgrad first; otherwise the gradients leave during
+// the dgrad of their group.
+void build_grouped_backward(Builder& builder) {
   const ScheduleOptions& options = builder.options();
-  const Buffer weight = options.dgrad ? gather_weights(builder) : kNoBuffer;
-  if (!options.wgrad) {
-    if (options.dgrad) builder.compute(Compute::dgrad, kAllOwners, weight);
-    return;
+  WeightRotation weights(builder, +1);
+  GroupGradients gradients(builder);
+  const bool dgrad = options.dgrad || options.bundle;
+  if (dgrad) weights.fill(0);
+  for (int group = 0; group < weights.groups(); ++group) {
+    if (dgrad) weights.fill(group + 1);
+    if (options.wgrad && !options.bundle) gradients.start(group, kNoBuffer);
+    if (dgrad) weights.compute(Compute::dgrad, group);
+    if (options.wgrad) gradients.finish();
+    if (options.wgrad && options.bundle) gradients.start(group, weights.slot(group));
   }
-  const Buffer whole = builder.whole(Channel::gradient);
-  const auto arrived = [&](int s) { return builder.slot(Channel::gradient, (s + 1) % 2); };
-  const auto post = [&](int s) {
-    builder.hop(Channel::gradient, builder.at(-1), builder.at(1), builder.at(s), builder.at(s + 1), whole, arrived(s));
-  };
-  builder.compute(Compute::wgrad, kAllOwners, kNoBuffer, kNoBuffer, whole);
-  if (ranks > 1) post(1);
-  if (options.dgrad) builder.compute(Compute::dgrad, kAllOwners, weight);
-  for (int s = 1; s < ranks; ++s) {
-    builder.local(Action::add, Channel::gradient, builder.at(s + 1), arrived(s), whole);
-    if (s + 1 < ranks) post(s + 1);
-  }
-  builder.local(Action::copy, Channel::gradient, builder.at(0), whole, {Channel::gradient, Buffer::kHome});
+  if (options.wgrad && options.bundle) gradients.finish();
 }
 
-// Appends the accesses of a buffer by a step for the shard of `owner`.
-void add_access(std::vector<Access>& accesses, const Step& step, Buffer buffer, int owner, int ranks) {
+// Appends the accesses of a buffer by a step for the shards of `owners` owners from `owner` on.
+void add_access(std::vector<Access>& accesses, const Step& step, Buffer buffer, int ranks, int owner, int owners = 1) {
   if (!buffer.exists()) return;
-  if (buffer.is_whole() && owner == kAllOwners) {
-    for (int each = 0; each < ranks; ++each) accesses.push_back({buffer, each});
-  } else if (buffer.is_whole()) {
-    accesses.push_back({buffer, owner});
-  } else {
+  if (!buffer.is_group()) {
     const bool part_of_home = buffer.is_home() && step.half != Half::whole;
     accesses.push_back({buffer, part_of_home ? static_cast<int>(step.half) : Access::kAll});
+    return;
   }
+  for (int each = 0; each < owners; ++each) accesses.push_back({buffer, buffer.place((owner + each) % ranks, ranks)});
 }
 
 std::string shard_name(const Step& step, char letter, int owner) {
   const char* half = step.half == Half::whole ? "" : (step.half == Half::first ? "a" : "b");
-  return owner == kAllOwners ? concat(letter) : concat(letter, owner, half);
+  return concat(letter, owner, half);
 }
 
 }  // namespace
 
+int Buffer::place(int owner, int ranks) const {
+  if (at != kAnywhere) return at;
+  const int wrapped = std::max(first + count - ranks, 0);
+  return owner < wrapped ? owner : wrapped + owner - first;
+}
+
+Buffer Buffer::moved(int distance, int ranks) const {
+  Buffer moved = *this;
+  moved.first = ((first + distance) % ranks + ranks) % ranks;
+  return moved;
+}
+
+Step Step::product(int index, int ranks) const {
+  Step part = *this;
+  if (owners == ranks) {
+    part.owner = 0;
+  } else if (products(ranks) == 2) {
+    part.owners = index == 0 ? ranks - owner : owner + owners - ranks;
+    if (index == 1) part.owner = 0;
+  }
+  return part;
+}
+
 std::vector<Access> reads(const Step& step, int ranks) {
   std::vector<Access> accesses;
   if (step.action == Action::compute) {
-    add_access(accesses, step, step.weight, step.owner, ranks);
-    add_access(accesses, step, step.gradient_in, step.owner, ranks);
+    add_access(accesses, step, step.weight, ranks, step.owner, step.owners);
+    add_access(accesses, step, step.gradient_in, ranks, step.owner, step.owners);
   } else {
     for (Buffer from = step.send; from.slot < step.send.slot + step.count; ++from.slot) {
-      add_access(accesses, step, from, step.send_owner, ranks);
+      add_access(accesses, step, from, ranks, step.send_owner);
     }
-    if (step.action == Action::add) add_access(accesses, step, step.receive, step.receive_owner, ranks);
+    if (step.action == Action::add) add_access(accesses, step, step.receive, ranks, step.receive_owner);
   }
   return accesses;
 }
@@ -265,9 +369,9 @@ std::vector<Access> reads(const Step& step, int ranks) {
 std::vector<Access> writes(const Step& step, int ranks) {
   std::vector<Access> accesses;
   if (step.action == Action::compute) {
-    add_access(accesses, step, step.gradient_out, step.owner, ranks);
+    add_access(accesses, step, step.gradient_out, ranks, step.owner, step.owners);
   } else {
-    add_access(accesses, step, step.receive, step.receive_owner, ranks);
+    add_access(accesses, step, step.receive, ranks, step.receive_owner);
   }
   return accesses;
 }
@@ -276,12 +380,12 @@ std::string label(const Step& step) {
   if (step.action == Action::compute) {
     const char letter = step.compute == Compute::wgrad ? 'G' : 'W';
     const char* sum = step.compute != Compute::wgrad ? "" : (step.gradient_in.exists() ? " +=" : " =");
-    return concat(name(step.compute), ' ', shard_name(step, letter, step.owner), sum);
+    const std::string others = step.owners > 1 ? concat(" and ", step.owners - 1, " more") : "";
+    return concat(name(step.compute), ' ', shard_name(step, letter, step.owner), others, sum);
   }
   const char letter = step.channel == Channel::weight ? 'W' : 'G';
   if (step.action != Action::hop) {
-    const Buffer& to = step.receive;
-    const std::string place = to.is_whole() ? "whole" : (to.is_home() ? "home" : concat("slot ", to.slot));
+    const std::string place = step.receive.is_home() ? "home" : concat("slot ", step.receive.slot);
     return concat(step.action == Action::add ? "add " : "", shard_name(step, letter, step.send_owner), " to ", place);
   }
   return concat(shard_name(step, letter, step.send_owner), " -> ", step.to, ", ",
@@ -293,14 +397,14 @@ Schedule make_schedule(int ranks, int rank, const ScheduleOptions& options) {
   RTP_CHECK_VALUE(rank >= 0 && rank < ranks, "schedule: expected 0 <= rank < ", ranks, ", got ", rank);
   RTP_CHECK_VALUE(options.hosts >= 1 && ranks % options.hosts == 0, "schedule: expected hosts of equally many of the ",
                   ranks, " ranks, got ", options.hosts, " hosts");
+  RTP_CHECK_VALUE(options.group >= 1, "schedule: expected a group of at least 1 shard, got ", options.group);
   Builder builder(ranks, rank, options);
-  const bool gathers = builder.options().route == Route::gather;
   if (builder.options().route == Route::two_level) {
     build_two_level(builder);
   } else if (options.pass == Pass::forward) {
-    gathers ? build_gather_forward(builder) : build_forward(builder);
-  } else if (gathers) {
-    build_gather_backward(builder);
+    build_forward(builder);
+  } else if (builder.options().group > 1) {
+    build_grouped_backward(builder);
   } else if (options.bundle) {
     build_bundle_backward(builder);
   } else {

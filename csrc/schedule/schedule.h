@@ -23,7 +23,7 @@ enum class Pass : uint8_t {
 enum class Route : uint8_t {
   ring,       // every hop goes to the neighbour
   direct,     // step s receives the shard directly from its owner
-  gather,     // all shards first, then one product with the whole weight: for layers too small to overlap with a hop
+  gather,     // direct, in one group of all shards: for layers too small to overlap with a hop
   two_level,  // shards rotate inside a host, while each rank sends its shard of the phase to the next host
 };
 
@@ -37,24 +37,31 @@ enum class Compute : uint8_t { forward, dgrad, wgrad };
 
 enum class Action : uint8_t { hop, compute, copy, add };
 
-// A named memory region: the local tensor of a channel ("home"), one of its slots, or the slot that holds every owner's
-// shard ("whole").
+// A named memory region: the local tensor of a channel ("home"), or one of its slots.
 struct Buffer {
   Channel channel = Channel::weight;
-  int slot = kHome;  // kHome, kWhole, or the index of a slot of this channel
+  int slot = kHome;  // kHome, or the index of a slot of this channel
+  // A slot of a group holds the shards of `count` owners from `first` on, modulo the ranks, in the order of owners: the
+  // shards of owners with consecutive numbers are adjacent.
+  int first = 0;
+  int count = 1;
+  int at = kAnywhere;  // or it holds contributions of `count` ranks to one gradient: the place of this one
 
+  static constexpr int kAnywhere = -1;
   static constexpr int kHome = -1;
   static constexpr int kNone = -2;
-  static constexpr int kWhole = -3;
 
   bool exists() const { return slot != kNone; }
   bool is_home() const { return slot == kHome; }
-  bool is_whole() const { return slot == kWhole; }
-  bool operator==(const Buffer&) const = default;
+  bool is_group() const { return count > 1; }
+  // The place of an owner's shard in the slot, in a ring of `ranks`.
+  int place(int owner, int ranks) const;
+  // The buffer of the same step on the rank `distance` places up the ring.
+  Buffer moved(int distance, int ranks) const;
 };
 
 inline constexpr Buffer kNoBuffer{Channel::weight, Buffer::kNone};
-inline constexpr int kAllOwners = -1;
+inline constexpr int kNoOwner = -1;
 
 // The rows of a gradient shard that travel together: all, or one half; each half travels in its own chain.
 enum class Half : uint8_t { whole, first, second };
@@ -77,11 +84,13 @@ struct Step {
   Buffer receive = kNoBuffer;
   int count = 1;
 
-  // compute: the kind of product, and the owner of the shard (kAllOwners: all shards at once). A wgrad adds to
-  // `gradient_in` (kNoBuffer: starts from zero) and writes `gradient_out`; usually the two are the same buffer. The
-  // wgrad of a bundle also reads the weight. Computes with different `lane` run on different streams and may overlap.
+  // compute: the kind of product, and the owners of its shards: `owners` from `owner` on, modulo the ranks. A wgrad
+  // adds to `gradient_in` (kNoBuffer: starts from zero) and writes `gradient_out`; usually the two are the same buffer.
+  // The wgrad of a bundle also reads the weight. Computes with different `lane` run on different streams and may
+  // overlap.
   Compute compute = Compute::forward;
-  int owner = kAllOwners;
+  int owner = kNoOwner;
+  int owners = 1;
   int lane = 0;
   Buffer weight = kNoBuffer;
   Buffer gradient_in = kNoBuffer;
@@ -89,11 +98,14 @@ struct Step {
 
   Half half = Half::whole;  // half of the gradient, in hops and wgrads
 
-  bool operator==(const Step&) const = default;
+  // A compute of a group whose owners wrap around is two products, as its shards are adjacent up to the last owner and
+  // from the first one on. Returns one of the products(ranks), with consecutive owners.
+  int products(int ranks) const { return owners < ranks && owner + owners > ranks ? 2 : 1; }
+  Step product(int index, int ranks) const;
 };
 
-// One use of a buffer. `part`: in the slot that holds every shard, the owner; in a local tensor that travels in halves,
-// the half; otherwise kAll.
+// One use of a buffer. `part`: in the slot of a group, the place; in a local tensor that travels in halves, the half;
+// otherwise kAll.
 struct Access {
   Buffer buffer;
   int part = kAll;
@@ -127,6 +139,7 @@ struct ScheduleOptions {
   bool narrow = false;   // gradient route direct only: contributions travel in fewer bits than the dtype of their sum
   bool apart = false;    // gradient route direct only: contributions arrive in slots of their own and are added at once
   bool sourced = false;  // forward only: the shards come from a source without hops: see ShardSource
+  int group = 1;         // shards in a product, at most; not in place, sourced, or on two levels
 
   // Returns whether both make the same hops. The number of compute streams may differ between ranks: it depends on each
   // rank's own tokens and device.
@@ -150,16 +163,17 @@ struct Schedule {
   std::vector<Accesses> accesses;  // by step
   int weight_hops = 0;             // number of hops by channel
   int gradient_hops = 0;
-  int weight_slots = 0;  // number of slots by channel
-  int gradient_slots = 0;
-  bool whole_weight = false;  // whether the steps use the slot that holds every shard
-  bool whole_gradient = false;
+  std::vector<int> weight_slots;  // by slot: the number of shards that it holds
+  std::vector<int> gradient_slots;
+  bool uses_home = false;  // whether a hop or product reads the local weight
 
   // Returns whether the last step adds the last arriving gradient to the local tensor and no other step waits for it:
   // it may run after the pass.
   bool ends_late() const { return options.late && gradient_hops > 0; }
 
-  int slots(Channel channel) const { return channel == Channel::weight ? weight_slots : gradient_slots; }
+  const std::vector<int>& slots(Channel channel) const {
+    return channel == Channel::weight ? weight_slots : gradient_slots;
+  }
   int hops(Channel channel) const { return channel == Channel::weight ? weight_hops : gradient_hops; }
 };
 

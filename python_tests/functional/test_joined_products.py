@@ -132,6 +132,27 @@ def test_ways_to_travel(ranks, cases):
                         assert products(make(), ring) == (shards, shards + wgrads)
 
 
+@on_ranks([2, 3, 4])
+def test_groups(rank, ranks, cases):
+    """Joined operands of several shards: ceil(R / g) products, one more where the owners of a group wrap around."""
+    for group in range(2, ranks + 1):
+        for gradients in ("chain", "direct"):
+            with rtp_ext.Ring(timeout=30.0, group=group, gradient_route=gradients) as ring:
+                for name, make in QKV.items():
+                    with cases.case(f"{name}, group {group}, {gradients}"):
+                        check_pass(make(), ring, "many")
+                forward, backward = (_wrapped(ranks, rank, group, up) for up in (-1, 1))
+                with cases.case(f"products, group {group}, {gradients}"):
+                    assert products(make_linears(GROUPED, WIDE), ring) == (forward, 2 * backward)
+
+
+def _wrapped(ranks: int, rank: int, group: int, up: int) -> int:
+    owners = [(rank + up * step) % ranks for step in range(ranks)]
+    first = ranks - (-(-ranks // group) - 1) * group
+    groups = [owners[:first], *(owners[at : at + group] for at in range(first, ranks, group))]
+    return sum(1 + (len(each) < ranks and {0, ranks - 1} <= {*each}) * (len(each) > 1) for each in groups)
+
+
 @on_ranks([1, 2, 3, 4])
 def test_products_of_a_block(ranks, cases, ring):
     """Four products a shard forward and eight backward; three times those of q, k and v where tokens are few."""

@@ -150,7 +150,7 @@ def test_ranks_compare_every_option(monkeypatch):
         "embedding": "rows",
         "graphs": "auto",
         "in_place": True,
-        "buffers": "lean",
+        "group": 2,
         "checksum": True,
         "transport_options": TransportOptions.of({"blocking": True}),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from schedule_races import ALL, HALVES, Ring, Step
+from schedule_races import HALVES, Ring, Step
 
 from rtp_ext.observe.schedule import schedules
 
@@ -28,14 +28,23 @@ class Case:
     gradient_route: str = "chain"
     narrow: bool = False
     apart: bool = False
+    group: int = 1
 
     def schedules(self) -> list:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         return schedules(options.pop("ranks"), op="mlp" if options.pop("bundle") else "linear", **options)
 
     def ring(self) -> Ring:
+        """The steps of all ranks, whose buffers name the owners of a group."""
+        named = ("send", "receive", "weight", "gradient_in", "gradient_out")
         return [
-            [Step(**{field.name: getattr(step, field.name) for field in fields(Step)}) for step in schedule.steps]
+            [
+                Step(
+                    **{field.name: getattr(step, field.name) for field in fields(Step)}
+                    | dict(zip(named, step.groups(self.ranks), strict=True))
+                )
+                for step in schedule.steps
+            ]
             for schedule in self.schedules()
         ]
 
@@ -44,16 +53,28 @@ class Case:
         """The route that is taken."""
         if self.in_place or (self.route == "two-level" and self.hosts in (1, self.ranks)):
             return "ring"
-        return "direct" if self.bundle and self.route == "gather" else self.route
+        return "direct" if self.route == "gather" else self.route
 
     @property
-    def gathers(self) -> bool:
-        return self.taken == "gather"
+    def shards(self) -> int:
+        """Shards in a product, at most."""
+        if self.in_place or self.taken == "two-level":
+            return 1
+        return self.ranks if self.route == "gather" else min(self.group, self.ranks)
+
+    def groups(self, rank: int) -> list[list[int]]:
+        """The owners of each product in order of arrival: the own shard in the first group, which may be smaller."""
+        up = -1 if self.pass_ == "forward" else 1
+        owners = [(rank + up * s) % self.ranks for s in range(self.ranks)]
+        count = -(-self.ranks // self.shards)
+        first = self.ranks - (count - 1) * self.shards
+        starts = [0, *range(first, self.ranks, self.shards)]
+        return [owners[start:end] for start, end in zip(starts, [*starts[1:], self.ranks], strict=True)]
 
     @property
     def parts(self) -> tuple[int, ...]:
         """The halves that gradients travel in; 0: as a whole."""
-        whole = self.bundle or self.direct or self.taken not in ("ring", "direct")
+        whole = self.bundle or self.direct or self.taken not in ("ring", "direct") or self.shards > 1
         return (1, 2) if self.halves and not whole else (0,)
 
     @property
@@ -99,8 +120,8 @@ class Case:
 
     def expected_order(self, rank: int) -> list[str]:
         """DESIGN.md section 2, written down a second time."""
-        if self.gathers:
-            return self._gather_order(rank)
+        if self.shards > 1:
+            return self._grouped_order(rank)
         if self.taken == "two-level":
             return self._two_level_order(rank)
         if self.bundle and self.pass_ == "backward":
@@ -177,18 +198,47 @@ class Case:
                 multiply(*divmod(at, steps))
         return order
 
-    def _gather_order(self, rank: int) -> list[str]:
-        """All weights, one product of each kind, the gradients' sums on their way home: the first hop under dgrad."""
-        ranks, order = self.ranks, []
-        if self.multiplies_weights:
-            order += [f"copy weight {rank}", *(f"weight hop {(rank - s) % ranks}" for s in range(1, ranks))]
-        if "wgrad" not in self.products:
-            return [*order, *(f"{product} {ALL}" for product in self.products)]
-        hops = [f"gradient hop {(rank + s) % ranks} {(rank + s + 1) % ranks}" for s in range(1, ranks)]
-        order += [f"wgrad {ALL}", *hops[:1], *[f"dgrad {ALL}"] * ("dgrad" in self.products)]
-        for s in range(1, ranks):
-            order += [f"add gradient {(rank + s + 1) % ranks}", *hops[s : s + 1]]
-        return [*order, f"copy gradient {rank}"]
+    def _grouped_order(self, rank: int) -> list[str]:
+        """Group after group: the hops of the next group, its dgrad and wgrad; contributions leave one by one."""
+        ranks, groups = self.ranks, self.groups(rank)
+        order: list[str] = []
+        forward, dgrad, wgrad = ("forward" in self.products, "dgrad" in self.products, "wgrad" in self.products)
+        late: list[str] = []  # additions, and hops after them
+
+        def arrive(group: list[int]) -> None:
+            if len(group) > 1 and group[0] == rank:
+                order.append(f"copy weight {rank}")
+            order.extend(f"weight hop {owner}" for owner in group if owner != rank)
+
+        def contribute(group: list[int]) -> None:
+            order.append(f"wgrad {' '.join(map(str, sorted(group)))}")
+            if len(group) > 1 and group[0] == rank:
+                order.append(f"copy gradient {rank}")
+            for at, owner in enumerate(others := [owner for owner in group if owner != rank]):
+                if self.direct:
+                    order.append(f"gradient hop {owner} {rank}")
+                    late.append(f"add gradient {rank}")
+                    continue
+                hop = [f"add gradient {owner}"] * (owner != (rank + 1) % ranks)
+                hop += [f"gradient hop {owner} {(owner + 1) % ranks}"]
+                (order if at == 0 else late).extend(hop)
+                if owner == (rank - 1) % ranks and owner == others[-1]:
+                    late.append(f"add gradient {rank}")
+
+        if forward or dgrad:
+            arrive(groups[0])
+        for at, group in enumerate(groups):
+            if forward or dgrad:
+                arrive(groups[at + 1] if at + 1 < len(groups) else [])
+            if wgrad and not self.bundle:
+                contribute(group)
+            if forward or dgrad:
+                order.append(f"{self.products[0]} {' '.join(map(str, sorted(group)))}")
+            order += late
+            late.clear()
+            if wgrad and self.bundle:
+                contribute(group)
+        return order + late
 
     def _bundle_order(self, rank: int) -> list[str]:
         """dgrad(r) | dgrad(r+1) wgrad(r+1) | ... | dgrad(r-1) wgrad(r-1) | wgrad(r) from zero, then the sum."""

@@ -5,18 +5,19 @@
     computed once   every rank computes every wanted product with every owner's shard exactly once
     order           computes and hops in the order of DESIGN.md section 2
     lanes           with two streams forwards alternate, dgrads are on stream 0, wgrads and additions of gradients on
-                    the direct route on stream 1; otherwise all are on stream 0
+                    the direct route on stream 1; otherwise all are on stream 0, groups too
     wgrad inputs    in a bundle wgrad(j) follows dgrad(j) and reads the same buffer; elsewhere it reads no weight
     hop count       R - 1 hops of each kind that is needed, R weight hops in place, twice as many of half gradients,
                     none of the others; R - 1 shards (in place R) in all; of K hosts K - 1 between them, on two levels
     slots           at most two slots of each kind, one weight slot in place, two gradient slots for each half, three
-                    for gradients on the direct route, R + 1 where they arrive apart; with gathered shards no weight
-                    slot, and one slot for all shards for each kind that is needed; two more of each kind on two levels,
-                    minus a weight slot if a host has two ranks, and minus one if there are two hosts
+                    for gradients on the direct route, R + 1 where they arrive apart; two slots of groups of each kind, one
+                    if there is one group, and for gradients two slots of one shard, on the direct route one for what
+                    arrives; two more of each kind on two levels, minus a weight slot if a host has two ranks, and minus
+                    one if there are two hosts
     parts           a buffer is used as a whole or in halves, and each half has its own slots
     route           hops go to the neighbour (on two levels to that of the host, or the same place of the next host), or
-                    weights come directly from their owner's local shard (with gathered shards, from its place in the
-                    whole), and gradients go directly to it
+                    weights come directly from their owner's local shard (in one group, from its place there),
+                    and gradients go directly to it
     pairing         every send meets its receive at the same position on the peer, and both name the same shard or half
     contents        every read gets the shard that the step names
     overwritten     no step overwrites a shard that a later step reads
@@ -33,7 +34,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from schedule_cases import Case
-from schedule_races import ALL, HALVES, LANES, Ring, Step, deadlocks, races, waits_of
+from schedule_races import HALVES, LANES, Ring, Step, deadlocks, races, waits_of
 
 
 class Violation(NamedTuple):
@@ -57,24 +58,33 @@ def violations(case: Case, ring: Ring) -> list[Violation]:
 
 
 def computed_once(case: Case, ring: Ring) -> Iterator[str]:
-    owners = [ALL] if case.gathers else range(case.ranks)
     wanted = Counter(
-        (product, owner, half)
+        (product, tuple(sorted(group)), half)
         for product in case.products
-        for owner in owners
+        for group in case.groups(0)
         for half in (case.parts if product == "wgrad" else (0,))
     )
     for rank, steps in enumerate(ring):
-        done = Counter((step.compute, step.owner, step.half) for step in steps if step.action == "compute")
-        for key in sorted(wanted | done):
-            if wanted[key] != done[key]:
+        expected = Counter(
+            {
+                (product, tuple(sorted((owner + rank) % case.ranks for owner in group)), half): count
+                for (product, group, half), count in wanted.items()
+            }
+        )
+        done = Counter(
+            (step.compute, tuple(sorted(step.members(case.ranks))), step.half)
+            for step in steps
+            if step.action == "compute"
+        )
+        for key in sorted(expected | done):
+            if expected[key] != done[key]:
                 text = f"{key[0]} {key[1]} {HALVES[key[2]]}".strip()
-                yield f"rank {rank}: expected {text} {wanted[key]} times, got {done[key]}"
+                yield f"rank {rank}: expected {text} {expected[key]} times, got {done[key]}"
 
 
 def _in_words(case: Case, step: Step) -> str:
     if step.action == "compute":
-        words = f"{step.compute} {step.owner}"
+        words = f"{step.compute} {' '.join(map(str, sorted(step.members(case.ranks))))}"
     elif step.action in ("copy", "add"):
         words = f"{step.action} {step.channel} {step.send_owner}"
     elif step.channel == "gradient":
@@ -93,7 +103,7 @@ def order(case: Case, ring: Ring) -> Iterator[str]:
 
 
 def lanes(case: Case, ring: Ring) -> Iterator[str]:
-    two = case.two_lanes and not case.bundle and not case.gathers
+    two = case.two_lanes and not case.bundle and case.shards == 1
     for rank, steps in enumerate(ring):
         forwards = 0
         for position, step in enumerate(steps):
@@ -138,19 +148,22 @@ def hop_count(case: Case, ring: Ring) -> Iterator[str]:
 
 def slots(case: Case, ring: Ring) -> Iterator[str]:
     most = {"weight slot": 1 if case.in_place else 2, "gradient slot": 2 * len(case.parts)}
-    most |= {"weight whole": 0, "gradient whole": 0}
     if case.direct:
         most["gradient slot"] = case.ranks + 1 if case.added_once else min(case.ranks, 3)
     if case.taken == "two-level":
         most["weight slot"] = min(2, case.places - 1) + min(2, case.hosts - 1)
         most["gradient slot"] = 4
-    if case.gathers:
-        most |= {"weight slot": 0, "weight whole": int(case.multiplies_weights)}
-        most |= {"gradient whole": int("wgrad" in case.products)}
+    if case.shards > 1:
+        groups = case.groups(0)
+        of_groups = min(2, sum(len(group) > 1 for group in groups))
+        arriving = 1 if case.direct else min(2, case.ranks - 1)
+        most = {"weight slot": of_groups, "gradient slot": of_groups + arriving}
     for rank, steps in enumerate(ring):
         used = _buffers(steps)
         for kind, count in most.items():
-            named = sorted(buffer for buffer in used if buffer.startswith(kind))
+            named = sorted(
+                {buffer.partition(" of ")[0].partition(" at ")[0] for buffer in used if buffer.startswith(kind)}
+            )
             if len(named) > count:
                 yield f"rank {rank}: expected at most {count} of {kind}, got {named}"
 
@@ -177,9 +190,13 @@ def route(case: Case, ring: Ring) -> Iterator[str]:
         for position, step in enumerate(steps):
             if step.action != "hop":
                 continue
-            if case.taken in ("direct", "gather") and step.channel == "weight":
-                source = "weight whole" if case.gathers else "weight home"
-                if (step.send_owner, step.send, step.from_) != (rank, source, step.receive_owner):
+            if case.taken == "direct" and step.channel == "weight":
+                source = "weight slot 0" if case.shards == case.ranks > 1 else "weight home"
+                if (step.send_owner, str(step.send).partition(" of ")[0], step.from_) != (
+                    rank,
+                    source,
+                    step.receive_owner,
+                ):
                     yield f"rank {rank}, step {position}: expected {source} to send and the owner to be received from"
             elif case.taken == "two-level":
                 away = 1 if case.pass_ == "forward" else -1
@@ -275,19 +292,19 @@ def simulate(case: Case, ring: Ring) -> list[Violation]:
     messages: dict[tuple[int, int, str | None], list[Value | None]] = {}
 
     def compute(own: _Memory, position: int, step: Step) -> None:
-        owners = range(ranks) if step.owner == ALL else [step.owner]
+        owners = step.members(ranks)
         if step.weight is not None:
-            for owner, name in zip(owners, step.parts(step.weight, step.owner, ranks), strict=False):
+            for owner, name in zip(owners, step.parts(step.weight, owners), strict=True):
                 own.read(position, name, Value("weight", owner))
         elif step.compute != "wgrad":
             found.append(Violation("contents", f"rank {own.rank}, step {position}: {step.compute} reads no weight"))
         if step.compute != "wgrad":
             return
         sums: dict[int, tuple[int, ...]] = {}
-        for owner, name in zip(owners, step.parts(step.gradient_in, step.owner, ranks), strict=False):
+        for owner, name in zip(owners, step.parts(step.gradient_in, owners), strict=False):
             partial = own.read(position, name, Value("gradient", owner, step.half))
             sums[owner] = partial.ranks if partial else ()
-        for owner, name in zip(owners, step.parts(step.gradient_out, step.owner, ranks), strict=False):
+        for owner, name in zip(owners, step.parts(step.gradient_out, owners), strict=False):
             own.write(position, name, Value("gradient", owner, step.half, (*sums.get(owner, ()), own.rank)))
 
     def advance(rank: int) -> bool:
@@ -301,7 +318,7 @@ def simulate(case: Case, ring: Ring) -> list[Violation]:
             return True
         channel = str(step.channel)
         sent, received = (
-            step.parts(buffer, owner, ranks)[0]
+            step.parts(buffer, [owner])[0]
             for buffer, owner in ((step.send, step.send_owner), (step.receive, step.receive_owner))
         )
         leaving = Value(channel, step.send_owner, step.half)
@@ -318,7 +335,7 @@ def simulate(case: Case, ring: Ring) -> list[Violation]:
             own.write(position, received, own.read(position, sent, leaving))
         else:
             there = Value(channel, step.receive_owner, step.half)
-            added = [own.read(position, name, leaving) for name in step.sent(ranks)]
+            added = [own.read(position, name, leaving) for name in step.sent()]
             added.append(own.read(position, received, there))
             own.write(position, received, there._replace(ranks=sum((value.ranks for value in added if value), ())))
         positions[rank] += 1

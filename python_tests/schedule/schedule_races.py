@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
-ALL = -1  # the owner of a compute with every shard at once
 HALVES = ("", "first", "second")
 
 
@@ -36,41 +35,49 @@ class Step:
     label: str
     outer: bool = False
     count: int = 1
+    owners: int = 1
+
+    def members(self, ranks: int) -> list[int]:
+        """Returns the owners of a compute."""
+        return [(self.owner + each) % ranks for each in range(self.owners)]
 
     @property
     def link(self) -> str:
         """Returns the link of a hop: hops of one link are in order."""
         return f"{'outer ' * self.outer}{self.channel}"
 
-    def parts(self, buffer: str | None, owner: int, ranks: int) -> list[str]:
-        """Returns the parts of a buffer that a step with the shard of `owner` uses: shards of the whole, or a half of a
-        local shard."""
+    def parts(self, buffer: str | None, owners: list[int]) -> list[str]:
+        """Returns the parts of a buffer that a step with the shards of `owners` uses: places in the slot of a group
+        ("weight slot 0 of 3 4 0"), where the shards are in the order of owners, a place ("gradient slot 2 at 1"), or a
+        half of a local shard."""
         if buffer is None:
             return []
-        if buffer.endswith(" whole"):
-            return [f"{buffer} {each}" for each in (range(ranks) if owner == ALL else [owner])]
-        return [f"{buffer} {HALVES[self.half]}".strip() if buffer.endswith(" home") else buffer]
+        if " at " in buffer:
+            return [buffer.replace(" at ", " place ")]
+        name, _, group = buffer.partition(" of ")
+        if group:
+            places = sorted(map(int, group.split()))
+            return [f"{name} place {places.index(owner) if owner in places else owner}" for owner in owners]
+        return [f"{name} {HALVES[self.half]}".strip() if name.endswith(" home") else name]
 
-    def sent(self, ranks: int) -> list[str]:
+    def sent(self) -> list[str]:
         """Returns the parts of the buffers that a hop, a copy or an addition takes."""
         if self.count == 1:
-            return self.parts(self.send, self.send_owner, ranks)
+            return self.parts(self.send, [self.send_owner])
         kind, _, first = str(self.send).rpartition(" ")
         return [f"{kind} {int(first) + i}" for i in range(self.count)]
 
     def reads(self, ranks: int) -> list[str]:
         if self.action == "compute":
-            return [
-                *self.parts(self.weight, self.owner, ranks),
-                *self.parts(self.gradient_in, self.owner, ranks),
-            ]
+            mine = self.members(ranks)
+            return [*self.parts(self.weight, mine), *self.parts(self.gradient_in, mine)]
         added = self.receive if self.action == "add" else None
-        return [*self.sent(ranks), *self.parts(added, self.receive_owner, ranks)]
+        return [*self.sent(), *self.parts(added, [self.receive_owner])]
 
     def writes(self, ranks: int) -> list[str]:
         if self.action == "compute":
-            return self.parts(self.gradient_out, self.owner, ranks)
-        return self.parts(self.receive, self.receive_owner, ranks)
+            return self.parts(self.gradient_out, self.members(ranks))
+        return self.parts(self.receive, [self.receive_owner])
 
 
 Ring = list[list[Step]]  # the steps of every rank

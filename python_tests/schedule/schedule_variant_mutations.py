@@ -1,10 +1,10 @@
-"""Wrong schedules of gathered shards, of gradients in halves and of two streams."""
+"""Wrong schedules of groups, of gradients in halves and of two streams."""
 
 from schedule_cases import case
 from schedule_mutations import mutation, swap
 from schedule_races import computes, hops
 
-# -- gathered shards -------------------------------------------------------------------------------------------------
+# -- groups -------------------------------------------------------------------------------------------------
 
 GATHER = case(4, "backward", route="gather")
 
@@ -15,7 +15,7 @@ def local_steps(ring, rank, action, channel):
 
 
 @mutation(case(4, route="gather"), "contents", "order")
-def the_own_shard_is_not_copied_to_the_whole(ring):
+def the_own_shard_is_not_copied_to_its_group(ring):
     for steps in ring:
         del steps[0]
 
@@ -34,7 +34,7 @@ def a_shard_lands_in_the_place_of_another(ring):
 
 @mutation(case(4, route="gather"), "computed once", "order")
 def the_product_takes_one_shard(ring):
-    ring[2][-1].owner = 2
+    ring[2][-1].owner, ring[2][-1].owners = 2, 1
 
 
 @mutation(case(5, route="gather"), "pairing", "deadlock")
@@ -43,8 +43,16 @@ def a_gathered_shard_goes_to_the_wrong_peer(ring):
 
 
 @mutation(case(4, route="gather"), "slots", "contents")
-def a_gathered_shard_lands_in_a_slot(ring):
-    ring[1][hops(ring, 1, "weight")[0]].receive = "weight slot 0"
+def a_gathered_shard_lands_in_another_slot(ring):
+    ring[1][hops(ring, 1, "weight")[0]].receive = "weight slot 1"
+
+
+@mutation(case(5, group=2), "overwritten", "contents")
+def a_group_lands_in_the_slot_of_the_one_before(ring):
+    for rank, steps in enumerate(ring):
+        hop, product = steps[hops(ring, rank, "weight")[-1]], steps[computes(ring, rank, "forward")[-1]]
+        hop.receive = hop.receive.replace("slot 1", "slot 0")
+        product.weight = product.weight.replace("slot 1", "slot 0")
 
 
 @mutation(case(4, route="gather"), "route")
@@ -86,18 +94,24 @@ def a_sum_leaves_before_its_addition(ring):
 def a_sum_lands_in_a_slot_that_is_still_to_be_added(ring):
     for rank in range(4):
         swap(ring[rank], local_steps(ring, rank, "add", "gradient")[0], hops(ring, rank, "gradient")[1])
-        ring[rank][local_steps(ring, rank, "add", "gradient")[0] - 1].receive = "gradient slot 0"
+        ring[rank][local_steps(ring, rank, "add", "gradient")[0] - 1].receive = "gradient slot 1"
 
 
 @mutation(GATHER, "gradients", "order")
-def the_gathered_gradient_does_not_come_home(ring):
+def the_last_sum_does_not_come_home(ring):
     for steps in ring:
-        assert steps.pop().action == "copy"
+        assert steps.pop().action == "add"
 
 
-@mutation(GATHER, "gradients", "order")
+@mutation(GATHER, "order", "contents")
 def the_gradient_of_another_owner_comes_home(ring):
     ring[1][-1].send_owner = 2
+
+
+@mutation(GATHER, "gradients", "order", "contents")
+def the_own_contribution_does_not_come_home(ring):
+    for rank, steps in enumerate(ring):
+        del steps[local_steps(ring, rank, "copy", "gradient")[0]]
 
 
 @mutation(GATHER, "hop count", "order", "gradients")

@@ -77,18 +77,17 @@ def test_two_ranks_take_the_chain_unless_contributions_are_narrowed():
 
 
 def test_what_it_does_not_apply_to():
-    """Where shards are gathered, on two levels, without a weight gradient, in a forward; and it takes no halves."""
+    """On two levels, without a weight gradient, in a forward; and it takes no halves."""
     for narrow in (0, 1):
-        for ranks, way in product((2, 5), ({"route": "gather"}, {"wgrad": 0})):
-            this = straight(ranks, narrow=narrow, **way)
-            assert this.ring() == case(ranks, "backward", **way).ring()
+        for ranks in (2, 5):
+            this = straight(ranks, narrow=narrow, wgrad=0)
+            assert this.ring() == case(ranks, "backward", wgrad=0).ring()
             assert (this.schedules()[0].gradient_route, this.schedules()[0].narrow) == ("chain", False)
         levels = {"route": "two-level", "hosts": 2}
         assert straight(6, narrow=narrow, **levels).ring() == case(6, "backward", **levels).ring()
         assert case(4, gradient_route="direct", narrow=narrow).ring() == case(4).ring()
     assert straight(4, halves=1).ring() == straight(4).ring()
     assert not straight(4, halves=1).schedules()[0].halves
-    assert straight(4, bundle=1, route="gather").ring() == straight(4, bundle=1, route="direct").ring()
     with pytest.raises(ValueError, match="gradient route of chain or direct, got scenic"):
         make_schedule(4, 0, pass_="backward", gradient_route="scenic")
 
@@ -199,7 +198,6 @@ def test_what_is_printed():
     for ranks, other, why in (
         (2, {}, "to two ranks"),
         (4, {"pass_": "forward"}, "to a forward"),
-        (4, {"route": "gather"}, "where shards are gathered"),
     ):
         asked = form | other
         first = schedule.describe(schedule.schedules(ranks, **asked), **asked).splitlines()[0]
@@ -231,7 +229,9 @@ def test_footprint():
     assert gradients(gradients_quantized=True) == ([128] * 3 + [256], 640)
     assert gradients(reduce_bytes=8, sum_bytes=8) == gradients(reduce_bytes=8, sum_bytes=4), "nothing is narrowed"
     assert gradients(ranks=1, reduce_bytes=2) == ([], 0)
-    assert gradients(route="gather", reduce_bytes=2) == footprint(layer, route="gather", reduce_bytes=2)[1::2]
+    # in one group of three shards: two that arrive, the contributions (396 and 36 bytes), and their sums
+    assert gradients(group=3) == ([384, 512], 896)
+    assert gradients(group=3, reduce_bytes=2) == ([256, 320, 512], 1088)
     # pieces are cut by the widest of what a slot holds
     assert gradients(reduce_bytes=2, slot_cap=2 * 12 * 4) == ([128] * 3 + [192], 576)
 

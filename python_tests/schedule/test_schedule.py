@@ -44,7 +44,15 @@ VARIANTS = [
         if needs["wgrad"]
     ),
     {"pass_": "forward", "route": "gather"},
-    *({"pass_": "backward", "route": "gather", **needs} for needs in NEEDS),
+    *({"pass_": "backward", "bundle": bundle, "route": "gather", **needs} for bundle, needs in product((0, 1), NEEDS)),
+]
+GROUPED = [
+    *({"pass_": "forward", "route": route} for route in ("ring", "direct")),
+    *(
+        {"pass_": "backward", "bundle": bundle, "route": route, "gradient_route": gradients, "dgrad": dgrad}
+        for bundle, route, gradients, dgrad in product((0, 1), ("ring", "direct"), ("chain", "direct"), (0, 1))
+    ),
+    *({"pass_": "backward", "bundle": bundle, "wgrad": 0} for bundle in (0, 1)),
 ]
 
 
@@ -55,27 +63,45 @@ def identity(variant):
 @pytest.mark.parametrize("variant", VARIANTS, ids=identity)
 def test_every_schedule_is_right(variant):
     for ranks in RANKS:
-        this = case(ranks, **variant)
-        ring = this.ring()
-        assert violations(this, ring) == [], this
-        for made in this.schedules():
-            steps = ring[made.rank]
-            buffers = {buffer for step in steps for buffer in step.reads(ranks) + step.writes(ranks)}
-            assert made.ranks == ranks
-            assert made.weight_slots == sum(buffer.startswith("weight slot") for buffer in buffers)
-            assert made.gradient_slots == sum(buffer.startswith("gradient slot") for buffer in buffers)
-            for step, own in zip(made.steps, steps, strict=True):
-                assert (step.reads(ranks), step.writes(ranks)) == (own.reads(ranks), own.writes(ranks))
+        check(case(ranks, **variant))
 
 
-IGNORED = [{"route": "gather"}, {"halves": 1}, {"two_lanes": 1}, {"route": "gather", "halves": 1, "two_lanes": 1}]
+@pytest.mark.parametrize("variant", GROUPED, ids=identity)
+def test_every_schedule_of_groups_is_right(variant):
+    """Every size of a group; the hops of a group are those of its shards."""
+    for ranks in few((2, 3, 5, 8), range(1, 17)):
+        alone = case(ranks, **variant)
+        for group in range(1, ranks + 1):
+            this = replace(alone, group=group)
+            check(this)
+            made = this.schedules()[0]
+            assert made.group == group and this.hops == alone.hops
+            products = [step for step in made.steps if step.action == "compute"]
+            assert len(products) == len(this.products) * -(-ranks // group)
+            assert max(step.owners for step in products) == group
+
+
+def check(this):
+    ranks, ring = this.ranks, this.ring()
+    assert violations(this, ring) == [], this
+    for made in this.schedules():
+        steps = ring[made.rank]
+        used = {name for step in steps for name in step.reads(ranks) + step.writes(ranks)}
+        buffers = {name.partition(" place ")[0] for name in used}
+        assert made.ranks == ranks
+        assert made.weight_slots == sum(buffer.startswith("weight slot") for buffer in buffers)
+        assert made.gradient_slots == sum(buffer.startswith("gradient slot") for buffer in buffers)
+        for step, own in zip(made.steps, steps, strict=True):
+            assert (step.reads(ranks), step.writes(ranks)) == (own.reads(ranks), own.writes(ranks))
+
+
+IGNORED = [{"halves": 1}, {"two_lanes": 1}, {"halves": 1, "two_lanes": 1}]
 
 
 @pytest.mark.parametrize("options", IGNORED, ids=identity)
-def test_bundles_neither_gather_nor_halve_nor_take_two_lanes(options):
-    direct = {"route": "direct"} if "route" in options else {}
+def test_bundles_neither_halve_nor_take_two_lanes(options):
     for pass_, ranks, needs in product(("forward", "backward"), (1, 2, 5), ({}, {"dgrad": 0}, {"wgrad": 0})):
-        this, plain = (case(ranks, pass_, bundle=1, **needs, **way) for way in (options, direct))
+        this, plain = (case(ranks, pass_, bundle=1, **needs, **way) for way in (options, {}))
         assert this.ring() == plain.ring()
         for made in this.schedules():
             assert (made.route, made.halves, made.two_lanes) == (plain.schedules()[0].route, False, False)
@@ -83,17 +109,20 @@ def test_bundles_neither_gather_nor_halve_nor_take_two_lanes(options):
 
 def test_what_else_is_ignored():
     for ranks in (1, 2, 5):
-        # no gather in place, no halves or second stream with gathered shards, no weights in halves
+        # no groups in place, no halves or second stream with groups, no weights in halves
         for pass_ in ("forward", "backward"):
             assert case(ranks, pass_, route="gather", in_place=1).ring() == case(ranks, pass_, in_place=1).ring()
             ways = ({"halves": 1}, {"two_lanes": 1}, {"receive_in_slots": 1})
             gathered = case(ranks, pass_, route="gather")
             for way in ways:
-                assert case(ranks, pass_, route="gather", **way).ring() == gathered.ring()
+                assert ranks == 1 or case(ranks, pass_, route="gather", **way).ring() == gathered.ring()
+            assert case(ranks, pass_, route="direct", group=ranks + 7).ring() == gathered.ring()
         assert case(ranks, halves=1).ring() == case(ranks).ring()
         assert not case(ranks, halves=1).schedules()[0].halves
-        # halves and gathered shards are not deferred
-        for pass_, way in (("forward", {}), ("backward", {"halves": 1}), ("backward", {"route": "gather"})):
+        # halves and groups are not deferred
+        for pass_, way in (("forward", {}), ("backward", {"halves": 1}), ("backward", {"group": 2})):
+            if ranks == 1 and "group" in way:
+                continue
             assert case(ranks, pass_, late=1, **way).ring() == case(ranks, pass_, **way).ring()
             assert not case(ranks, pass_, late=1, **way).schedules()[0].late
         assert case(ranks, "backward", halves=1, wgrad=0).ring() == case(ranks, "backward", wgrad=0).ring()
@@ -150,7 +179,7 @@ def test_an_addition_takes_part_in_races(wait, send, receive, at, text):
 
 def test_lanes_that_meet_wait_for_each_other():
     """In all current schedules a hop separates conflicting computes of two streams; the executor waits in any case."""
-    moved = case(1, "backward", route="gather").ring()  # what a wgrad wrote, the copy home reads
+    moved = case(2, "backward", route="gather").ring()  # what a wgrad wrote, the copy home reads
     copied = case(5, in_place=1, two_lanes=1).ring()  # what a forward read, the copy home writes
     for steps in moved:
         for step in steps:
@@ -160,7 +189,7 @@ def test_lanes_that_meet_wait_for_each_other():
             step.lane = 1 - step.lane if step.action == "compute" else 0
     reads, writes = "compute for computes that read what it writes", "compute for the compute that wrote what it uses"
     assert list(races(moved)) == list(races(copied)) == []
-    assert any("gradient whole" in race for race in races(moved, [writes]))
+    assert any("gradient slot 0" in race for race in races(moved, [writes]))
     assert any("weight home" in race for race in races(copied, [reads]))
     assert {reads, writes} == LANES_ONLY
 
@@ -174,6 +203,7 @@ def test_lanes_that_meet_wait_for_each_other():
         ({"ranks": 0, "rank": 0, "pass_": "forward"}, "expected ranks >= 1, got 0"),
         ({"ranks": 4, "rank": 4, "pass_": "forward"}, "expected 0 <= rank < 4, got 4"),
         ({"ranks": 4, "rank": -1, "pass_": "forward"}, "expected 0 <= rank < 4, got -1"),
+        ({"ranks": 4, "rank": 0, "pass_": "forward", "group": 0}, "expected a group of at least 1 shard, got 0"),
         ({"ranks": 4, "rank": 0, "pass_": "sideways"}, "expected a pass of forward or backward, got sideways"),
         (
             {"ranks": 4, "rank": 0, "pass_": "forward", "route": "scenic"},
@@ -249,22 +279,27 @@ def show(**options):
     return title, what, [re.split("  +", row.strip())[1:] for row in rows]
 
 
-def test_table_of_a_gathered_pass():
+def test_table_of_groups():
     title, what, rows = show(route="gather")
-    assert title == "linear backward, 3 ranks, route gather, out of place"
+    assert title == "linear backward, 3 ranks, route direct, out of place, groups of 3"
     assert what == (
         "each rank: 1 wgrad, 1 dgrad, 2 weight hops, 2 gradient hops; "
-        "0 weight slots, 2 gradient slots, 1 whole weight, 1 whole gradient"
+        "1 weight slot (1 of 3 shards), 3 gradient slots (1 of 3 shards)"
     )
-    everything = ", ".join(f"weight whole {owner}" for owner in range(3))
-    assert rows[0] == ["compute", "W1 to whole", "weight home", "weight whole 1"]
-    assert rows[1] == ["weight", "W1 -> 2, W0 <- 0", "weight whole 1", "weight whole 0"]
-    assert rows[5] == ["compute", "dgrad W", everything]
-    assert rows[-1] == ["compute", "G1 to home", "gradient whole 1", "gradient home"]
-    title, what, rows = show(route="gather", pass_="forward")
+    everything = ", ".join(f"weight slot 0 place {owner}" for owner in (1, 2, 0))
+    assert rows[0] == ["compute", "W1 to slot 0", "weight home", "weight slot 0 place 1"]
+    assert rows[1] == ["weight", "W1 -> 0, W2 <- 2", "weight slot 0 place 1", "weight slot 0 place 2"]
+    assert rows[6] == ["compute", "dgrad W1 and 2 more", everything]
+    assert rows[-1] == ["compute", "add G1 to home", "gradient slot 2, gradient home", "gradient home"]
+    title, what, rows = show(group=2, pass_="forward")
+    assert title == "linear forward, 3 ranks, route ring, out of place, groups of 2"
     assert what == (
-        "each rank: 1 forward, 2 weight hops, 0 gradient hops; 0 weight slots, 0 gradient slots, 1 whole weight"
+        "each rank: 2 forward, 2 weight hops, 0 gradient hops; 1 weight slot (1 of 2 shards), 0 gradient slots"
     )
+    assert rows[2:] == [
+        ["compute", "forward W1", "weight home"],
+        ["compute", "forward W2 and 1 more", "weight slot 0 place 1, weight slot 0 place 0"],
+    ]
 
 
 def test_table_of_halves_and_lanes():
@@ -283,11 +318,10 @@ def test_table_of_halves_and_lanes():
 @pytest.mark.parametrize(
     ("options", "title"),
     [
-        ({"op": "mlp", "route": "gather"}, "route direct (gather does not apply to a bundle), out of place"),
         ({"op": "mlp", "halves": 1}, "out of place (halves do not apply to a bundle)"),
         ({"op": "mlp", "halves": 1, "two_lanes": 1}, "out of place (halves and two lanes do not apply to a bundle)"),
         ({"in_place": 1, "route": "gather"}, "route ring (gather does not apply in place), in place"),
-        ({"route": "gather", "two_lanes": 1}, "out of place (two lanes do not apply where shards are gathered)"),
+        ({"group": 2, "two_lanes": 1}, "out of place, groups of 2 (two lanes do not apply in groups)"),
         ({"pass_": "forward", "halves": 1}, "out of place (halves do not apply to a forward)"),
         ({"op": "embedding", "two_lanes": 1}, "out of place, two lanes"),
     ],

@@ -13,7 +13,6 @@ from rtp_ext.command_line import WIDTH
 from rtp_ext.words import PassGradientRoute, PassRoute
 
 __all__ = [
-    "ALL",
     "BUNDLES",
     "HALVES",
     "LARGEST_RING",
@@ -30,7 +29,6 @@ __all__ = [
 OPERATIONS = ("linear", "embedding", "mlp", "cross_entropy", "experts")
 _KINDS = {op: operation_kind("linear cross-entropy" if op == "cross_entropy" else op) for op in OPERATIONS}
 BUNDLES = tuple(op for op, kind in _KINDS.items() if kind.bundle)  # wgrad needs results of the dgrad of the same shard
-ALL = -1  # the owner of a product with every shard at once
 HALVES = ("", "a", "b")  # suffixes of a whole gradient shard and of its halves
 LARGEST_RING = 512  # limit of `schedules`: all ranks of a ring of R ranks have some R * R steps
 
@@ -78,6 +76,7 @@ def schedule_of(
     gradient_route: PassGradientRoute = "chain",
     narrow: bool = False,
     apart: bool = False,
+    group: int = 1,
 ) -> Schedule:
     """Returns the schedule of one pass of one operation on rank `rank` of a ring of `ranks`.
 
@@ -86,7 +85,7 @@ def schedule_of(
         op: ``"linear"``, ``"embedding"``, or one of the bundles ``"mlp"``, ``"cross_entropy"`` and ``"experts"``.
         pass_: ``"forward"`` or ``"backward"``.
         route: ``"ring"`` (every hop goes to the neighbour), ``"direct"`` (weights travel directly from their owner),
-            ``"gather"`` (all shards first, then one product with the whole; bundles take the direct route instead), or
+            ``"gather"`` (the direct route with all shards in one group), or
             ``"two-level"`` (shards rotate inside each host while every rank sends one to the next host).
         in_place: the local shard itself travels; one weight slot less, one more hop.
         dgrad: whether the backward computes the input's gradient; by default if the operation has one. The backward of
@@ -96,17 +95,17 @@ def schedule_of(
         halves: the gradients of a backward travel in two halves of their rows, each as an independent chain.
         two_lanes: forwards alternate between two streams, dgrads and wgrads have one each.
         late: the last gradient that arrives in a backward is added at its end, or after it; not if gradients travel in
-            halves or shards are gathered.
+            halves, and not in groups.
         hosts: number of hosts of the route two-level, with equal numbers of neighbouring ranks.
         gradient_route: ``"chain"`` (a partial sum of each gradient travels along the ring) or ``"direct"`` (each
-            contribution travels directly to its owner, which adds it; not on two ranks, two levels, or if shards are
-            gathered).
+            contribution travels directly to its owner, which adds it; not on two ranks or two levels).
         narrow: for the gradient route ``"direct"``: contributions travel in fewer bits than their sum has, and two
             ranks take this route too.
+        group: shards in one product, 1 to `ranks`; a larger number means all. Not in place and on two levels.
 
     Raises:
         ValueError: an unknown name, fewer than one rank, a rank outside the ring, hosts that do not divide the ranks,
-            in_place on two levels, or an input gradient of an embedding.
+            a group without a shard, in_place on two levels, or an input gradient of an embedding.
     """
     if op not in OPERATIONS:
         raise ValueError(f"expected an operation of {', '.join(OPERATIONS[:-1])} or {OPERATIONS[-1]}, got {op}")
@@ -130,6 +129,7 @@ def schedule_of(
         gradient_route=gradient_route,
         narrow=narrow,
         apart=apart,
+        group=group,
     )
 
 
@@ -155,8 +155,8 @@ def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_lanes
         why = "to a forward" if pass_ == "forward" else "without a weight gradient"
         if pass_ == "backward" and schedule.ranks <= 2:
             why = few
-        elif schedule.route in ("gather", "two-level"):
-            why = "where shards are gathered" if schedule.route == "gather" else "on two levels"
+        elif schedule.route == "two-level":
+            why = "on two levels"
         others = _ignored(schedule, op=op, pass_=pass_, halves=halves, two_lanes=two_lanes, direct=False)
         return f" (gradient route direct does not apply {why}){others}"
     wanted = {"halves": halves and not schedule.halves, "two lanes": two_lanes and not schedule.two_lanes}
@@ -169,7 +169,7 @@ def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_lanes
     elif schedule.gradient_route == "direct":
         why = "where gradients go straight home"
     else:
-        why = "where shards are gathered" if schedule.route == "gather" else "without a weight gradient"
+        why = "in groups" if schedule.group > 1 else "without a weight gradient"
     names = " and ".join(name for name, ignored in wanted.items() if ignored)
     return f" ({names} do not apply {why})" if names else ""
 
@@ -189,8 +189,7 @@ def describe(
     """Returns two lines: the pass, and the computes, hops and slots of each rank.
 
     The arguments are those of the call of `schedules`. The text names requested options that do not apply: in place,
-    every hop goes to the neighbour; a bundle works shard by shard; with gathered shards there is one product of each
-    kind.
+    every hop goes to the neighbour.
     """
     first = schedules[0]
     computes: dict[str, int] = {}
@@ -201,9 +200,9 @@ def describe(
         elif step.action == "hop":
             hops[step.channel] += 1
     selected = first.route
-    if selected != route:
+    if selected != route and (in_place or route == "two-level"):
         one = "to one host" if hosts == 1 else "to hosts of one rank"
-        why = one if route == "two-level" else "in place" if in_place else "to a bundle"
+        why = one if route == "two-level" else "in place"
         selected += f" ({route} does not apply {why})"
     elif selected == "two-level":
         selected += f" ({hosts} hosts of {first.ranks // hosts} ranks)"
@@ -212,24 +211,25 @@ def describe(
         variant, selected = "out of place (no weights travel)", selected if route == "gather" else route
     direct = first.gradient_route == "direct"
     variant += ", gradients in halves" * first.halves + ", two lanes" * first.two_lanes
-    variant += ", gradients straight home" * direct
+    variant += ", gradients straight home" * direct + f", groups of {first.group}" * (first.group > 1)
     requested = {"halves": halves, "two_lanes": two_lanes, "direct": gradient_route == "direct"}
     variant += _ignored(first, op=op, pass_=pass_, **requested)
     what = [f"{number} {kind}" for kind, number in computes.items()]
     what += [_count(hops[channel], f"{channel} hop") for channel in hops]
     outer = sum(step.outer for step in first.steps)
     what += [f"{outer} of them between hosts"] * (outer > 0)
-    slots = [_count(first.weight_slots, "weight slot"), _count(first.gradient_slots, "gradient slot")]
-    wholes = [channel for channel in hops if any(f"{channel} whole" in _named(step) for step in first.steps)]
-    slots += [f"1 whole {channel}" for channel in wholes]
+    slots = [_slots(shards, channel) for shards, channel in zip(first.slot_shards, hops, strict=True)]
     return (
         f"{op} {pass_}, {_count(first.ranks, 'rank')}, route {selected}, {variant}\n"
         f"each rank: {', '.join(what)}; {', '.join(slots)}"
     )
 
 
-def _named(step: Step) -> tuple[str | None, ...]:
-    return step.send, step.receive, step.weight, step.gradient_in, step.gradient_out
+def _slots(shards: Sequence[int], channel: str) -> str:
+    """Returns "2 weight slots", and the largest number of shards in one where it is not 1."""
+    group = max(shards, default=1)
+    large = f" ({shards.count(group)} of {group} shards)" if group > 1 else ""
+    return _count(len(shards), f"{channel} slot") + large
 
 
 def table(schedules: Sequence[Schedule], *, title: str = "", rank: int | None = None) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rtp_ext._rules import Schedule, Step, hazards
-from rtp_ext.observe.schedule import ALL, HALVES, check_rank, lane
+from rtp_ext.observe.schedule import HALVES, check_rank, lane
 
 __all__ = ["Event", "Lockstep", "plot", "timeline"]
 
@@ -64,9 +64,7 @@ class _Simulator:
         time = self.times["outer hop" if step.outer else step.action]
         if callable(time):
             return time(rank, step)
-        if step.action == "compute" and step.owner == ALL:
-            return time * len(self.steps)
-        return time * (0.5 if step.half else 1.0)
+        return time * _shards(step)
 
     def earliest(self, rank: int, name: str, position: int) -> float | None:
         """Returns when the first pending step of a stream may start; None while a step that it waits for is pending."""
@@ -159,9 +157,9 @@ def timeline(
         backward                2 R compute + (R - 1) max(0, g - compute, w - 2 compute)
         the same in halves      2 R compute + (R - 1) max(0, g - 2 compute, w - 2 compute)
         backward of a bundle    R compute + R max(compute, hop) + copy, for R > 1 and w = g = hop
-        gathered forward        copy + (R - 1) w + R compute
-        gathered backward       max(start + R compute, copy + R compute + g) + R copy + (R - 2) g, for R > 1, where
-                                start = copy + max(R compute, (R - 1) w)
+        forward in one group    copy + (R - 1) w + R compute
+        backward in one group   max(start + R compute, copy + R compute + g) + (R - 1) copy + (R - 2) g, for R > 1,
+                                where start = copy + max(copy + R compute, (R - 1) w)
 
     On two levels, K hosts of G ranks, where w and g are hops inside a host, W and H hops of weights and gradients
     between hosts, and P is the time of one phase:
@@ -179,7 +177,7 @@ def timeline(
         schedules: the schedules of all ranks, in order, as `schedules` returns them.
         compute_time, hop_time, copy_time, outer_time: durations in one common unit, or functions
             ``(rank, step) -> duration``. A constant is the duration of one shard: a step of half a gradient takes half
-            of it, a product with all shards R times as long. The duration of a hop is that of its receiver. copy_time
+            of it, a product of a group that of its shards. The duration of a hop is that of its receiver. copy_time
             applies to copies and adds, outer_time to hops between hosts (default: hop_time).
 
     Returns:
@@ -208,6 +206,11 @@ def timeline(
     return sorted(events, key=lambda event: (event.start, event.rank, LANES.index(event.lane), event.step))
 
 
+def _shards(step: Step) -> float:
+    """Returns how many shards a step moves or multiplies."""
+    return 0.5 if step.half else float(step.owners)
+
+
 class Lockstep:
     """A timeline of a ring whose ranks have equal durations, in one pass over the steps of one rank.
 
@@ -219,10 +222,7 @@ class Lockstep:
         lanes = [LANES.index(lane(step)) for step in schedule.steps]
         waits = [tuple({earlier for earlier, _ in needed}) for needed in hazards(schedule.steps, schedule.ranks)]
         kinds = [_look(step) for step in schedule.steps]
-        parts = [
-            float(schedule.ranks) if step.action == "compute" and step.owner == ALL else 0.5 if step.half else 1.0
-            for step in schedule.steps
-        ]
+        parts = [_shards(step) for step in schedule.steps]
         self._steps = tuple(zip(kinds, parts, lanes, waits, strict=True))
         self._schedule = schedule
 
@@ -241,7 +241,7 @@ class Lockstep:
         Args:
             durations: of `forward`, `dgrad` and `wgrad` (computes), `weight` and `gradient` (hops), `outer weight` and
                 `outer gradient` (hops between hosts), `copy` and `add`, in one common unit, if the schedule has them.
-                Steps on half of the rows take half as long, products with all shards R times as long.
+                Steps on half of the rows take half as long, products of a group as many times as it has shards.
 
         Raises:
             KeyError: a duration is missing.
@@ -289,14 +289,14 @@ def _caption(step: Step) -> str:
     half = HALVES[step.half]
     if step.action == "compute":
         letter = "G" if step.compute == "wgrad" else "W"
-        return f"{step.compute}\n{letter}{'' if step.owner == ALL else step.owner}{half}"
+        return f"{step.compute}\n{letter}{step.owner}{half}" + f"+{step.owners - 1}" * (step.owners > 1)
     return f"{'+' if step.action == 'add' else ''}{'W' if step.channel == 'weight' else 'G'}{step.receive_owner}{half}"
 
 
 def _targets(steps: Sequence[Step], action: str) -> str:
     """Returns the destinations of the copies or additions of a schedule, for the legend."""
     buffers = [step.receive or "" for step in steps if step.action == action]
-    places = {f"to {kind}": any(kind in buffer for buffer in buffers) for kind in ("whole", "slot")}
+    places = {"to slot": any("slot" in buffer for buffer in buffers)}
     places["home" if action == "copy" else "to home"] = any("home" in buffer for buffer in buffers)
     return f"{action} {' and '.join(place for place, named in places.items() if named)}"
 

@@ -164,6 +164,7 @@ class Ring:
         embedding: EmbeddingWay = "rotate",
         graphs: Graphs = "off",
         in_place: bool = False,
+        group: int | None = None,
     ) -> Ring:
         """Returns a ring of `size` in one process: every neighbour is this rank itself, and hops are real copies.
 
@@ -222,6 +223,8 @@ class Ring:
         self.options, self.token = dataclasses.replace(options, late_gradients=late), token
         self.rank, self.size, self.device, self.timeout = ring.rank, ring.size, ring.device, options.timeout
         self.slot_cap, self.in_place = options.slot_cap, options.in_place
+        if routes.group > self.size:
+            raise ValueError(f"Ring: expected group from 1 to {self.size}, the ranks of the ring, got {routes.group}")
         if options.in_place:
             routes.expect_in_place("Ring")  # ranks on several hosts may have the route two-level
         self.transport, self.transport_reason = connection.name, connection.reason + routes.missed

@@ -30,7 +30,7 @@ class DequantizedWeights {
  private:
   struct Place {
     std::shared_ptr<Slot> slot;  // null: not needed so far on this stream
-    int owner = kAllOwners;      // owner of the shard in it
+    int owner = kNoOwner;        // owner of the shard in it
   };
 
   std::array<Place, 2> places_;

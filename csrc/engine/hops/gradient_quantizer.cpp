@@ -34,7 +34,7 @@ void dequantize_into(Streams& streams, std::vector<at::Tensor> to, std::vector<s
   });
 }
 
-GradientQuantizer::GradientQuantizer(SlotPool& pool, Streams& streams, const ShardBundle& gradient)
+GradientQuantizer::GradientQuantizer(SlotPool& pool, Streams& streams, const ShardBundle& gradient, int shards)
     : pool_(pool), wide_(gradient) {
   for (size_t index = 0; index < wide_.layouts.size(); ++index) {
     TensorLayout& each = wide_.layouts[index];
@@ -44,19 +44,19 @@ GradientQuantizer::GradientQuantizer(SlotPool& pool, Streams& streams, const Sha
     each.dtype = local;
     each.travel = TravelFormat::plain;
   }
-  slot_ = pool_.lease(Channel::gradient, wide_.slot_bytes());
+  slot_ = pool_.lease(Channel::gradient, wide_.slot_bytes(shards));
   slot_->usage.wait_for_all(streams);
 }
 
-std::vector<at::Tensor> GradientQuantizer::views(int owner) const {
+std::vector<at::Tensor> GradientQuantizer::views(const Place& place) const {
   std::vector<at::Tensor> views;
   for (size_t index = 0; index < wide_.layouts.size(); ++index)
-    views.push_back(wide_.in_slot(slot_->memory, owner, index));
+    views.push_back(wide_.in_slot(slot_->memory, place, index));
   return views;
 }
 
-void GradientQuantizer::round(const std::vector<at::Tensor>& travelling, int owner) const {
-  const std::vector<at::Tensor> sums = views(owner);
+void GradientQuantizer::round(const std::vector<at::Tensor>& travelling, const Place& place) const {
+  const std::vector<at::Tensor> sums = views(place);
   std::vector<PackItem> items;
   for (size_t index = 0; index < sums.size(); ++index) {
     if (quantized(travelling[index], sums[index])) {

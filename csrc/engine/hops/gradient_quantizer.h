@@ -18,15 +18,15 @@ void dequantize_into(Streams& streams, std::vector<at::Tensor> to, std::vector<s
 // stream access it.
 class GradientQuantizer {
  public:
-  // `gradient`: local tensors have more bits than the layouts.
-  GradientQuantizer(SlotPool& pool, Streams& streams, const ShardBundle& gradient);
+  // `gradient`: local tensors have more bits than the layouts. `shards`: in a group.
+  GradientQuantizer(SlotPool& pool, Streams& streams, const ShardBundle& gradient, int shards);
   GradientQuantizer(const GradientQuantizer&) = delete;
   GradientQuantizer& operator=(const GradientQuantizer&) = delete;
   ~GradientQuantizer() { pool_.give_back(Channel::gradient, std::move(slot_)); }
 
-  std::vector<at::Tensor> views(int owner) const;
-  // Rounds the contribution to the gradient of `owner` into its travel format.
-  void round(const std::vector<at::Tensor>& travelling, int owner) const;
+  std::vector<at::Tensor> views(const Place& place) const;
+  // Rounds the contribution to the gradient of one owner into its travel format.
+  void round(const std::vector<at::Tensor>& travelling, const Place& place) const;
 
  private:
   SlotPool& pool_;

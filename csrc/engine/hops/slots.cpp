@@ -118,31 +118,22 @@ int64_t TensorLayout::dequantized_bytes(int owner) const {
   return quantized() ? elements(owner) * static_cast<int64_t>(c10::elementSize(dtype)) : 0;
 }
 
-int64_t TensorLayout::whole_bytes() const {
-  int64_t total = 0;
-  for (size_t owner = 0; owner < shapes.size(); ++owner) total += bytes(static_cast<int>(owner));
-  return total;
+int64_t ShardBundle::offset(const Place& place, size_t index) const {
+  // the shard of owner 0 is the largest one, and shards of a group have its distance
+  const int largest = place.shards > 1 ? 0 : place.first;
+  const int64_t before =
+      bytes_before(layouts, index, [&](const TensorLayout& layout) { return place.shards * layout.bytes(largest); });
+  return place.place == 0 ? before : before + place.place * layouts[index].bytes(0);
 }
 
-int64_t ShardBundle::offset(int owner, size_t index) const {
-  return bytes_before(layouts, index, [&](const TensorLayout& layout) { return layout.bytes(owner); });
-}
-
-int64_t ShardBundle::slot_bytes() const {
+int64_t ShardBundle::slot_bytes(int shards) const {
+  if (shards > 1) return offset({0, 1, shards}, layouts.size());
   int64_t most = 0;
   for (size_t owner = 0; owner < layouts.front().shapes.size(); ++owner) {
-    most = std::max(most, offset(static_cast<int>(owner), layouts.size()));
+    most = std::max(most, offset({static_cast<int>(owner)}, layouts.size()));
   }
   return most;
 }
-
-int64_t ShardBundle::whole_offset(int owner, size_t index) const {
-  int64_t offset = bytes_before(layouts, index, [](const TensorLayout& layout) { return layout.whole_bytes(); });
-  for (int before = 0; before < owner; ++before) offset += layouts[index].bytes(before);
-  return offset;
-}
-
-int64_t ShardBundle::whole_bytes() const { return whole_offset(0, layouts.size()); }
 
 int64_t ShardBundle::dequantized_offset(int owner, size_t index) const {
   return bytes_before(layouts, index, [&](const TensorLayout& layout) { return layout.dequantized_bytes(owner); });
@@ -156,30 +147,24 @@ int64_t ShardBundle::dequantized_bytes() const {
   return most;
 }
 
-at::Tensor ShardBundle::in_slot(const at::Tensor& memory, int owner, size_t index) const {
+at::Tensor ShardBundle::in_slot(const at::Tensor& memory, const Place& place, size_t index) const {
   const TensorLayout& layout = layouts[index];
-  return view_of(memory, offset(owner, index), layout.bytes(owner), layout.wire_dtype(), layout.wire_shape(owner));
+  int64_t bytes = layout.bytes(place.first);
+  std::vector<int64_t> shape = layout.wire_shape(place.first);
+  for (int owner = place.first + 1; owner < place.first + place.owners; ++owner) {
+    const std::vector<int64_t> more = layout.wire_shape(owner);
+    RTP_ASSERT(!layout.quantized() && std::equal(shape.begin() + 1, shape.end(), more.begin() + 1, more.end()),
+               "the shards of a group must differ in rows only");
+    bytes += layout.bytes(owner);
+    shape[0] += more[0];
+  }
+  return view_of(memory, offset(place, index), bytes, layout.wire_dtype(), shape);
 }
 
 at::Tensor ShardBundle::dequantized(const at::Tensor& place, int owner, size_t index) const {
   const TensorLayout& layout = layouts[index];
   return view_of(place, dequantized_offset(owner, index), layout.dequantized_bytes(owner), layout.dtype,
                  layout.shapes[owner]);
-}
-
-at::Tensor ShardBundle::in_whole(const at::Tensor& memory, int owner, size_t index) const {
-  const TensorLayout& layout = layouts[index];
-  if (owner != kAllOwners) {
-    return view_of(memory, whole_offset(owner, index), layout.bytes(owner), layout.dtype, layout.shapes[owner]);
-  }
-  std::vector<int64_t> shape = layout.shapes.front();
-  shape[0] = 0;
-  for (const auto& of_owner : layout.shapes) {
-    RTP_ASSERT(std::equal(shape.begin() + 1, shape.end(), of_owner.begin() + 1, of_owner.end()),
-               "the shards of one tensor must differ in rows only");
-    shape[0] += of_owner[0];
-  }
-  return view_of(memory, whole_offset(0, index), layout.whole_bytes(), layout.dtype, shape);
 }
 
 at::Tensor ShardBundle::local_view(int owner, int rank, size_t index) const {
@@ -192,7 +177,7 @@ at::Tensor ShardBundle::local_view(int owner, int rank, size_t index) const {
 void ShardBundle::stage(Streams& streams, const at::Tensor& memory, int rank) {
   std::vector<PackItem> items;
   for (size_t index = 0; index < layouts.size(); ++index) {
-    const at::Tensor copy = in_slot(memory, rank, index);
+    const at::Tensor copy = in_slot(memory, {rank}, index);
     if (local[index].defined() && layouts[index].travel == TravelFormat::int8) {
       quantize(copy, local[index]);
     } else if (local[index].defined()) {
@@ -231,7 +216,7 @@ std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors) {
 Hop hop_of(const Step& step, Route route, std::string operation, int index, int count) {
   Hop hop;
   hop.channel = step.channel;
-  hop.in_whole_slot = step.receive.is_whole();
+  hop.in_group = step.send.is_group() || step.receive.is_group();
   hop.two_level = route == Route::two_level;
   hop.to = step.to, hop.from = step.from;
   hop.send_shard = step.send_owner, hop.receive_shard = step.receive_owner;

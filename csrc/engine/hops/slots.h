@@ -35,7 +35,6 @@ struct TensorLayout {
   at::ScalarType wire_dtype() const;
   std::vector<int64_t> wire_shape(int owner) const;
   int64_t bytes(int owner) const;
-  int64_t whole_bytes() const;
   // Bytes of the dequantized tensor in scratch memory; 0 if it travels in the compute dtype.
   int64_t dequantized_bytes(int owner) const;
 };
@@ -43,23 +42,29 @@ struct TensorLayout {
 // [Note: order in a slot]
 // The tensors of one shard lie one after the other, weights before biases, so that weights that multiply the same input
 // lie side by side and are one operand of a product, as long as their bytes are a multiple of what a tensor is aligned
-// to. In a slot of all shards, the rows of all owners are contiguous for each tensor.
+// to. In a slot of several shards, the rows of consecutive owners are contiguous for each tensor.
+
+// Some shards in a slot: those of `owners` owners from `first` on. In a slot of several shards, they lie from `place`
+// on.
+struct Place {
+  int first;
+  int owners = 1;
+  int shards = 1;
+  int place = 0;
+};
 
 // Tensors that travel together, and this rank's local ones: see [Note: order in a slot].
 struct ShardBundle {
   std::vector<TensorLayout> layouts;
   std::vector<at::Tensor> local;
 
-  int64_t offset(int owner, size_t index) const;  // byte offset in a slot
-  int64_t slot_bytes() const;                     // slot size that fits every owner's shard
-  int64_t whole_offset(int owner, size_t index) const;
-  int64_t whole_bytes() const;
+  int64_t offset(const Place& place, size_t index) const;     // byte offset in a slot
+  int64_t slot_bytes(int shards = 1) const;                   // slot size that fits so many shards of any owners
   int64_t dequantized_offset(int owner, size_t index) const;  // byte offset in dequantized scratch memory
   int64_t dequantized_bytes() const;
 
   // Views in the travel format.
-  at::Tensor in_slot(const at::Tensor& memory, int owner, size_t index) const;
-  at::Tensor in_whole(const at::Tensor& memory, int owner, size_t index) const;  // owner may be kAllOwners
+  at::Tensor in_slot(const at::Tensor& memory, const Place& place, size_t index) const;
   // View of a local tensor as the shard of `owner`, while that shard passes through it.
   at::Tensor local_view(int owner, int rank, size_t index) const;
   // View of a dequantized tensor in scratch memory.

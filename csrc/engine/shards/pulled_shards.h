@@ -1,10 +1,10 @@
 // Shards that a rank pulls from their owners over sockets: threads of the owner answer, also while it computes.
 //
 // [Note: pulled shards]
-// A forward alone needs no partner: a rank that has more or fewer batches than others asks the owners for what it reads,
-// and the order of its pulls is its own affair. What binds the ranks is the update: it waits for running forwards on
-// every rank, then all of them write, so that a pull gets shards of one version. Connections are those of the transport
-// `tcp` (Peers): proven by the key of the ring, and with notice of a rank that has left or died.
+// A forward alone needs no partner: a rank that has more or fewer batches than others asks the owners for what it
+// reads, and the order of its pulls is its own affair. What binds the ranks is the update: it waits for running
+// forwards on every rank, then all of them write, so that a pull gets shards of one version. Connections are those of
+// the transport `tcp` (Peers): proven by the key of the ring, and with notice of a rank that has left or died.
 #pragma once
 
 #include <chrono>

@@ -39,7 +39,7 @@ PulledShard ShardPulls::start(const SourcedPass& pass, int owner) {
   ++leased_;
   try {
     for (size_t index = 0; index < pass.stored.layouts.size(); ++index) {
-      shard.places.push_back(pass.stored.in_slot(shard.slot->memory, owner, index));
+      shard.places.push_back(pass.stored.in_slot(shard.slot->memory, {owner}, index));
     }
     shard.pull = source_->pull(pass.parameters, owner, shard.places);
   } catch (...) {
@@ -52,7 +52,7 @@ PulledShard ShardPulls::start(const SourcedPass& pass, int owner) {
 void ShardPulls::pull_ahead() {
   if (ahead_) return;
   const SourcedPass* next = history_.upcoming(phase_);
-  if (next == nullptr || next->first == kAllOwners) return;
+  if (next == nullptr || next->first == kNoOwner) return;
   ahead_ = Ahead{start(*next, next->first), *next, phase_};
   ++started_;
 }
@@ -80,7 +80,7 @@ const std::vector<at::Tensor>& SourcedWeights::of(ShardPulls& pulls, const Sched
                                                   const ShardBundle& bundle, const Step& step) {
   const int owner = step.owner;
   if (owner_ == owner) return tensors_;
-  owner_ = kAllOwners;
+  owner_ = kNoOwner;
   tensors_.clear();
   if (!began_) begin(pulls, schedule, bundle, step);
   if (in_use_) pulls.give_back(*std::exchange(in_use_, std::nullopt));
@@ -143,7 +143,7 @@ const std::vector<at::Tensor>& SourcedWeights::arrived(ShardPulls& pulls, int ow
 
 void SourcedWeights::give_back(ShardPulls& pulls) {
   tensors_.clear();
-  owner_ = kAllOwners;
+  owner_ = kNoOwner;
   for (; !coming_.empty(); coming_.pop_front()) pulls.drop(std::move(coming_.front()));
   if (in_use_) pulls.drop(*std::exchange(in_use_, std::nullopt));
   if (std::exchange(began_, false)) pulls.end_pass();

@@ -19,8 +19,8 @@ namespace rtp {
 // A description of the pulls of one pass.
 struct SourcedPass {
   std::vector<size_t> parameters;
-  ShardBundle stored;      // layouts as in the memory of the owners; without tensors
-  int first = kAllOwners;  // owner of the shard that is pulled first; kAllOwners: none, or the input decides
+  ShardBundle stored;    // layouts as in the memory of the owners; without tensors
+  int first = kNoOwner;  // owner of the shard that is pulled first; kNoOwner: none, or the input decides
 
   bool same(const SourcedPass& other) const { return parameters == other.parameters && first == other.first; }
 };
@@ -106,7 +106,7 @@ class SourcedWeights {
   std::deque<PulledShard> coming_;     // pulled or being pulled, and not used yet
   std::optional<PulledShard> in_use_;  // empty: the shard in use lies elsewhere
   std::vector<at::Tensor> tensors_;
-  int owner_ = kAllOwners;  // of `tensors_`
+  int owner_ = kNoOwner;  // of `tensors_`
 };
 
 }  // namespace rtp

@@ -114,7 +114,7 @@ void check_targets(const at::Tensor& x, const at::Tensor& targets, const CrossEn
 // Returns for every owner whether another compute runs between its dgrad and its wgrad.
 std::vector<bool> separate_wgrads(const Schedule& schedule) {
   std::vector<bool> separate(static_cast<size_t>(schedule.ranks), false);
-  int last = kAllOwners;  // owner of the previous compute
+  int last = kNoOwner;  // owner of the previous compute
   for (const Step& step : schedule.steps) {
     if (step.action != Action::compute) continue;
     if (step.compute == Compute::wgrad) separate[static_cast<size_t>(step.owner)] = step.owner != last;

@@ -1,6 +1,7 @@
-"""Routes of weights and gradients: gathered, and in two halves. The results are the same."""
+"""Routes of weights and gradients: gathered, in groups of every size, and in two halves. The results are the same."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from models import batch_loss, make_model, mean_loss, train
 from operation_checks import assert_result, plain_results, rotated_result
 from operations.layers import make_linear, make_linears
 from reference import TOLERANCE, assert_same, chunk, differs, full, random
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import rtp_ext
 from rtp_ext.functional import rotated_linear
@@ -19,6 +21,16 @@ WAYS = {
     "halves": {"gradient_halves": True},
     "halves direct": {"route": "direct", "gradient_halves": True},
 }
+
+
+def groups(ranks):
+    """Groups of every size on every route of weights and gradients."""
+    return {
+        f"group {group}, {route}, {gradients}": {"group": group, "route": route, "gradient_route": gradients}
+        for group, route, gradients in product(range(2, ranks + 1), ("ring", "direct"), ("chain", "direct"))
+    }
+
+
 SHAPES = [(7, 5), (2, 6), (13, 4)]  # out, in features
 
 
@@ -43,8 +55,8 @@ def _run(rank, ranks):
     cases = Cases()
     plain = make_model()
     train(plain, lambda step: mean_loss(plain, ranks, step), 2)
-    for way, options in WAYS.items():
-        for transport in ("shm", "c10d"):
+    for way, options in (WAYS | groups(ranks)).items():
+        for transport in ("shm", "c10d") if way in WAYS else ("shm",) if options["route"] == "ring" else ("c10d",):
             ring = rtp_ext.Ring(transport=transport, timeout=60.0, **options)
             _check_operations(cases, ring, way, transport)
             assert all(plan.route == "gather" for plan in ring.gate.plans.values()) == (way == "gather")
@@ -54,7 +66,7 @@ def _run(rank, ranks):
                 y = rotated_linear(x, local, ring=ring, compute_dtype=torch.bfloat16)
                 assert_same(y, F.linear(x.double(), weight.bfloat16().double()), TOLERANCE[torch.bfloat16], "output")
             if transport == "c10d":
-                model = rtp_ext.fully_rotate(make_model(), mesh=ring, in_place=True)
+                model = rtp_ext.fully_rotate(make_model(), mesh=ring, in_place=way in WAYS)
                 train(model, lambda step, model=model: batch_loss(model, rank, step), 2)
                 with cases.case(f"{way} model"):
                     for name, parameter in plain.named_parameters():
@@ -100,27 +112,93 @@ def test_what_cannot_be_gathered_rotates():
     assert rotated_linear(torch.ones(2, 15), torch.ones(4, 5), ring=ring, shard_dim=1).shape == (2, 4)
     assert not ring.gate.plans
     assert (ring.route, ring.hop_route) == ("gather", "ring")
-    with pytest.raises(ValueError, match=r"stored \[out, in\] for route gather"):
-        native = rtp_ext._native
-        options = native.RotationOptions(
-            route="gather",
-            in_place=False,
-            compute_dtype=torch.float32,
-            reduce_dtype=torch.float32,
-            slot_cap=0,
-            halves=False,
-            name="layer",
-        )
-        bundle = native.LinearBundle([native.LinearShape(15, 4, by_outputs=True, transposed=True)], [False])
-        ring.run(
-            "layer",
-            native.linear_forward,
-            [torch.ones(2, 4)],
-            [weight],
-            bundle,
-            [native.Projection(0, 0, 0, 15)],
-            options,
-        )
+
+
+def test_what_takes_no_groups_is_computed_shard_by_shard():
+    """Transposed weights, cuts along the inputs, and pieces: no slot holds more than a shard."""
+    ring = rtp_ext.Ring.emulated(3, group=2)
+    for options, features in (({"transposed": True}, 4), ({"shard_dim": 1}, 15)):
+        rotated_linear(torch.ones(2, features), torch.ones(4, 5), ring=ring, **options)
+    ring.slot_cap = 4 * 5 * 2
+    rotated_linear(torch.ones(2, 5), torch.ones(4, 5), ring=ring)
+    assert ring.slot_count("weight").peak_bytes <= 2 * 128
+    control = rtp_ext.Ring.emulated(3, group=2)
+    rotated_linear(torch.ones(2, 5), torch.ones(4, 5), ring=control)
+    assert control.slot_count("weight").peak_bytes == 192, "two shards of 80 bytes"
+
+
+def test_errors_of_groups():
+    for group in (0, -1, True, 1.5):
+        with pytest.raises(
+            ValueError, match="expected group to be None or a number of shards from 1 to the ranks, got"
+        ):
+            rtp_ext.Ring.emulated(3, group=group)
+    with pytest.raises(ValueError, match="expected group from 1 to 3, the ranks of the ring, got 4"):
+        rtp_ext.Ring.emulated(3, group=4)
+    for options in ({"route": "two-level", "hosts": 2}, {"travel": "int8"}, {"in_place": True}, {"route": "gather"}):
+        with pytest.raises(ValueError, match=r"Ring: expected group None with \w+=.*, got 2"):
+            rtp_ext.Ring.emulated(4, group=2, **options)
+
+
+def _one_whole_product(rank, ranks):
+    """All shards in one group: the bits are those of the product with the whole weight."""
+    cases = Cases()
+    for route in ("ring", "direct"):
+        ring = rtp_ext.Ring(timeout=60.0, group=ranks, route=route)
+        for out, features in ((48, 40), (7, 5), (2, 6)):
+            x, weight, bias = (
+                random(*size, dtype=torch.float32, seed=out) for size in ((9, features), (out, features), (out,))
+            )
+            x.requires_grad_()
+            local = chunk(weight, ranks, rank).clone().requires_grad_()
+            y = rotated_linear(x, local, chunk(bias, ranks, rank).clone(), ring=ring)
+            dy = random(9, out, dtype=torch.float32, seed=3)
+            (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+            with cases.case(f"{route} {out}x{features}"):
+                assert torch.equal(y, F.linear(x, weight, bias)) and torch.equal(dx, dy @ weight)
+            (gradient,) = torch.autograd.grad(y, local, dy)
+            with cases.case(f"{route} {out}x{features} wgrad"):
+                assert_same(gradient, chunk(dy.t() @ x, ranks, rank), 1e-5, "gradient")
+        ring.close()
+    cases.finish()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_one_group_is_one_product(ranks):
+    run_ranks(_one_whole_product, ranks)
+
+
+def test_the_pool_is_the_footprint():
+    """Slots of groups, to the byte: every size of a group, route, and route of gradients."""
+    layers = [(60, 11), (30, 60)]
+    for ranks, route, gradients in product((2, 3, 5), ("ring", "direct"), ("chain", "direct")):
+        sizes = set()
+        for group in range(1, ranks + 1):
+            for dtype in (torch.float32, torch.bfloat16):
+                ring = rtp_ext.Ring.emulated(ranks, group=group, route=route, gradient_route=gradients)
+                model = torch.nn.Sequential(*(torch.nn.Linear(features, out) for out, features in layers))
+                policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype) if dtype != torch.float32 else None
+                rtp_ext.fully_rotate(model, mesh=ring, **({"mp_policy": policy} if policy else {}))
+                for _ in range(3):
+                    model(torch.ones(3, 11, requires_grad=True)).sum().backward()
+                planned = rtp_ext._native.footprint(
+                    [
+                        rtp_ext._native.OperationFacts(
+                            "linear", [rtp_ext._native.ParameterFacts(shape) for shape in ((out, features), (out,))]
+                        )
+                        for out, features in layers
+                    ],
+                    **dict(ranks=ranks, in_place=False, sends_anywhere=True, receives_anywhere=True, slot_cap=0),
+                    **dict(cast=dtype != torch.float32, compute_bytes=dtype.itemsize, reduce_bytes=dtype.itemsize),
+                    **dict(route=route, gradient_route=gradients, group=group),
+                )
+                for channel in ("weight", "gradient"):
+                    count, expected = ring.slot_count(channel), getattr(planned, channel)
+                    where = f"{ranks} ranks, group {group}, {route}, {gradients}, {dtype}, {channel}"
+                    assert (count.slots, count.bytes) == (expected.slots, expected.bytes), where
+                    assert count.peak_bytes == expected.peak_bytes, where
+                sizes.add((planned.weight.bytes, dtype))
+        assert len(sizes) > ranks, "control: groups are of other sizes"
 
 
 def test_large_shards_go_in_pieces_instead():

@@ -23,21 +23,23 @@ class RoutePlan:
         hop_route: `ring`, `direct` or `two-level`: the route of the hops of a rotation.
         travel: the dtype in which weights travel; None: the compute dtype.
         gradients: the route and dtype of gradients, and the reason.
-        buffers: as in RingOptions.
+        group: shards in a product, at most, of operations that take groups.
         missed: why the ring does not take the requested route; empty if it does.
+        buffers: as in RingOptions.
     """
 
     route: str
     hop_route: str
     travel: str | None
     gradients: GradientRoutes
+    group: int = 1
     missed: str = ""
     buffers: str | int = "auto"
 
     @classmethod
     def of(cls, options: RingOptions, hop_route: str, gradients: GradientRoutes, missed: str = "") -> RoutePlan:
         route = "gather" if options.route == "gather" else hop_route
-        return cls(route, hop_route, options.travel, gradients, missed, options.buffers)
+        return cls(route, hop_route, options.travel, gradients, options.group or 1, missed, options.buffers)
 
     def expect_in_place(self, name: str) -> None:
         """Raises ValueError where local shards cannot travel themselves."""
@@ -69,6 +71,7 @@ class RoutePlan:
         return _native.RotationOptions(
             name=name,
             route=route,
+            group=self.group,
             in_place=in_place,
             compute_dtype=compute_dtype,
             reduce_dtype=reduce_dtype,
