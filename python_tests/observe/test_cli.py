@@ -132,8 +132,8 @@ def test_schedule_of_gathered_shards_halves_and_lanes(tmp_path, capsys):
     backward = ["schedule", "--ranks", "3", "--pass", "backward", "--plot", str(path)]
     assert main([*backward, "--route", "gather", "--two-lanes"]) == 0
     text = capsys.readouterr().out
-    assert "route gather, out of place (two lanes do not apply where shards are gathered)" in text
-    assert "1 whole weight, 1 whole gradient" in text and re.search(r"3 +compute +wgrad G =", text)
+    assert "route direct, out of place, groups of 3 (two lanes do not apply in groups)" in text
+    assert "1 weight slot (1 of 3 shards)" in text and re.search(r"3 +compute +wgrad G0 and 2 more =", text)
     assert main([*backward, "--halves", "--two-lanes"]) == 0
     text = capsys.readouterr().out
     assert "out of place, gradients in halves, two lanes" in text and re.search(r"4 +side +wgrad G1b =", text)

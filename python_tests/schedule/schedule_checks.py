@@ -10,10 +10,10 @@
     hop count       R - 1 hops of each kind that is needed, R weight hops in place, twice as many of half gradients,
                     none of the others; R - 1 shards (in place R) in all; of K hosts K - 1 between them, on two levels
     slots           at most two slots of each kind, one weight slot in place, two gradient slots for each half, three
-                    for gradients on the direct route, R + 1 where they arrive apart; two slots of groups of each kind, one
-                    if there is one group, and for gradients two slots of one shard, on the direct route one for what
-                    arrives; two more of each kind on two levels, minus a weight slot if a host has two ranks, and minus
-                    one if there are two hosts
+                    for gradients on the direct route, R + 1 where they arrive apart; two slots of groups of each kind,
+                    one if there is one group, and for gradients two slots of one shard, on the direct route one for
+                    what arrives; two more of each kind on two levels, minus a weight slot if a host has two ranks, and
+                    minus one if there are two hosts
     parts           a buffer is used as a whole or in halves, and each half has its own slots
     route           hops go to the neighbour (on two levels to that of the host, or the same place of the next host), or
                     weights come directly from their owner's local shard (in one group, from its place there),
