@@ -214,8 +214,7 @@ def _seconds(ranks, op, form, durations):
 
     def time(rank, step):
         kind = step.compute if step.action == "compute" else step.channel if step.action == "hop" else step.action
-        whole = step.action == "compute" and step.owner == schedule.ALL
-        return durations[kind] * (ranks if whole else 0.5 if step.half else 1.0)
+        return durations[kind] * (0.5 if step.half else step.owners)
 
     events = timeline.timeline(made, compute_time=time, hop_time=time, copy_time=time)
     return max((event.end for event in events), default=0.0)

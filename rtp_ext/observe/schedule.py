@@ -185,6 +185,7 @@ def describe(
     two_lanes: bool = False,
     hosts: int = 1,
     gradient_route: PassGradientRoute = "chain",
+    group: int = 1,
 ) -> str:
     """Returns two lines: the pass, and the computes, hops and slots of each rank.
 
@@ -212,6 +213,7 @@ def describe(
     direct = first.gradient_route == "direct"
     variant += ", gradients in halves" * first.halves + ", two lanes" * first.two_lanes
     variant += ", gradients straight home" * direct + f", groups of {first.group}" * (first.group > 1)
+    variant += f" (groups of {group} do not apply here)" * (first.group < min(group, first.ranks))
     requested = {"halves": halves, "two_lanes": two_lanes, "direct": gradient_route == "direct"}
     variant += _ignored(first, op=op, pass_=pass_, **requested)
     what = [f"{number} {kind}" for kind, number in computes.items()]
