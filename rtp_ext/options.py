@@ -325,12 +325,16 @@ def check_gradients(name: str, route: str, travel: str | None, hop_route: str, h
         raise ValueError(f"{name}: expected gradient_halves None or False with gradient_route direct, got True")
 
 
-def check_in_place(name: str, travel: str | None, route: str) -> None:
+def check_in_place(name: str, travel: str | None, route: str, group: int = 1) -> None:
     """Raises ValueError where local shards cannot travel themselves on a ring with these options."""
     if travel is not None:
         raise ValueError(
             f"{name}: expected in_place=False on a ring of travel={travel!r}, where copies travel, got True; "
             "a ring of travel=None moves shards in place"
+        )
+    if group > 1:
+        raise ValueError(
+            f"{name}: expected in_place=False on a ring of group={group}, whose slots hold copies, got True"
         )
     if route == "two-level":
         raise ValueError(

@@ -193,7 +193,8 @@ void dequantize_add(const at::Tensor& sum, const at::Tensor& bytes) {
 
 void add_converted(const at::Tensor& sum, const std::vector<at::Tensor>& values) {
   const at::ScalarType type = values[0].scalar_type();
-  bool at_once = sum.scalar_type() == at::kFloat && element_of(type) && sum.is_contiguous();
+  bool at_once = sum.scalar_type() == at::kFloat && element_of(type) && sum.is_contiguous() &&
+                 (values.size() > 1 || type != at::kFloat);
   for (const at::Tensor& each : values) {
     RTP_CHECK_VALUE(sum.sizes() == each.sizes(), "expected values of shape ", sum.sizes(), " to add, got ",
                     each.sizes());

@@ -391,7 +391,7 @@ std::vector<std::vector<at::Tensor>> Execution::arrivals(const Step& step) const
 void Execution::copy_or_add(const Step& step) {
   before_compute(step);
   // The own contribution of a group goes home before it is rounded.
-  const bool wide = quantizer_ && step.send.is_group();
+  const bool wide = quantizer_ && step.action == Action::copy && step.send.is_group();
   auto from = arrivals(step);
   if (wide) from = {quantizer_->views(place(step.send, step.send_owner))};
   auto to = views(step.receive, step.receive_owner, step.half);

@@ -47,14 +47,14 @@ class Sent:
     def __enter__(self):
         self.calls, self.stock = [], Communicator.collectively
 
-        def collectively(communicator, operation, post, *tensors, group):
-            if post is dist.all_to_all_single:
-                _, sent, _, leaving = tensors
+        def collectively(communicator, operation, post, *tensors, group, **options):
+            if getattr(post, "func", None) is dist.all_to_all_single:
+                sent, leaving = tensors[1], post.keywords["input_split_sizes"]
                 assert sent.dtype == torch.uint8 and sum(leaving) == sent.numel() and leaving[communicator.rank] == 0
                 self.calls.append((operation, sent.numel()))
             else:
                 self.calls.append((operation, tensors[-1].nbytes * (communicator.size - 1)))
-            return self.stock(communicator, operation, post, *tensors, group=group)
+            return self.stock(communicator, operation, post, *tensors, group=group, **options)
 
         Communicator.collectively = collectively
         return self
@@ -81,7 +81,7 @@ def sent_cases(ranks, cases, ring):
                 with Sent() as wire:
                     pair.take_steps(1)
                 own = pair.optimizer.bytes_sent() - before
-                calls = wire.of("Muon")
+                calls = wire.of("all_to_all of Muon")
                 assert len(calls) == 2, "one exchange there and one back for all matrices"
                 assert own <= sum(calls) <= 1.02 * own, "but for padding"
                 assert sum(wire.of("exchange")) <= 1024 * (ranks - 1), "the comparison of ranks"
@@ -110,7 +110,7 @@ def sent_cases(ranks, cases, ring):
         pair = Pair(ring, shapes[3:], lr=0.1)
         with Sent() as wire:
             pair.take_steps(1)
-        assert wire.of("Muon") == [] and pair.optimizer.bytes_sent() == 0
+        assert wire.of("all_to_all of Muon") == [] and pair.optimizer.bytes_sent() == 0
 
 
 class Largest(TorchDispatchMode):

@@ -134,6 +134,10 @@ def _operations_on_rings(rank, ranks, transports):
         assert ring.gradients.reason == "gradients travel in int8"
         _bits(cases, ring, "int8")
         _narrow(cases, ring, "int8", 2 / 127)
+    with rtp_ext.Ring(group=min(2, ranks), gradient_route="direct", timeout=PATIENT) as ring:
+        _narrow(cases, ring, "groups, bfloat16", 2 * ROUNDING)
+    with rtp_ext.Ring(group=min(3, ranks), gradient_travel="int8", timeout=PATIENT) as ring:
+        _narrow(cases, ring, "groups, int8", 2 / 127)
     with rtp_ext.Ring(route="gather", gradient_route="direct", timeout=PATIENT) as ring, cases.case("gathered"):
         check_pass(_operations()["linear"], ring)
     with rtp_ext.Ring(timeout=PATIENT) as ring:

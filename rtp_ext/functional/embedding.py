@@ -51,7 +51,8 @@ class Embedding(Operation):
         return shape, self.shard_dim, padding % shape[0]
 
     def _size(self, call: Call, shape: tuple[int, ...]) -> TableSize:
-        trained, travel = call.needs[-1], call.ring.options.travel
+        # Not whether this call wants a gradient: one rank alone may be under no_grad.
+        trained, travel = self.given[0].requires_grad, call.ring.options.travel
         return TableSize(
             *(shape, self.shard_dim, wire_itemsize(travel, call.compute_dtype), call.compute_dtype.itemsize),
             gradient_bytes=trained * call.reduce_dtype.itemsize,

@@ -43,7 +43,7 @@ class RoutePlan:
 
     def expect_in_place(self, name: str) -> None:
         """Raises ValueError where local shards cannot travel themselves."""
-        check_in_place(name, self.travel, self.hop_route)
+        check_in_place(name, self.travel, self.hop_route, self.group)
 
     def rotation(
         self,

@@ -285,6 +285,8 @@ class RoutePlanner:
         `tokens`: as for `plan`."""
         if self.embedding == "rows":
             plan = TablePlan(True, tokens, "as asked")
+        elif tokens is None and name in self.tables:  # another kind of call, such as under no_grad, has its plan
+            plan = self.tables[name]
         elif tokens is None or self.ranks == 1 or not self.may_gather:
             plan = TablePlan(False, tokens, "a single rank, a travel dtype, or an unknown number of tokens")
         else:
