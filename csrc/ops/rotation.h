@@ -24,7 +24,7 @@ struct RotationOptions {
   bool late = false;                          // a backward may end before the last gradient hop has arrived
   std::string name;                           // name of the module or function, for messages
   TravelFormat travel = TravelFormat::plain;  // travel format of weights, if it has fewer bits than the compute dtype
-  GradientRoute gradient_route = GradientRoute::chain;  // direct is unsupported on routes gather and two_level
+  GradientRoute gradient_route = GradientRoute::chain;  // direct is unsupported on route two_level
   bool gradients_quantized = false;  // gradient route direct only: gradients travel in 8 bits, with block scales
   bool gradients_apart = false;      // gradient route direct only: see ScheduleOptions::apart
 

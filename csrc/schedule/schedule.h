@@ -135,7 +135,7 @@ struct ScheduleOptions {
   // backward only: the pass may end before the last gradient hop has arrived: see Schedule::ends_late
   bool late = false;
   int hosts = 1;  // route two_level, or sourced: number of hosts; each holds the same number of consecutive ranks
-  GradientRoute gradient_route = GradientRoute::chain;  // backward only: direct excludes routes gather and two_level
+  GradientRoute gradient_route = GradientRoute::chain;  // backward only: direct excludes route two_level
   bool narrow = false;   // gradient route direct only: contributions travel in fewer bits than the dtype of their sum
   bool apart = false;    // gradient route direct only: contributions arrive in slots of their own and are added at once
   bool sourced = false;  // forward only: the shards come from a source without hops: see ShardSource

@@ -201,6 +201,8 @@ def test_the_rotation_of_an_operation_follows_from_the_routes():
     with pytest.raises(ValueError, match="expected a route of ring, direct, gather or two-level, got there"):
         plan.rotation("up", route="there", halves=False, **form)
     plan.expect_in_place("up")
+    with pytest.raises(ValueError, match="fully_rotate: expected in_place=False on a ring of group=2"):
+        rtp_ext.fully_rotate(torch.nn.Linear(6, 6), mesh=rtp_ext.Ring.emulated(3, group=2), in_place=True)
     with pytest.raises(ValueError, match="up: expected in_place=False on a ring of travel='int8'"):
         dataclasses.replace(plan, travel="int8").expect_in_place("up")
 
