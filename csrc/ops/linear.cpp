@@ -323,10 +323,8 @@ int64_t copied_rows(const Executor& executor, const Weights& weights, const std:
     }
     own = std::max(own, rows), all += rows;
   }
-  return (gaps                ? all
-          : weights.grouped() ? 0
-                              : own) *
-         bytes / static_cast<int64_t>(c10::elementSize(options.compute_dtype));
+  if (!gaps && weights.grouped()) return 0;
+  return (gaps ? all : own) * bytes / static_cast<int64_t>(c10::elementSize(options.compute_dtype));
 }
 
 void check_operand(const Executor& executor, const RotationOptions& options, const char* what, const at::Tensor& tensor,

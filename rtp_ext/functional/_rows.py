@@ -77,10 +77,8 @@ def gradient(call: Call, settings: Settings, dy: torch.Tensor, ids: torch.Tensor
         values = rows.new_empty(len(asked.ids), width)
         ring.communicator.all_to_all(values.view(-1), rows, parts, sent, f"gradients of {name}")
         before = [(ring.rank - step) % ring.size for step in range(1, ring.size + 1)]
-        where, wide = (
-            torch.cat([each.split(asked.given)[rank] for rank in before])
-            for each in (asked.ids, values.to(summing_dtype(values.dtype)))
-        )
+        from_ranks = (each.split(asked.given) for each in (asked.ids, values.to(summing_dtype(values.dtype))))
+        where, wide = (torch.cat([parts[rank] for rank in before]) for parts in from_ranks)
         if wide.is_cuda:  # where index_add_ adds in no fixed order
             return torch.ops.aten.embedding_dense_backward(wide, where, len(shard), -1, False).div_(ring.size)
         return wide.new_zeros(shard.shape).index_add_(0, where, wide, alpha=1 / ring.size)

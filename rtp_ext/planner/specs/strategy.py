@@ -11,7 +11,7 @@ from rtp_ext.planner.constants import check_at_least, check_known
 from rtp_ext.planner.native import travel_bytes
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
-from rtp_ext.words import Bundle, Format, GradientTravel, PassGradientRoute, Route, Topology, Travel
+from rtp_ext.words import Budget, Bundle, Format, GradientTravel, PassGradientRoute, Route, Topology, Travel
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 RECOMPUTE = ("none", "selective", "full")
@@ -19,7 +19,7 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZER_MOMENTS = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 STACKS = ("auto", "megatron", "torch")
 LOSSES = ("auto", "eager", "loss-parallel", "megatron", "compiled", "fused")
-BUFFERS = ("auto", "lean")
+BUFFERS = get_args(Budget)
 BUNDLES = (True, False, *get_args(Bundle))
 ROUTES = tuple(route for route in get_args(Route) if route != "gather")
 GRADIENT_ROUTES = get_args(PassGradientRoute)
@@ -73,8 +73,8 @@ class Strategy:
             act in every step. topology: of gossip.
         replicate: of `zero=3`: number of groups of data-parallel ranks that each hold all shards; gradients are summed
             over the groups (hybrid sharding, HSDP). Rings are replicated by dp.
-        symm_mem: of `zero=3`: `FSDPModule.set_symm_mem_for_comm`, of which is assumed that neither gathers nor
-            reduce-scatters take multiprocessors.
+        symm_mem: of `zero=3`: `FSDPModule.set_symm_mem_for_comm`. The planner assumes that its gathers and
+            reduce-scatters take no multiprocessors.
         offload: shards, gradients and optimizer state are in host memory, and the optimizer runs there (`zero=3`, rtp).
         compiled: elementwise kernels of the torch stack are fused (torch.compile). fused_norm: only RMSNorm is fused.
         buffers: of rotation: `auto`, the fastest plan of groups, routes and look-ahead whose buffers stay at most those
