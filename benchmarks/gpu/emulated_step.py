@@ -1,6 +1,7 @@
 """A training step of one rank of R on one GPU, with real hops within the GPU, beside the plain model on its tokens.
 
     python benchmarks/gpu/emulated_step.py --output results.jsonl --tokens 8192,2048
+    python benchmarks/gpu/emulated_step.py --cases groups     1, 2 and 8 shards per product
     python benchmarks/gpu/emulated_step.py --device cpu --size tiny --tokens 64
 
 On the emulated ring a rank multiplies its tokens with R shards, all of which are its own: the products, hops, casts and
@@ -17,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,32 +39,50 @@ SIZES = {
     "tiny": Size(2, 128, 8, 8, 256, 512),
 }
 WARMUP = 3
-CASES: tuple[tuple[str, str | None, str | None, str], ...] = (  # name, strategy, link, graphs; plain ones have no ring
-    ("plain", None, None, "off"),
-    ("plain-bf16", None, None, "off"),
-    ("rtp sm-local", "rtp", "sm-local", "off"),
-    ("rtp ce-local:4", "rtp", "ce-local:4", "off"),
-    ("rtp-fused ce-local:4", "rtp-fused", "ce-local:4", "off"),
-    ("rtp sm-local graphs", "rtp", "sm-local", "on"),
-    ("rtp-recompute ce-local:4", "rtp-recompute", "ce-local:4", "off"),
-)
 
 
-def build(
-    name: str, strategy: str | None, link: str | None, graphs: str, size: Size, ranks: int, device: torch.device
-) -> Trainer:
+@dataclass(frozen=True)
+class Case:
+    """What runs. strategy: of `shared.strategies`; None: plain torch, without a ring. link, graphs, group: of the ring;
+    group: shards per product."""
+
+    name: str
+    strategy: str | None = None
+    link: str | None = None
+    graphs: str = "off"
+    group: int = 1
+
+
+CASES = {
+    "groups": (
+        Case("plain"),
+        *(Case(f"rtp ce-local:4 g={group}", "rtp", "ce-local:4", group=group) for group in (1, 2, 8)),
+    ),
+    "others": (
+        Case("plain"),
+        Case("plain-bf16"),
+        Case("rtp sm-local", "rtp", "sm-local"),
+        Case("rtp-fused ce-local:4", "rtp-fused", "ce-local:4"),
+        Case("rtp sm-local graphs", "rtp", "sm-local", "on"),
+        Case("rtp-recompute ce-local:4", "rtp-recompute", "ce-local:4"),
+    ),
+}
+
+
+def build(case: Case, size: Size, ranks: int, device: torch.device) -> Trainer:
     with torch.device("meta"):
         model = Llama(**asdict(size))
     autocast = None
-    if strategy is None:
-        model = fill(model.to(torch.bfloat16) if name == "plain-bf16" else model, device)
-        autocast = torch.bfloat16 if name == "plain" else None
+    if case.strategy is None:
+        model = fill(model.to(torch.bfloat16) if case.name == "plain-bf16" else model, device)
+        autocast = torch.bfloat16 if case.name == "plain" else None
     else:
-        ring = rtp_ext.Ring.emulated(ranks, device=device, link=link if device.type == "cuda" else None, graphs=graphs)
+        link = case.link if device.type == "cuda" else None
+        ring = rtp_ext.Ring.emulated(ranks, device=device, link=link, graphs=case.graphs, group=min(case.group, ranks))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        model = fill(STRATEGIES[strategy].convert(model, ring, policy), device)
+        model = fill(STRATEGIES[case.strategy].convert(model, ring, policy), device)
     model.train()
-    return Trainer.around(strategy or "none", model, device, lr=1e-5, autocast=autocast)
+    return Trainer.around(case.strategy or "none", model, device, lr=1e-5, autocast=autocast)
 
 
 def measure(
@@ -102,6 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="append the results to this file")
     parser.add_argument("--size", choices=SIZES, default="block4")
+    parser.add_argument("--cases", choices=CASES, default="others", help="default: %(default)s")
     parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")], default=[8192, 2048])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8)
@@ -112,21 +132,21 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     card, size = environment_card(device, command_line()), SIZES[args.size]
     plain: dict[int, float] = {}
-    for name, strategy, link, graphs in CASES:
+    for case in CASES[args.cases]:
         if time.monotonic() - started > args.budget:
-            print("the budget is spent before", name)
+            print("the budget is spent before", case.name)
             break
-        told = {"strategy": strategy or name, "link": link, "ranks": args.ranks, "dtype": "bfloat16"}
-        told |= {"case": name, "shape": f"{args.size}: {asdict(size)}"}
+        told = {"strategy": case.strategy or case.name, "link": case.link, "ranks": args.ranks, "dtype": "bfloat16"}
+        told |= {"group": case.group, "case": case.name, "shape": f"{args.size}: {asdict(size)}"}
         told |= {"layers": size.layers, "vocabulary": size.vocabulary}
         trainer = None
         try:
-            trainer = build(name, strategy, link, graphs, size, args.ranks, device)
+            trainer = build(case, size, args.ranks, device)
             for tokens in args.tokens:
                 seq = min(2048, tokens)
                 batch = random_tokens(tokens, torch.Generator().manual_seed(0), seq=seq, vocabulary=size.vocabulary)
                 row: dict[str, Any] = measure(trainer, *(part.to(device) for part in batch), args.steps, device)
-                if name == "plain":
+                if case.name == "plain":
                     plain[tokens] = row["forward_backward_ms"]
                 row["ratio"] = row["forward_backward_ms"] / plain[tokens] if tokens in plain else None
                 if trainer.ring is not None:

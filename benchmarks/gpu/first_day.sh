@@ -6,6 +6,8 @@
 #
 #   main    one GPU, at most 470 s                                                                        seconds
 #     setup     import of the prebuilt extension, else a build of it (200 s more, off the end); card            40
+#     sums      float32 sums with beta = 1 against beta = 0                                                     12
+#     groups    a step of a rank of 8 with 1, 2 and 8 shards per product, against plain torch: 4 blocks of 8B   30
 #     together  side by side, since nothing is timed                                                            88
 #       tests       kernels, products, linear, MLP, embedding, head, experts, routes, streams, CUDA graphs, links, CuPy
 #       memcheck, racecheck, memcheck_layer     compute-sanitizer: 3 random cases of each kernel; a layer and an MLP
@@ -13,9 +15,8 @@
 #       doctor      the transports of this machine
 #     alone     hops while all SMs are taken; traces; delays; a broken GPU                                      35
 #     host      host time of a hop, a pass, a graph over 3 links; ranks_host: over ce and nccl, 2 ranks here    50
-#     sums      float32 sums with beta = 1 against beta = 0                                                     12
-#     overlap   E_hide, roofline, T_gR / T_g1: 8B and 70B, 8192 and 2048 tokens, R = 8                          75
-#     emulated_step     a step of a rank of 8 against plain torch: 4 blocks of 8B                               45
+#     overlap   E_hide, roofline, T_gR / T_g1: 8B and 70B, 8192 and 2048 tokens, R = 8                          60
+#     emulated_step     the step with graphs, with other links and strategies                                   30
 #     ranks     2 ranks on this GPU over ce and nccl: rotate, train, prefetch, a lost one                       60
 #     kernels   each kernel of this package against the rate of a copy, nf4 among them                          25
 #     train_single, train_rtp-fused     one rank against plain torch, and against fsdp2: a block of 8B          34
@@ -226,6 +227,13 @@ alone() { # NAME ARGUMENTS...: tests one after the other
 # --- the modes ----------------------------------------------------------------------------------------------------------
 
 first() {
+  share 12
+  # shellcheck disable=SC2086
+  py sums benchmarks/gpu/sums.py --output "$RESULTS" $SUM_OPTIONS
+  share 30
+  # shellcheck disable=SC2086
+  py groups benchmarks/gpu/emulated_step.py --cases groups --output "$RESULTS" --budget 24 $STEP_OPTIONS
+  keep
   share 88
   py doctor -m rtp_ext doctor &
   tested tests $TESTS/test_kernels_gpu.py $TESTS/test_linear_gpu.py $TESTS/test_bundles_gpu.py $TESTS/test_routes_gpu.py \
@@ -252,16 +260,13 @@ first() {
   PRELOAD=()
   keep
 
-  share 12
-  # shellcheck disable=SC2086
-  py sums benchmarks/gpu/sums.py --output "$RESULTS" $SUM_OPTIONS
-  share 75
+  share 60
   py overlap "${OVERLAP[@]}" --ranks 8 --link ce-local:4,ce-local,sm-local,nccl-self:8 --shapes "$SHAPES" --tokens "$TOKENS" \
-    --seconds "$SECONDS_EACH" --budget 68
+    --seconds "$SECONDS_EACH" --budget 54
   keep
-  share 45
+  share 30
   # shellcheck disable=SC2086
-  py emulated_step benchmarks/gpu/emulated_step.py --output "$RESULTS" --budget 38 $STEP_OPTIONS
+  py emulated_step benchmarks/gpu/emulated_step.py --output "$RESULTS" --budget 24 $STEP_OPTIONS
   keep
 
   share 60

@@ -208,11 +208,11 @@ def one_gpu_table() -> str:
     steps = {tokens: expected.step_ratio(H100, "rtp", 4, 32768, tokens) for tokens in (8192, 2048)}
     memory = {name: expected.peak_bytes(H100, name, 2048).most / 2**30 for name in ("rtp", "rtp-fused", "fsdp2")}
     told = {
-        "host": ("the host's time of a hop, us", f"{cases({'`ce`': expected.hop_us('ce')}, 1)}"),
         "sums": (
             "float32 sums with beta = 1 over beta = 0, [8192 x 4096]",
             cases({f"k = {depth}": expected.sum_ratio(H100, depth) for depth in expected.SUM_DEPTHS}),
         ),
+        "host": ("the host's time of a hop, us", f"{cases({'`ce`': expected.hop_us('ce')}, 1)}"),
         "split": ("T_gR / T_g1: forward, backward", layers("split")),
         "hidden": ("E_hide, at least", layers("hidden")),
         "roofline": ("roofline, T_g1 / T_ov", layers("roofline")),

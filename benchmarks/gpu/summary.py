@@ -207,7 +207,8 @@ def of_emulated_steps(rows: list[Row], hosts: list[Row], cluster: Any, figures: 
             yield f"  {row['case']:<28}{row['refused'][:120]}"
             continue
         prediction = None
-        if cluster is not None and row["strategy"] in expected.STRATEGIES and row["shape"].startswith("block4"):
+        predicted = row["strategy"] in expected.STRATEGIES and row["shape"].startswith("block4") and row["group"] == 1
+        if cluster is not None and predicted:
             sizes = row["layers"], row["vocabulary"], row["tokens"]
             prediction = expected.step_ratio(cluster, row["strategy"], *sizes, rates.get(row["link"]))
         ratio = figures.compared("step", row["ratio"], prediction)

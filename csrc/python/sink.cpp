@@ -26,6 +26,7 @@ py::dict keywords(const ScheduleOptions& options) {
   made["gradient_route"] = name(options.gradient_route);
   made["narrow"] = options.narrow;
   made["apart"] = options.apart;
+  made["group"] = options.group;
   if (options.sourced) made["sourced"] = true;
   return made;
 }

@@ -84,8 +84,10 @@ def test_every_command_exists_and_the_seconds_add_up(tmp_path, monkeypatch):
                 scripts.add(command[number])
         if mode == "main":
             order = [
-                "host",
                 "sums",
+                "groups",
+                "tests",
+                "host",
                 "overlap",
                 "emulated_step",
                 "ranks",
@@ -147,7 +149,7 @@ def test_a_failing_step_stops_nothing_and_what_is_known_is_kept(tmp_path):
     again = first_day("main", str(out), PYTHON=str(stub(tmp_path, "")), ONLY="^(sums|host)$")
     assert again.returncode == 0, again.stderr
     names = [line.split("\t")[0] for line in (out / "steps.tsv").read_text().splitlines()]
-    assert names == ["warm", "import", "card", "host", "sums"]
+    assert names == ["warm", "import", "card", "sums", "host"]
 
 
 def test_a_run_that_is_ended_ends_its_step_and_keeps_what_is_known(tmp_path):
@@ -165,7 +167,7 @@ def test_a_run_that_is_ended_ends_its_step_and_keeps_what_is_known(tmp_path):
         run.terminate()
         assert run.wait(60) == 143
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists(), "the step still runs"
-    assert re.search(r"^host +0 ", (tmp_path / "out" / "summary.txt").read_text(), re.MULTILINE)
+    assert re.search(r"^card +0 ", (tmp_path / "out" / "summary.txt").read_text(), re.MULTILINE)
 
 
 def test_steps_end_with_their_seconds(tmp_path):
@@ -205,9 +207,9 @@ def lines_at(factor: float) -> list[dict]:
          "k": 4096, "tokens": 8192, "shape": "llama3-8b", "t_g1_us": 1000.0, "t_gr_us": 1000 * split, "t_c_us": 400.0,
          "e_hide": 1 / factor, "roofline": roofline, "model_roofline": roofline, "e_ect": 0.9, "tflops": 700.0,
          "graph": False, "two_lanes": False},
-        {"benchmark": "emulated_step", "case": "rtp", "strategy": "rtp", "link": None, "layers": 4, "vocabulary": 32768,
-         "shape": "block4: ", "tokens": 2048, "ratio": step, "forward_backward_ms": 9.0, "host_ms": 1.0,
-         "forward_backward_p20_ms": 8.9, "forward_backward_p80_ms": 9.1},
+        {"benchmark": "emulated_step", "case": "rtp", "strategy": "rtp", "group": 1, "link": None, "layers": 4,
+         "vocabulary": 32768, "shape": "block4: ", "tokens": 2048, "ratio": step, "forward_backward_ms": 9.0,
+         "host_ms": 1.0, "forward_backward_p20_ms": 8.9, "forward_backward_p80_ms": 9.1},
         {"benchmark": "memory_per_rank", "case": "llama3-8b/rtp/R8/L32", "strategy": "rtp", "layers": 32,
          "tokens": 2048, "full_layers": 32, "parameter_dtype": "float32", "checkpoint": False, "reserved_bytes": None,
          "transient_bytes": 1, "slot_bytes": 1, "peak_bytes": expected.peak_bytes(H100, "rtp", 2048).most * factor},
@@ -269,13 +271,15 @@ def test_the_measurements_run(tmp_path):
     common = ["--device", "cpu", "--output", str(file)]
     host_times.main([*common, "--ranks", "2", "--mib", "1", "--links", "ce-local"])
     sums.main([*common, "--shape", "64,48", "--depths", "16", "--seconds", "0", "--iterations", "1"])
-    emulated_step.main([*common, "--size", "tiny", "--tokens", "32", "--steps", "1", "--ranks", "2"])
+    for cases in emulated_step.CASES:
+        shape = ["--size", "tiny", "--tokens", "32", "--steps", "1", "--ranks", "2"]
+        emulated_step.main([*common, "--cases", cases, *shape])
     host, added, *stepped = summary.json_lines(file)
     assert host["host_us_per_hop"] > 0 and host["expected_us"][0] < host["expected_us"][1]
     assert added["ratio"] == pytest.approx(added["t_beta1_us"] / added["t_beta0_us"]) and added["t_elsewhere_us"] > 0
-    assert [row["case"] for row in stepped] == [case[0] for case in emulated_step.CASES]
+    assert [row["case"] for row in stepped] == [case.name for cases in emulated_step.CASES.values() for case in cases]
     ran = [row for row in stepped if "refused" not in row]
-    assert len(ran) == 6 and ran[0]["ratio"] == 1.0, [row.get("refused") for row in stepped]
+    assert len(ran) == 9 and ran[0]["ratio"] == 1.0, [row.get("refused") for row in stepped]
     assert "cannot be read" not in summary.page(tmp_path, tmp_path)
 
 

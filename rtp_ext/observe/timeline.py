@@ -231,9 +231,15 @@ class Lockstep:
         """The kind of every step, a key of `durations` below."""
         return tuple(kind for kind, *_ in self._steps)
 
-    def makespan(self, durations: Mapping[str, float]) -> float:
-        """Returns the end of the last step; see `events`."""
-        return max(self._ends(durations), default=0.0)
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """The shards of every step: 0.5 where it moves or multiplies half of one."""
+        return tuple(part for _, part, *_ in self._steps)
+
+    def makespan(self, durations: Mapping[str, float], *, by_host: bool = False) -> float:
+        """Returns the end of the last step; see `events`. by_host: the thread that computes also posts the hops, as on
+        CPUs, so that none starts before the computes ahead of it in the schedule have ended."""
+        return max(self._ends(durations, by_host), default=0.0)
 
     def events(self, durations: Mapping[str, float]) -> list[Event]:
         """Returns the begin and end of every step, in the order of the schedule.
@@ -254,11 +260,11 @@ class Lockstep:
             events.append(Event(self._schedule.rank, LANES[which], step.label, start, end, index))
         return events
 
-    def _ends(self, durations: Mapping[str, float]) -> list[float]:
+    def _ends(self, durations: Mapping[str, float], by_host: bool = False) -> list[float]:
         free = [0.0] * len(LANES)
         ends: list[float] = []
         for kind, part, which, waits in self._steps:
-            start = free[which]
+            start = max(free[which], free[0]) if by_host else free[which]
             for earlier in waits:
                 if ends[earlier] > start:
                     start = ends[earlier]

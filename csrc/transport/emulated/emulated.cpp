@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/checks.h"
+#include "transport/emulated/wire.h"
 #ifdef RTP_WITH_CUDA
 #include "transport/cuda_transport.h"
 #include "transport/emulated/links.h"
@@ -53,6 +54,43 @@ class EmulatedHost : public Transport {
   void close() override {}
 };
 
+class WireTransfer : public Transfer {
+ public:
+  WireTransfer(Wire& wire, std::shared_ptr<Wire::Message> message) : wire_(wire), message_(std::move(message)) {}
+
+  void wait_received() override { wire_.wait(*message_); }
+  void wait_sent() override { wire_.wait(*message_); }
+  Moment arrived() const override { return wire_.arrived(*message_); }
+
+ private:
+  Wire& wire_;
+  std::shared_ptr<Wire::Message> message_;
+};
+
+// Weights and gradients have a wire each, as on a full-duplex link they travel in opposite directions.
+class EmulatedWire : public EmulatedHost {
+ public:
+  explicit EmulatedWire(Wire::Rate rate) : weights_(rate), gradients_(rate) {}
+
+  std::unique_ptr<Transfer> post(const Hop& hop) override {
+    std::vector<Wire::Piece> pieces;
+    loop_back(
+        hop, [&](std::byte* to, const std::byte* from, size_t bytes) { pieces.push_back({to, from, bytes}); },
+        [&](std::byte* to, size_t bytes) { pieces.push_back({to, nullptr, bytes}); });
+    Wire& wire = hop.channel == Channel::weight ? weights_ : gradients_;
+    return std::make_unique<WireTransfer>(wire, wire.send(std::move(pieces)));
+  }
+
+  void abort(const std::string&) noexcept override { close(); }
+  void close() override {
+    weights_.close();
+    gradients_.close();
+  }
+
+ private:
+  Wire weights_, gradients_;
+};
+
 #ifdef RTP_WITH_CUDA
 class EmulatedDevice : public CudaTransport {
  public:
@@ -88,7 +126,7 @@ class EmulatedDevice : public CudaTransport {
 
 std::shared_ptr<Transport> make_emulated_transport(at::Device device, const std::optional<std::string>& link) {
   if (device.is_cpu()) {
-    RTP_CHECK_VALUE(!link, "Ring.emulated: expected no link on a CPU, which has only one, got ", link.value_or(""));
+    if (link) return make_owned<EmulatedWire>(Wire::rate_of(*link));
     return std::make_shared<EmulatedHost>();
   }
 #ifdef RTP_WITH_CUDA

@@ -11,7 +11,8 @@
 
 namespace rtp {
 
-// `link`: replacement of the wire on a CUDA device (emulated/links.h), sm-local by default; none on a CPU.
+// `link`: replacement of the wire on a CUDA device (emulated/links.h), sm-local by default; on a CPU a wire of limited
+// rate (emulated/wire.h), by default a copy that takes no time beside its own.
 std::shared_ptr<Transport> make_emulated_transport(at::Device device, const std::optional<std::string>& link);
 
 }  // namespace rtp

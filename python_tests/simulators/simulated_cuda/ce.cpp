@@ -14,6 +14,7 @@
 #include "../../../csrc/transport/ce/peer_memory.cpp"
 #include "../../../csrc/transport/emulated/emulated.cpp"
 #include "../../../csrc/transport/emulated/links.cpp"
+#include "../../../csrc/transport/emulated/wire.cpp"
 #include "mutated_copied_shards.h"
 #include "mutated_transport_ce.h"
 

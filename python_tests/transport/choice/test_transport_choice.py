@@ -216,11 +216,12 @@ def test_only_ce_has_modes():
         _native.set_ce_mode(transport, "weight", "push")
 
 
-def test_an_emulated_ring_on_a_cpu_has_no_link():
+@pytest.mark.parametrize("link", ["ce-local", "wire:", "wire:0", "wire:1e9:", "wire:1e9:-1", "wire:1e9:1e-6:2", "1e9"])
+def test_links_of_an_emulated_ring_on_a_cpu(link):
     with rtp_ext.Ring.emulated(2) as ring:
         assert ring.link is None
-    with pytest.raises(ValueError, match="expected no link on a CPU, which has only one, got ce-local"):
-        rtp_ext.Ring.emulated(2, link="ce-local")
+    with pytest.raises(ValueError, match=f"expected on a CPU no link or wire:.*got {link}"):
+        rtp_ext.Ring.emulated(2, link=link)
 
 
 def test_doctor_says_what_would_be_taken(gpus):
