@@ -53,7 +53,7 @@ BUDGET = {
     "python_tests/schedule": 2450,
     "python_tests/simulators": 5390,
     "python_tests/support": 4270,
-    "python_tests/transport": 3080,
+    "python_tests/transport": 3108,
     "benchmarks/compatibility": 1760,
     "benchmarks/gpu": 2365,
     "benchmarks/growth": 320,

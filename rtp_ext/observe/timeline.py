@@ -238,7 +238,7 @@ class Lockstep:
 
     def makespan(self, durations: Mapping[str, float], *, by_host: bool = False) -> float:
         """Returns the end of the last step; see `events`. by_host: the thread that computes also posts the hops, as on
-        CPUs, so that none starts before the computes ahead of it in the schedule have ended."""
+        CPUs, and waits before each until what it sends is there and its slot is free."""
         return max(self._ends(durations, by_host), default=0.0)
 
     def events(self, durations: Mapping[str, float]) -> list[Event]:
@@ -264,10 +264,13 @@ class Lockstep:
         free = [0.0] * len(LANES)
         ends: list[float] = []
         for kind, part, which, waits in self._steps:
-            start = max(free[which], free[0]) if by_host else free[which]
+            start = free[0] if by_host else free[which]
             for earlier in waits:
                 if ends[earlier] > start:
                     start = ends[earlier]
+            if by_host:
+                free[0] = start
+                start = max(start, free[which])
             free[which] = start + part * durations[kind]
             ends.append(free[which])
         return ends
