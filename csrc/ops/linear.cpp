@@ -318,7 +318,9 @@ int64_t copied_rows(const Executor& executor, const Weights& weights, const std:
     int64_t rows = 0;
     for (const int place : places) {
       const int64_t count = weights.rows(place, owner).count;
-      gaps = gaps || (place != places.back() && aligned(count * features * bytes) != count * features * bytes);
+      const bool ragged = weights.grouped() && count != weights.rows(place, 0).count;
+      gaps =
+          gaps || (place != places.back() && (ragged || aligned(count * features * bytes) != count * features * bytes));
       rows += count;
     }
     own = std::max(own, rows), all += rows;

@@ -84,8 +84,9 @@ bool OperationFacts::late() const {
 }
 
 bool OperationFacts::takes_groups() const {
-  return kind.groups && std::all_of(parameters.begin(), parameters.end(),
-                                    [](const ParameterFacts& each) { return each.dim == 0 && !each.frozen; });
+  return kind.groups && std::all_of(parameters.begin(), parameters.end(), [&](const ParameterFacts& each) {
+           return (each.dim == 0 || kind.turns) && !each.frozen;
+         });
 }
 
 Chunks OperationFacts::chunks(int ranks, int64_t element_bytes, int64_t cap) const {
