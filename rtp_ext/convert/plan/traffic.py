@@ -154,15 +154,14 @@ class RingFacts:
             assumed=True,
         )
 
-    def route_of(self, name: str, planned: bool) -> tuple[str, bool]:
-        """Returns the route of an operation, and whether its gradients travel in halves. `planned`: the route planner
-        decides on it."""
-        if not planned:
-            return self.hop_route, False
-        for layer, route, halves in self.layer_routes:
-            if layer == name:
+    def route_of(self, passes: Passes) -> tuple[str, bool]:
+        """Returns the route of an operation, and whether its gradients travel in halves."""
+        for layer, route, halves in self.layer_routes if passes.is_planned else ():
+            if layer == passes.name:
                 return route, halves
-        return ("gather", False) if self.gathers else (self.hop_route, self.gradient_halves)
+        if self.gathers and passes.takes_groups:
+            return "gather", False
+        return self.hop_route, passes.is_planned and self.gradient_halves
 
     def by_rows(self, passes: Passes) -> bool:
         """Whether an operation is an embedding that sends rows."""
@@ -197,7 +196,13 @@ class Passes:
     @property
     def is_planned(self) -> bool:
         """Whether the route planner decides on it."""
-        return self.operation is Linears and not self.transposed and not self.in_blocks
+        return self.operation is Linears and self.takes_groups
+
+    @property
+    def takes_groups(self) -> bool:
+        """Whether several of its shards can be one operand."""
+        kind = self.operation.kind
+        return kind.groups and (kind.turns or not self.transposed) and not self.in_blocks
 
 
 @dataclass(frozen=True)
@@ -220,7 +225,7 @@ def rotation_traffic(passes: Passes, parameters: Sequence[Any], facts: RingFacts
         return [Traffic(_pulled(each, passes, facts.pulls, facts.ranks)) for each in parameters]
     if facts.by_rows(passes):
         return [Traffic()] * len(parameters)
-    route, halves = facts.route_of(passes.name, passes.is_planned)
+    route, halves = facts.route_of(passes)
     direct = facts.gradients.direct(route, passes.reduce_dtype)
     sent = _native.traffic(
         _native.OperationFacts(passes.operation.key, parameters),
