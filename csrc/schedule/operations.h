@@ -67,8 +67,8 @@ inline constexpr OperationKind kOperations[] = {
     {.key = "partial linear", .late = true, .captured = true},
     {.key = "embedding", .dgrad = false, .chunked_dims = 2},
     {.key = "mlp", .bundle = true, .late = true, .groups = true, .turns = true, .captured = true},
-    {.key = "linear cross-entropy", .bundle = true, .chunked_dims = 1},
-    {.key = "experts", .bundle = true, .dims = 3},
+    {.key = "linear cross-entropy", .bundle = true, .groups = true, .turns = true, .chunked_dims = 1},
+    {.key = "experts", .bundle = true, .groups = true, .dims = 3},
     {.key = "flyweight", .bundle = true},
 };
 
