@@ -63,8 +63,7 @@ class Weights {
     const bool requested = rotation_.group > 1 || rotation_.route == Route::gather;
     return requested && executor_.ranks() > 1 && !executor_.sourced() && groups();
   }
-  // Whether a weight travels transposed: in groups, if it is cut along dimension 1, so that the shards of consecutive
-  // owners are adjacent rows. as_stored() returns shards that have travelled as they are stored.
+  // Whether a weight travels transposed, see OperationFacts::turns. as_stored() returns its shards as they are stored.
   bool turned(size_t parameter) const { return facts_.turns(parameter) && grouped(); }
   at::Tensor as_stored(int parameter, const at::Tensor& shards) const {
     return shards.defined() && turned(static_cast<size_t>(parameter)) ? shards.t() : shards;

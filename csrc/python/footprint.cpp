@@ -32,7 +32,6 @@ void bind_footprint(py::module_& m) {
       .def_readonly("bundle", &OperationKind::bundle)
       .def_readonly("late", &OperationKind::late)
       .def_readonly("groups", &OperationKind::groups)
-      .def_readonly("turns", &OperationKind::turns)
       .def_readonly("dgrad", &OperationKind::dgrad)
       .def_readonly("captured", &OperationKind::captured)
       .def_readonly("dims", &OperationKind::dims);
@@ -61,7 +60,6 @@ void bind_footprint(py::module_& m) {
            py::arg("key"), py::arg("parameters"), py::arg("input_gradient") = true)
       .def_readonly("kind", &OperationFacts::kind)
       .def_property_readonly("late", &OperationFacts::late)
-      .def_property_readonly("takes_groups", &OperationFacts::takes_groups)
       .def("travels", &OperationFacts::travels, py::arg("parameter"), py::arg("pass_"))
       .def(
           "chunks",

@@ -1,5 +1,5 @@
-"""MLPs, vocabulary heads and experts in groups: the shards of several owners are one operand. The results are those of
-the plain operation, the bytes those of single shards, the slots those of the footprint."""
+"""MLPs, vocabulary heads, experts and transposed linear layers in groups: the shards of several owners are one operand.
+The results are those of the plain operation, the bytes those of single shards, the slots those of the footprint."""
 
 from functools import partial
 from itertools import product
@@ -8,6 +8,7 @@ import torch
 from harness import on_ranks
 from operation_checks import EXACT, check_controls, check_frozen, check_pass, train
 from operations.bundles import make_experts, make_head, make_mlp
+from operations.layers import make_linear
 from reference import assert_same, random
 from torch import nn
 from torch.nn import functional as F
@@ -43,7 +44,11 @@ EXPERTS = {
     "experts, last shards empty": partial(make_experts, (2, 6, 4), routing="sentinel"),
     "experts, all tokens to the last": partial(make_experts, routing="last"),
 }
-OPERATIONS = MLPS | HEADS | EXPERTS
+LINEARS = {
+    "linear, transposed": partial(make_linear, transposed=True),
+    "linear, transposed, last shards empty": partial(make_linear, (6, 2), transposed=True, bias=False),
+}
+OPERATIONS = MLPS | HEADS | EXPERTS | LINEARS
 
 
 def rings(ranks):
@@ -92,7 +97,13 @@ def test_training(rank, ranks, cases):
 @on_ranks([3])
 def test_frozen_weights_inputs_and_controls(cases):
     with rtp_ext.Ring(timeout=60.0, group=2) as ring:
-        for operation in (make_mlp((5, 7, 6), bias=False), make_head(), make_experts(routing="distinct", choices=5)):
+        linear = make_linear(transposed=True)
+        for operation in (
+            linear,
+            make_mlp((5, 7, 6), bias=False),
+            make_head(),
+            make_experts(routing="distinct", choices=5),
+        ):
             check_frozen(cases, operation, ring)
             check_controls(operation, ring, (EXACT, EXACT))
 

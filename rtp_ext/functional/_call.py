@@ -348,9 +348,8 @@ def _agree(
     arrives = ring.gradients.local_dtype(ring.hop_route, call.reduce_dtype)
     unread = all(isinstance(param.tensor, DTensor) and param.tensor.dtype == arrives for param in params)
     ready.late = late and unread and bool(ring.options.late_gradients)
-    cuts = [_native.ParameterFacts(shape, param.dim) for shape, param in zip(shapes, params, strict=True)]
     in_blocks = any(frozen_of(param.tensor) is not None for param in params)
-    ready.takes_groups = not in_blocks and _native.OperationFacts(key[0], cuts).takes_groups
+    ready.takes_groups = _native.operation_kind(key[0]).groups and not in_blocks
     ready.plan(ring, most)
     return ready
 

@@ -35,7 +35,7 @@ class RingFacts:
         device: type of the device.
         emulated: whether one process emulates the ring.
         hop_route: `ring`, `direct` or `two-level`.
-        gathers: whether linear layers gather the whole weight (route `gather`).
+        gathers: whether operations that take groups gather the whole weight (route `gather`).
         hosts: the number of hosts; schedules of route two-level need it.
         gradients: their route, and the dtype in which they travel.
         travel: the dtype in which weights travel; None: the compute dtype.
@@ -196,13 +196,12 @@ class Passes:
     @property
     def is_planned(self) -> bool:
         """Whether the route planner decides on it."""
-        return self.operation is Linears and self.takes_groups
+        return self.operation is Linears and not self.transposed and not self.in_blocks
 
     @property
     def takes_groups(self) -> bool:
         """Whether several of its shards can be one operand."""
-        kind = self.operation.kind
-        return kind.groups and (kind.turns or not self.transposed) and not self.in_blocks
+        return self.operation.kind.groups and not self.in_blocks
 
 
 @dataclass(frozen=True)
