@@ -109,8 +109,8 @@ class RingOptions:
             `nccl`, or on CPUs of `shm`, `shm+tcp`, `tcp`, else `c10d`. `transport_reason` has the refused candidates.
         route: `ring` (every hop goes to the neighbour), `direct` (a shard comes directly from its owner), `gather`
             (operations that `group` applies to gather the whole weight first; others take the route that `auto`
-            chooses), `two-level` (shards rotate inside each host while every rank passes one on to the next host; where the
-            ranks are not spread evenly over hosts, the ring takes the route of `auto`, and `transport_reason` says
+            chooses), `two-level` (shards rotate inside each host while every rank passes one on to the next host; where
+            the ranks are not spread evenly over hosts, the ring takes the route of `auto`, and `transport_reason` says
             why), or `auto`: two-level where possible, else the route planner decides for every linear layer.
         group: shards that are one operand of a product, from 1 to the number of ranks: a rank holds so many shards in
             each of two slots, in one if they are all. In linear layers cut along their outputs, MLPs, experts and

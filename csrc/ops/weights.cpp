@@ -67,6 +67,17 @@ Rows Weights::rows(int parameter, int owner, Half half, int owners) const {
   return {rows.first + part.first, part.count};
 }
 
+std::vector<Weights::Range> Weights::ranges(int parameter, const Step& step) const {
+  std::vector<Range> ranges;
+  int64_t place = 0;
+  for (const Step& part : step.ranges(executor_.ranks())) {
+    const Rows rows = this->rows(parameter, part);
+    if (rows.count > 0) ranges.push_back({place, rows.first, rows.count});
+    place += rows.count;
+  }
+  return ranges;
+}
+
 bool Weights::cut_alike(int parameter, int other) const {
   for (int owner = 0; owner < executor_.ranks(); ++owner) {
     if (rows(parameter, owner).count != rows(other, owner).count) return false;

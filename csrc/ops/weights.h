@@ -23,6 +23,16 @@ class Weights {
   // The rows of the shards of `owners` consecutive owners, or of a half of one, along the dimension that is cut.
   Rows rows(int parameter, int owner, Half half = Half::whole, int owners = 1) const;
   Rows rows(int parameter, const Step& step) const { return rows(parameter, step.owner, step.half, step.owners); }
+  // The rows of the shards of a step that are adjacent in the parameter, in the order of a slot: two ranges where the
+  // owners of a group wrap around. `place`: the first row in the shards.
+  struct Range {
+    int64_t place, first, count;
+  };
+  std::vector<Range> ranges(int parameter, const Step& step) const;
+  int64_t extent(int parameter, const Step& step) const {
+    const std::vector<Range> ranges = this->ranges(parameter, step);
+    return ranges.empty() ? 0 : ranges.back().place + ranges.back().count;
+  }
   bool cut_alike(int parameter, int other) const;
   // The part of `tensor`, which has the whole extent along its dimension `dim`, that belongs to the shard of `owner`.
   at::Tensor of(const at::Tensor& tensor, int64_t dim, int parameter, int owner, int owners = 1) const {

@@ -121,13 +121,13 @@ def test_gradients_in_fewer_bits(cases):
 def products(operation, ring, form):
     shards = operation.shards(ring.rank, ring.size)
     inputs = [x.requires_grad_() if x.is_floating_point() else x for x in operation.inputs(form, ring.rank, 0)]
-    counts = []
-    y = None
-    for run in (lambda: operation.rotated(shards, inputs, ring=ring), lambda: y.sum().backward()):
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            y = run()
-        counts.append(sum(event.name in ("aten::addmm", "aten::mm") for event in profiled.events()))
-    return tuple(counts)
+    with profile(activities=[ProfilerActivity.CPU]) as forward:
+        y = operation.rotated(shards, inputs, ring=ring)
+    with profile(activities=[ProfilerActivity.CPU]) as backward:
+        y.sum().backward()
+    return tuple(
+        sum(event.name in ("aten::addmm", "aten::mm") for event in each.events()) for each in (forward, backward)
+    )
 
 
 @on_ranks([2, 3, 4])

@@ -28,21 +28,11 @@ LinearShape linear_shape(const CrossEntropyShape& shape) {
   return {shape.vocabulary, shape.features, true, shape.transposed, shape.frozen};
 }
 
-// The rows of the vocabulary in the shards of a step: one range, or two where the owners of a group wrap around.
-std::vector<Rows> vocabulary_of(const Weights& head, const Step& step, int ranks) {
-  std::vector<Rows> found;
-  for (const Step& range : step.ranges(ranks)) {
-    const Rows rows = head.rows(kWeight, range);
-    if (rows.count > 0) found.push_back(rows);
-  }
-  return found;
-}
-
 // The vocabulary shards of the current step, and the computation of their logits.
 class VocabularyShard {
  public:
   VocabularyShard(const std::vector<at::Tensor>& shard, const Weights& head, const CrossEntropyShape& shape,
-                  const std::vector<Rows>& vocabulary, const at::Tensor& targets, const at::Tensor& buffer)
+                  const std::vector<Weights::Range>& vocabulary, const at::Tensor& targets, const at::Tensor& buffer)
       : shape_(shape),
         start_(vocabulary.front().first),
         targets_(targets),
@@ -102,10 +92,7 @@ struct LogitBuffer {
   LogitBuffer(const Weights& head, const Schedule& schedule, const at::Tensor& x, at::ScalarType sums) {
     int64_t most = 0;
     for (const Step& step : schedule.steps) {
-      int64_t columns = 0;
-      if (step.action != Action::compute) continue;
-      for (const Rows& rows : vocabulary_of(head, step, schedule.ranks)) columns += rows.count;
-      most = std::max(most, columns);
+      if (step.action == Action::compute) most = std::max(most, head.extent(kWeight, step));
     }
     const int64_t tokens = x.size(0);
     const auto element = static_cast<int64_t>(c10::elementSize(sums));
@@ -178,7 +165,7 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
     Execution pass(executor, schedule, std::move(bundle), std::nullopt, options.name + " forward");
     pass.wrap_groups();
     while (const Step* step = pass.next()) {
-      const std::vector<Rows> vocabulary = vocabulary_of(head, *step, executor.ranks());
+      const std::vector<Weights::Range> vocabulary = head.ranges(kWeight, *step);
       if (vocabulary.empty()) continue;
       const VocabularyShard shard(pass.weight(), head, shape, vocabulary, targets, buffer.memory);
       for (int64_t first = 0; first < tokens; first += buffer.tokens_at_once) {
@@ -248,7 +235,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
     pass.wrap_groups();
     at::Tensor first_chunk;  // first chunk of a shard: computed in its dgrad, reused in its wgrad
     while (const Step* step = pass.next()) {
-      const std::vector<Rows> vocabulary = vocabulary_of(head, *step, executor.ranks());
+      const std::vector<Weights::Range> vocabulary = head.ranges(kWeight, *step);
       if (vocabulary.empty()) continue;
       const VocabularyShard shard(pass.weight(), head, shape, vocabulary, targets, buffer.memory);
       // A wgrad that does not directly follow its dgrad recomputes the logits.

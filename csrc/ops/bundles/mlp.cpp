@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <map>
 
 #include "base/checks.h"
@@ -18,7 +19,6 @@ struct MlpWeights : Weights {
   MlpWeights(const Executor& executor, const RotationOptions& options, Pass pass, const MlpShape& shape,
              const std::vector<at::Tensor>& parameters)
       : Weights(executor, options, kMlp, pass, parameters),
-        ranks(executor.ranks()),
         up{shape.hidden_features, shape.in_features, true, shape.transposed, shape.frozen, /*in_mlp=*/true},
         down{shape.out_features, shape.hidden_features, false, shape.transposed, shape.frozen} {
     const ParameterFacts hidden{{shape.hidden_features}, 0, std::nullopt, weight_facts(up).group};
@@ -31,27 +31,11 @@ struct MlpWeights : Weights {
   }
 
   // The hidden features of the shards of a step.
-  int64_t features(const Step& step) const {
-    int64_t features = 0;
-    for (const Step& range : step.ranges(ranks)) features += rows(down_weight, range).count;
-    return features;
-  }
+  int64_t features(const Step& step) const { return extent(down_weight, step); }
   // A weight of some shards, as [out, in].
   at::Tensor matrix(const std::vector<at::Tensor>& shards, int weight) const {
     return outputs_first(as_stored(weight, shards[static_cast<size_t>(weight)]), weight == down_weight ? down : up);
   }
-  // Calls body(rows of `shards`, rows of the whole) for every range of the biases of down in the shards of a step.
-  template <typename Body>
-  void each_down_bias(const Step& step, Body&& body) const {
-    int64_t first = 0;
-    for (const Step& range : step.ranges(ranks)) {
-      const Rows part = rows(down_bias, range);
-      if (part.count > 0) body(Rows{first, part.count}, part);
-      first += part.count;
-    }
-  }
-
-  int ranks;
   LinearShape up, down;  // the gate has the shape of up
   int gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias;
 };
@@ -60,61 +44,49 @@ struct MlpWeights : Weights {
 class KeptColumns {
  public:
   KeptColumns(Executor& executor, const MlpWeights& layout, const RotationOptions& options)
-      : layout_(layout), columns_(static_cast<size_t>(executor.ranks())), layers_(layout.gate_weight < 0 ? 1 : 2) {
+      : layout_(layout), layers_(layout.gate_weight < 0 ? 1 : 2) {
     int64_t column = 0;
     for (const Step& step : products_of(executor, options, Pass::forward, layout.grouped(), /*wraps=*/true)) {
       const int64_t features = layout.features(step);
-      each_owner(step, [&](int owner, int64_t first, int64_t) {
-        columns_[static_cast<size_t>(owner)] = {column + first, column + (layers_ - 1) * features + first};
-      });
+      for (const Weights::Range& range : layout.ranges(layout.down_weight, step)) {
+        const int64_t gate = column + range.place;
+        parts_.push_back({range.first, range.count, gate, gate + (layers_ - 1) * features});
+      }
       column += layers_ * features;
     }
   }
 
   // Returns the values of a product of the forward.
   at::Tensor of(const at::Tensor& kept, const Step& step) const {
-    const Step first = step.ranges(layout_.ranks).front();
-    return kept.narrow(1, columns_[static_cast<size_t>(first.owner)].gate, layers_ * layout_.features(step));
+    const Weights::Range first = layout_.ranges(layout_.down_weight, step).front();
+    return kept.narrow(1, part_with(first.first).gate, layers_ * layout_.features(step));
   }
   // Calls body(first, count, gate, up) for the parts of a step's values that are adjacent: the first of its features,
   // their number, and the views of `kept`; without a gate, both are the same.
   template <typename Body>
   void each_part(const at::Tensor& kept, const Step& step, Body&& body) const {
-    Columns start{};
-    int64_t first = 0, count = 0;
-    const auto end = [&] {
-      if (count > 0) body(first, count, kept.narrow(1, start.gate, count), kept.narrow(1, start.up, count));
-    };
-    each_owner(step, [&](int owner, int64_t feature, int64_t features) {
-      const Columns& columns = columns_[static_cast<size_t>(owner)];
-      if (columns.gate != start.gate + count || columns.up != start.up + count) {
-        end();
-        start = columns, first = feature, count = 0;
-      }
-      count += features;
-    });
-    end();
-  }
-
- private:
-  struct Columns {
-    int64_t gate, up;
-  };
-  // Calls body(owner, first, count) with the features of every owner of a step, among those of the step.
-  template <typename Body>
-  void each_owner(const Step& step, Body&& body) const {
-    int64_t first = 0;
-    for (const Step& range : step.ranges(layout_.ranks)) {
-      for (int owner = range.owner; owner < range.owner + range.owners; ++owner) {
-        const int64_t count = layout_.rows(layout_.down_weight, owner).count;
-        body(owner, first, count);
-        first += count;
+    for (const Weights::Range& range : layout_.ranges(layout_.down_weight, step)) {
+      for (int64_t done = 0, count = 0; done < range.count; done += count) {
+        const Part& part = part_with(range.first + done);
+        const int64_t skipped = range.first + done - part.first;
+        count = std::min(part.count - skipped, range.count - done);
+        body(range.place + done, count, kept.narrow(1, part.gate + skipped, count),
+             kept.narrow(1, part.up + skipped, count));
       }
     }
   }
 
+ private:
+  struct Part {
+    int64_t first, count, gate, up;  // the features, and their first columns
+  };
+  const Part& part_with(int64_t feature) const {
+    return *std::find_if(parts_.begin(), parts_.end(),
+                         [&](const Part& part) { return feature >= part.first && feature < part.first + part.count; });
+  }
+
   const MlpWeights& layout_;
-  std::vector<Columns> columns_;  // by owner
+  std::vector<Part> parts_;
   int64_t layers_;
 };
 
@@ -249,9 +221,9 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
   while (const Step* step = pass.next()) {
     const auto shard = pass.weight();
     if (shape.down_bias) {
-      layout.each_down_bias(*step, [&](const Rows& from, const Rows& to) {
-        bias.narrow(0, to.first, to.count).copy_(shard[layout.down_bias].narrow(0, from.first, from.count));
-      });
+      for (const auto& [place, begin, count] : layout.ranges(layout.down_bias, *step)) {
+        bias.narrow(0, begin, count).copy_(shard[layout.down_bias].narrow(0, place, count));
+      }
     }
     const int64_t features = layout.features(*step);
     if (features == 0) continue;
@@ -324,10 +296,12 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
     const Gradients::Sums sums(gradients, pass);
     if (sums.wants(layout.down_bias)) {
       const at::Tensor out = sums.out(layout.down_bias), arrived = sums.arrived(layout.down_bias);
-      layout.each_down_bias(*step, [&](const Rows& to, const Rows& from) {
-        const auto of = [&](const at::Tensor& sum) { return sum.defined() ? sum.narrow(0, to.first, to.count) : sum; };
-        column_sum(of(out), of(arrived), dy.narrow(1, from.first, from.count), sums.scale());
-      });
+      for (const auto& [place, begin, count] : layout.ranges(layout.down_bias, *step)) {
+        const auto of = [place, count](const at::Tensor& sum) {
+          return sum.defined() ? sum.narrow(0, place, count) : sum;
+        };
+        column_sum(of(out), of(arrived), dy.narrow(1, begin, count), sums.scale());
+      }
     }
     if (empty) continue;
     const Slice& slice = hidden.at(step->owner);
