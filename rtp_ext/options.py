@@ -108,14 +108,15 @@ class RingOptions:
             NCCL), `ce+nccl` and `nccl+nccl` (on two levels), or `auto`: the first of `ce`, `ce+nccl`, `nccl+nccl`,
             `nccl`, or on CPUs of `shm`, `shm+tcp`, `tcp`, else `c10d`. `transport_reason` has the refused candidates.
         route: `ring` (every hop goes to the neighbour), `direct` (a shard comes directly from its owner), `gather`
-            (linear layers gather the whole weight first; other operations take the route that `auto` chooses),
-            `two-level` (shards rotate inside each host while every rank passes one on to the next host; where the
-            ranks are not spread evenly over hosts, the ring takes the route of `auto`, and `transport_reason` says
+            (operations that `group` applies to gather the whole weight first; others take the route that `auto`
+            chooses), `two-level` (shards rotate inside each host while every rank passes one on to the next host; where
+            the ranks are not spread evenly over hosts, the ring takes the route of `auto`, and `transport_reason` says
             why), or `auto`: two-level where possible, else the route planner decides for every linear layer.
         group: shards that are one operand of a product, from 1 to the number of ranks: a rank holds so many shards in
-            each of two slots, in one if they are all. In linear layers that are stored [out, in] and not in blocks;
-            other operations, and shards above `slot_cap`, are computed shard by shard, as None: 1. Not on route
-            two-level, not in place, and not with travel; of one group, prefetch sends nothing ahead.
+            each of two slots, in one if they are all. In linear layers cut along their outputs, MLPs, experts and
+            fused vocabulary heads, but for frozen blocks; other operations, and linear layers and heads whose shards
+            exceed `slot_cap`, are computed shard by shard, as None: 1. Not on route two-level, not in place, and not
+            with travel; of one group, prefetch sends nothing ahead.
         gradient_route: `chain` (a partial sum of each gradient travels from rank to rank), `direct` (each contribution
             goes straight to its owner, who adds them up in float32; not on route two-level), or `auto`: direct where
             gradients travel in fewer than 32 bits and every rank reaches every other as cheaply as its neighbour.

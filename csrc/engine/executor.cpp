@@ -228,7 +228,8 @@ std::byte* Execution::slot_start(Buffer buffer) const {
 
 Place Execution::place(Buffer buffer, int owner, int owners) const {
   const int shards = buffer.is_home() ? 1 : schedule_.slots(buffer.channel)[static_cast<size_t>(buffer.slot)];
-  return {owner, owners, shards, buffer.is_group() ? buffer.place(owner, executor_.ranks()) : 0};
+  const int ranks = executor_.ranks();
+  return {owner, owners, shards, buffer.is_group() ? buffer.place(owner + owners > ranks ? 0 : owner, ranks) : 0};
 }
 
 // The offset of a shard in the same buffer of another rank.
@@ -296,8 +297,8 @@ const Step* Execution::next() {
       } else {
         prefetch_next_pass();
         before_compute(step);
-        product_ = step.product(0, executor_.ranks());
-        products_left_ = step.products(executor_.ranks()) - 1;
+        product_ = wraps_ ? step : step.product(0, executor_.ranks());
+        products_left_ = wraps_ ? 0 : step.products(executor_.ranks()) - 1;
         return current_ = &product_;
       }
     }

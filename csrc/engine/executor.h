@@ -65,6 +65,7 @@ class Executor {
   // Makes all forwards take shards from `source`, without a hop. Backwards become errors.
   void take_from(std::shared_ptr<ShardSource> source) { pulls_.take_from(std::move(source)); }
   ShardPulls& pulls() { return pulls_; }
+  bool sourced() const { return pulls_.source() != nullptr; }
   // See Hops::meet. Hops between GPUs carry no token, and a rank alone has no neighbour to meet.
   void meet(const std::string& collective) {
     if (ranks_ == 1 || !streams().on_host() || transport_->loopback()) return;
@@ -177,6 +178,9 @@ class Execution {
   // arrive at their owner. No effect after the end.
   void finish();
 
+  // Makes a compute of a group whose owners wrap around one product, for operations to which their order is
+  // indifferent. Its shards are those of the step's owners, modulo the ranks, in the order of a slot: see Step::ranges.
+  void wrap_groups() { wraps_ = true; }
   // Sets the owners whose weights the pass will use, where it does not use all: shards without hops are then left out.
   void expect(std::vector<bool> owners) { sourced_.expect(std::move(owners)); }
 
@@ -237,6 +241,7 @@ class Execution {
   Step product_;  // the current compute, or the current one of its two products
   const Step* current_ = nullptr;
   int products_left_ = 0;
+  bool wraps_ = false;
   bool ended_ = false;
   std::array<int, 2> hop_index_{};
   PassHandle begun_;

@@ -17,7 +17,7 @@ struct LinearWeights : Weights {
   // `needed`: by layer, whether its weight travels; empty: all.
   LinearWeights(const Executor& executor, const RotationOptions& options, Pass pass, const LinearBundle& bundle,
                 const std::vector<at::Tensor>& parameters, const std::vector<bool>& needed = {})
-      : Weights(executor, options, kLinear, pass, parameters) {
+      : Weights(executor, options, kLinear, pass, parameters), bundle(bundle) {
     for (size_t layer = 0; layer < bundle.shapes.size(); ++layer) {
       const LinearShape& shape = bundle.shapes[layer];
       RTP_CHECK_VALUE(!shape.transposed || !shape.frozen, options.name, ": expected a frozen weight stored [out, in]");
@@ -26,6 +26,13 @@ struct LinearWeights : Weights {
     }
   }
 
+  // The weight of a layer in the shards of a pass, as [out, in].
+  at::Tensor matrix(const std::vector<at::Tensor>& shards, int64_t layer) const {
+    const int place = weight[static_cast<size_t>(layer)];
+    return outputs_first(as_stored(place, shards[index(place)]), bundle.shapes[static_cast<size_t>(layer)]);
+  }
+
+  const LinearBundle& bundle;
   std::vector<int> weight, bias;  // by layer
 };
 
@@ -70,7 +77,8 @@ class InputProjections {
       const int place = layers.weight[static_cast<size_t>(projections[k].layer)];
       if (used[k] && (places.empty() || places.back() != place)) places.push_back(place);
     }
-    if (members.size() < 2 || places.empty() || bundle.shapes[projections[members[0]].layer].transposed) return;
+    const bool apart = bundle.shapes[projections[members[0]].layer].transposed && !layers.grouped();
+    if (members.size() < 2 || places.empty() || apart) return;
     // a chunk of a shard, which is of a single layer, has other halves
     if (use.halves && places.size() > 1 && !layers.grouped()) halves = {Half::first, Half::second};
     JoinedColumns columns(projections.size());
@@ -226,7 +234,7 @@ class BundleBackward {
         const Overlap overlap(projection, part.rows(weight, step));
         const Overlap piece(projection, part.rows(weight, step.owner, half, step.owners));
         if (piece.rows == 0 || !dys_[k].defined()) continue;
-        const at::Tensor rows = outputs_first(shards[weights_.index(weight)], bundle_.shapes[projection.layer]);
+        const at::Tensor rows = weights_.matrix(shards, projection.layer);
         dys.push_back(group.columns(k, piece, dys_[k]));
         weights.push_back(rows.narrow(0, overlap.row + piece.column - overlap.column, piece.rows));
       }
@@ -318,7 +326,9 @@ int64_t copied_rows(const Executor& executor, const Weights& weights, const std:
     int64_t rows = 0;
     for (const int place : places) {
       const int64_t count = weights.rows(place, owner).count;
-      gaps = gaps || (place != places.back() && aligned(count * features * bytes) != count * features * bytes);
+      const bool ragged = weights.grouped() && count != weights.rows(place, 0).count;
+      gaps =
+          gaps || (place != places.back() && (ragged || aligned(count * features * bytes) != count * features * bytes));
       rows += count;
     }
     own = std::max(own, rows), all += rows;
@@ -382,7 +392,7 @@ std::vector<at::Tensor> linear_forward(Executor& executor, const std::vector<at:
           if (overlap.rows == 0) continue;
           const bool fused = bias >= 0 && !added[projection.layer].defined();
           ys.push_back(group.columns(k, overlap, outputs[k]));
-          rows.push_back(overlap.of_rows(outputs_first(shards[weight], bundle.shapes[projection.layer])));
+          rows.push_back(overlap.of_rows(layers.matrix(shards, projection.layer)));
           biases.push_back(fused ? overlap.of_rows(shards[bias]) : at::Tensor());
         }
         const at::Tensor& x = inputs[group.input];

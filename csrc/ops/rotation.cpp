@@ -43,7 +43,7 @@ const Schedule& forward_schedule(Executor& executor, const RotationOptions& opti
   return executor.schedule(schedule_options(executor, options, Pass::forward, &weights, permits));
 }
 
-std::vector<Step> products_of(Executor& executor, const RotationOptions& options, Pass pass, bool grouped) {
+std::vector<Step> products_of(Executor& executor, const RotationOptions& options, Pass pass, bool grouped, bool wraps) {
   std::vector<Step> products;
   if (!grouped) {
     for (Step step; static_cast<int>(products.size()) < executor.ranks(); products.push_back(step)) ++step.owner;
@@ -52,7 +52,8 @@ std::vector<Step> products_of(Executor& executor, const RotationOptions& options
   const Compute kind = pass == Pass::forward ? Compute::forward : Compute::dgrad;
   for (const Step& step : executor.schedule(schedule_options(executor, options, pass, nullptr, {false, true})).steps) {
     if (step.action != Action::compute || step.compute != kind) continue;
-    for (int index = 0; index < step.products(executor.ranks()); ++index) {
+    if (wraps) products.push_back(step);
+    for (int index = 0; !wraps && index < step.products(executor.ranks()); ++index) {
       products.push_back(step.product(index, executor.ranks()));
     }
   }

@@ -49,8 +49,9 @@ const Schedule& forward_schedule(Executor& executor, const RotationOptions& opti
                                  const Permits& permits = {});
 
 // Returns the products of a pass of an operation that permits groups if `grouped`, in the order of owners: as `owner`
-// and `owners` of steps.
-std::vector<Step> products_of(Executor& executor, const RotationOptions& options, Pass pass, bool grouped);
+// and `owners` of steps. `wraps`: see Execution::wrap_groups.
+std::vector<Step> products_of(Executor& executor, const RotationOptions& options, Pass pass, bool grouped,
+                              bool wraps = false);
 
 // The gradients that a backward pass computes, whether its weight gradients depend on its input gradients, and what the
 // operation permits.

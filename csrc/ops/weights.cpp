@@ -67,6 +67,17 @@ Rows Weights::rows(int parameter, int owner, Half half, int owners) const {
   return {rows.first + part.first, part.count};
 }
 
+std::vector<Weights::Range> Weights::ranges(int parameter, const Step& step) const {
+  std::vector<Range> ranges;
+  int64_t place = 0;
+  for (const Step& part : step.ranges(executor_.ranks())) {
+    const Rows rows = this->rows(parameter, part);
+    if (rows.count > 0) ranges.push_back({place, rows.first, rows.count});
+    place += rows.count;
+  }
+  return ranges;
+}
+
 bool Weights::cut_alike(int parameter, int other) const {
   for (int owner = 0; owner < executor_.ranks(); ++owner) {
     if (rows(parameter, owner).count != rows(other, owner).count) return false;
@@ -87,6 +98,7 @@ TensorLayout Weights::layout(int parameter, at::ScalarType dtype) const {
     layout.shapes.push_back(facts.shape);
     layout.shapes.back()[0] = first_rows(parameter, owner).count;
     layout.shapes.back()[facts.dim] = rows(parameter, owner).count;
+    if (turned(static_cast<size_t>(parameter))) std::swap(layout.shapes.back()[0], layout.shapes.back()[1]);
   }
   return layout;
 }
@@ -98,7 +110,8 @@ std::optional<ShardBundle> Weights::bundle() const {
   for (size_t place = 0; place < count(); ++place) {
     if (index_[place] < 0) continue;
     layouts.push_back(layout(static_cast<int>(place), rotation_.compute_dtype));
-    local.push_back(chunk(local_[static_cast<size_t>(index_[place])]));
+    const at::Tensor& own = local_[static_cast<size_t>(index_[place])];
+    local.push_back(turned(place) ? own.t() : chunk(own));
   }
   return travelling_weights(executor_, rotation_, std::move(layouts), std::move(local), facts_.kind.dims);
 }
@@ -114,7 +127,8 @@ RotationOptions Weights::options() const {
 
 bool Weights::groups() const {
   const bool plain = !quantizes(rotation_.travel, static_cast<int64_t>(c10::elementSize(rotation_.compute_dtype)));
-  return facts_.takes_groups() && (plain || executor_.ranks() == 1) && chunks().count == 1;
+  return facts_.takes_groups() && rotation_.route != Route::two_level && (plain || executor_.ranks() == 1) &&
+         chunks().count == 1;
 }
 
 Chunks Weights::chunks() const {
@@ -131,14 +145,16 @@ Weights Weights::chunk_of(const Chunks& cut, int64_t chunk) const {
 
 Gradients::Gradients(Executor& executor, const RotationOptions& rotation, const Weights& weights,
                      const std::vector<bool>& wanted)
-    : scale_(1.0 / executor.ranks()), options_(rotation), place_(weights.count(), -1) {
+    : executor_(executor), scale_(1.0 / executor.ranks()), options_(rotation), place_(weights.count(), -1) {
   for (size_t parameter = 0; parameter < weights.count(); ++parameter) {
     if (!wanted[parameter]) continue;
     const TensorLayout layout = weights.layout(static_cast<int>(parameter), rotation.reduce_dtype);
     RTP_CHECK_VALUE(!layout.frozen, rotation.name, ": expected no gradient of a frozen weight");
     place_[parameter] = static_cast<int>(local_.size());
     const at::TensorOptions options = at::TensorOptions().dtype(rotation.local_dtype()).device(executor.device());
-    local_.push_back(executor.results().empty(layout.shapes[static_cast<size_t>(executor.rank())], options));
+    const std::vector<int64_t>& shape = layout.shapes[static_cast<size_t>(executor.rank())];
+    turned_.push_back(weights.turned(parameter));
+    local_.push_back(turned_.back() ? at::empty(shape, options) : executor.results().empty(shape, options));
   }
 }
 
@@ -155,7 +171,14 @@ std::optional<ShardBundle> Gradients::bundle(const Weights& weights) const {
 
 std::vector<at::Tensor> Gradients::result() const {
   std::vector<at::Tensor> result;
-  for (const int place : place_) result.push_back(place < 0 ? at::Tensor() : local_[static_cast<size_t>(place)]);
+  for (const int parameter : place_) {
+    const auto place = static_cast<size_t>(parameter);
+    at::Tensor gradient = parameter < 0 ? at::Tensor() : local_[place];
+    if (gradient.defined() && turned_[place]) {
+      gradient = executor_.results().of(gradient.t().contiguous(), gradient.scalar_type());
+    }
+    result.push_back(std::move(gradient));
+  }
   return result;
 }
 

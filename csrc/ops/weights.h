@@ -23,6 +23,16 @@ class Weights {
   // The rows of the shards of `owners` consecutive owners, or of a half of one, along the dimension that is cut.
   Rows rows(int parameter, int owner, Half half = Half::whole, int owners = 1) const;
   Rows rows(int parameter, const Step& step) const { return rows(parameter, step.owner, step.half, step.owners); }
+  // The rows of the shards of a step that are adjacent in the parameter, in the order of a slot: two ranges where the
+  // owners of a group wrap around. `place`: the first row in the shards.
+  struct Range {
+    int64_t place, first, count;
+  };
+  std::vector<Range> ranges(int parameter, const Step& step) const;
+  int64_t extent(int parameter, const Step& step) const {
+    const std::vector<Range> ranges = this->ranges(parameter, step);
+    return ranges.empty() ? 0 : ranges.back().place + ranges.back().count;
+  }
   bool cut_alike(int parameter, int other) const;
   // The part of `tensor`, which has the whole extent along its dimension `dim`, that belongs to the shard of `owner`.
   at::Tensor of(const at::Tensor& tensor, int64_t dim, int parameter, int owner, int owners = 1) const {
@@ -56,9 +66,18 @@ class Weights {
   }
   // The options of a pass. Chunks travel out of place, because the local shards of two ranks are cut differently.
   RotationOptions options() const;
-  // Whether the shards of several owners can be one operand. Chunks cannot: their rows are not those of one range.
+  // Whether the shards of several owners can be one operand, and are. Chunks cannot: their rows are not those of one
+  // range.
   bool groups() const;
-  bool grouped() const { return groups() && (rotation_.group > 1 || rotation_.route == Route::gather); }
+  bool grouped() const {
+    const bool requested = rotation_.group > 1 || rotation_.route == Route::gather;
+    return requested && executor_.ranks() > 1 && !executor_.sourced() && groups();
+  }
+  // Whether a weight travels transposed, see OperationFacts::turns. as_stored() returns its shards as they are stored.
+  bool turned(size_t parameter) const { return facts_.turns(parameter) && grouped(); }
+  at::Tensor as_stored(int parameter, const at::Tensor& shards) const {
+    return shards.defined() && turned(static_cast<size_t>(parameter)) ? shards.t() : shards;
+  }
 
   size_t count() const { return facts_.parameters.size(); }
 
@@ -103,8 +122,8 @@ class Gradients {
         : gradients_(gradients), in_(pass.gradient_in()), out_(pass.gradient_out()) {}
 
     bool wants(int parameter) const { return gradients_.wants(parameter); }
-    at::Tensor out(int parameter) const { return out_[gradients_.index(parameter)]; }
-    at::Tensor arrived(int parameter) const { return in_.empty() ? at::Tensor() : in_[gradients_.index(parameter)]; }
+    at::Tensor out(int parameter) const { return gradients_.as_stored(parameter, out_); }
+    at::Tensor arrived(int parameter) const { return gradients_.as_stored(parameter, in_); }
     double scale() const { return gradients_.scale(); }
 
    private:
@@ -112,16 +131,22 @@ class Gradients {
     std::vector<at::Tensor> in_, out_;
   };
 
-  // Returns this rank's gradient of every parameter; undefined if not needed.
+  // Returns this rank's gradient of every parameter, after the pass; undefined if not needed.
   std::vector<at::Tensor> result() const;
 
  private:
-  size_t index(int parameter) const { return static_cast<size_t>(place_[static_cast<size_t>(parameter)]); }
+  // One of the tensors of a pass, which are empty where a sum starts from zero.
+  at::Tensor as_stored(int parameter, const std::vector<at::Tensor>& travelling) const {
+    const auto place = static_cast<size_t>(place_[static_cast<size_t>(parameter)]);
+    return travelling.empty() ? at::Tensor() : turned_[place] ? travelling[place].t() : travelling[place];
+  }
 
+  Executor& executor_;
   double scale_;
   const RotationOptions& options_;
   std::vector<int> place_;  // by parameter: place of its gradient among those that travel; -1: not needed
   std::vector<at::Tensor> local_;
+  std::vector<bool> turned_;  // whether it is transposed: it travels and is summed so
 };
 
 }  // namespace rtp

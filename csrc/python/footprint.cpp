@@ -31,6 +31,7 @@ void bind_footprint(py::module_& m) {
       .def_readonly("key", &OperationKind::key)
       .def_readonly("bundle", &OperationKind::bundle)
       .def_readonly("late", &OperationKind::late)
+      .def_readonly("groups", &OperationKind::groups)
       .def_readonly("dgrad", &OperationKind::dgrad)
       .def_readonly("captured", &OperationKind::captured)
       .def_readonly("dims", &OperationKind::dims);

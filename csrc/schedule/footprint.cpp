@@ -23,13 +23,14 @@ int64_t numbers_of(std::vector<int64_t> shard, const Chunks& chunks, int64_t chu
   return product(shard);
 }
 
-// How the shards of a pass travel. Frozen blocks travel as they are stored.
-Movement movement_of(const OperationFacts& operation, const StepSize& step, Pass pass) {
+// How the shards of a pass travel. Frozen blocks travel as they are stored; those that turn are copied first.
+Movement movement_of(const OperationFacts& operation, const StepSize& step, const ScheduleOptions& options) {
   Movement movement = step.movement;
   movement.cast = false;
   for (size_t place = 0; place < operation.parameters.size(); ++place) {
-    if (!operation.travels(place, pass) || operation.parameters[place].frozen) continue;
-    movement.cast = movement.cast || step.movement.cast || step.quantizes_weight(operation, place);
+    if (!operation.travels(place, options.pass) || operation.parameters[place].frozen) continue;
+    const bool turned = options.group > 1 && operation.turns(place);
+    movement.cast = movement.cast || step.movement.cast || step.quantizes_weight(operation, place) || turned;
   }
   return movement;
 }
@@ -44,13 +45,13 @@ ScheduleOptions pass_options(const OperationFacts& operation, const StepSize& st
   }
   ScheduleOptions options;
   options.pass = pass;
-  const bool groups =
-      alone && operation.takes_groups() && !(step.ranks > 1 && quantizes(step.travel, step.compute_bytes));
+  const bool groups = alone && operation.takes_groups() && step.route != Route::two_level &&
+                      !(step.ranks > 1 && quantizes(step.travel, step.compute_bytes));
   options.route = !groups && step.route == Route::gather ? Route::direct : step.route;
   options.group = groups ? step.group : 1;
   options.hosts = step.hosts;
   options.in_place = step.in_place && alone && weights && step.route != Route::gather && options.group == 1;
-  options.in_place = options.in_place && movement_of(operation, step, pass).in_place();
+  options.in_place = options.in_place && movement_of(operation, step, options).in_place();
   options.dgrad = weights;
   options.wgrad = forward || gradients;
   options.bundle = operation.kind.bundle && !forward;
@@ -187,8 +188,8 @@ class Walk {
       int64_t& most = small_[{hop.channel, hop.from}];
       most = std::max(most, std::min(bytes, kMostSmall));  // the last shard or half a gradient may be small
     }
-    pass.staged =
-        pass.weight && known.uses_home && movement_of(operation, step_, kind).staged(known.hops(Channel::weight) > 0);
+    pass.staged = pass.weight && known.uses_home &&
+                  movement_of(operation, step_, known.options).staged(known.hops(Channel::weight) > 0);
     for (size_t position = 0; position < known.steps.size() && !pass.freed; ++position) {
       if (known.steps[position].action == Action::compute) pass.freed = freed_before(known, position, pass.staged);
     }

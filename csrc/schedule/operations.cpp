@@ -84,8 +84,8 @@ bool OperationFacts::late() const {
 }
 
 bool OperationFacts::takes_groups() const {
-  return kind.groups && std::all_of(parameters.begin(), parameters.end(),
-                                    [](const ParameterFacts& each) { return each.dim == 0 && !each.frozen; });
+  return kind.groups && std::none_of(parameters.begin(), parameters.end(),
+                                     [](const ParameterFacts& each) { return each.frozen.has_value(); });
 }
 
 Chunks OperationFacts::chunks(int ranks, int64_t element_bytes, int64_t cap) const {

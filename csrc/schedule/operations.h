@@ -55,7 +55,7 @@ struct OperationKind {
   bool bundle = false;      // gradients of parameters need results of the gradients of inputs
   bool late = false;        // gradients of parameters may arrive after the pass: no code of it reads them
   bool dgrad = true;        // inputs have gradients, which need the weights
-  bool groups = false;      // shards of weights that are cut along dimension 0 can be one operand
+  bool groups = false;      // shards of several owners can be one operand
   bool captured = false;    // CUDA graphs can repeat its passes: their launches follow from shapes alone
   size_t chunked_dims = 0;  // a single weight above the slot cap travels in chunks of rows, if cut along one of these
   size_t dims = 2;          // of a weight; biases have fewer
@@ -65,9 +65,9 @@ inline constexpr OperationKind kOperations[] = {
     {.key = "linear", .late = true, .groups = true, .captured = true, .chunked_dims = 1},
     {.key = "partial linear", .late = true, .captured = true},
     {.key = "embedding", .dgrad = false, .chunked_dims = 2},
-    {.key = "mlp", .bundle = true, .late = true, .captured = true},
-    {.key = "linear cross-entropy", .bundle = true, .chunked_dims = 1},
-    {.key = "experts", .bundle = true, .dims = 3},
+    {.key = "mlp", .bundle = true, .late = true, .groups = true, .captured = true},
+    {.key = "linear cross-entropy", .bundle = true, .groups = true, .chunked_dims = 1},
+    {.key = "experts", .bundle = true, .groups = true, .dims = 3},
     {.key = "flyweight", .bundle = true},
 };
 
@@ -109,6 +109,8 @@ struct OperationFacts {
   bool has_gradient(size_t parameter) const { return parameters[parameter].trained && !parameters[parameter].frozen; }
   bool late() const;  // whether its gradients may arrive after the pass
   bool takes_groups() const;
+  // Whether a parameter travels transposed in groups, so that shards of consecutive owners are adjacent rows.
+  bool turns(size_t parameter) const { return parameters[parameter].dim == 1; }
   // `element_bytes`: of the widest number that travels.
   Chunks chunks(int ranks, int64_t element_bytes, int64_t cap) const;
 };

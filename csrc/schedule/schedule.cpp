@@ -352,6 +352,12 @@ Step Step::product(int index, int ranks) const {
   return part;
 }
 
+std::vector<Step> Step::ranges(int ranks) const {
+  std::vector<Step> ranges;
+  for (int index = products(ranks); index-- > 0;) ranges.push_back(product(index, ranks));
+  return ranges;
+}
+
 std::vector<Access> reads(const Step& step, int ranks) {
   std::vector<Access> accesses;
   if (step.action == Action::compute) {

@@ -102,6 +102,8 @@ struct Step {
   // from the first one on. Returns one of the products(ranks), with consecutive owners.
   int products(int ranks) const { return owners < ranks && owner + owners > ranks ? 2 : 1; }
   Step product(int index, int ranks) const;
+  // Returns these products in the order in which their shards lie in a slot.
+  std::vector<Step> ranges(int ranks) const;
 };
 
 // One use of a buffer. `part`: in the slot of a group, the place; in a local tensor that travels in halves, the half;

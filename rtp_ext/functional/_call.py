@@ -43,11 +43,12 @@ class OperationPlan:
     derived: Any = None  # result of `derive`
     late: bool = False  # gradients may arrive after the pass
     by_rows: bool = False  # rows of a table travel, and not its shards
+    takes_groups: bool = False  # several shards can be one operand
     storages: list[tuple[int, int]] | None = None  # address and bytes of local shards that can hold the largest shard
 
     def plan(self, ring: Ring, tokens: int | None) -> None:
         """Chooses the routes of weights and gradients for `tokens`, the largest number on any rank; None: unknown."""
-        route, halves = ring.hop_route, False
+        route, halves = "gather" if ring.gate.gathers and self.takes_groups else ring.hop_route, False
         if isinstance(self.size, TableSize):
             self.by_rows = ring.gate.plan_table(self.name, tokens, self.size).by_rows
         elif self.size is not None:
@@ -347,6 +348,8 @@ def _agree(
     arrives = ring.gradients.local_dtype(ring.hop_route, call.reduce_dtype)
     unread = all(isinstance(param.tensor, DTensor) and param.tensor.dtype == arrives for param in params)
     ready.late = late and unread and bool(ring.options.late_gradients)
+    in_blocks = any(frozen_of(param.tensor) is not None for param in params)
+    ready.takes_groups = _native.operation_kind(key[0]).groups and not in_blocks
     ready.plan(ring, most)
     return ready
 

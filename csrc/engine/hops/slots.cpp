@@ -151,7 +151,8 @@ at::Tensor ShardBundle::in_slot(const at::Tensor& memory, const Place& place, si
   const TensorLayout& layout = layouts[index];
   int64_t bytes = layout.bytes(place.first);
   std::vector<int64_t> shape = layout.wire_shape(place.first);
-  for (int owner = place.first + 1; owner < place.first + place.owners; ++owner) {
+  for (int each = 1; each < place.owners; ++each) {
+    const int owner = (place.first + each) % static_cast<int>(layout.shapes.size());
     const std::vector<int64_t> more = layout.wire_shape(owner);
     RTP_ASSERT(!layout.quantized() && std::equal(shape.begin() + 1, shape.end(), more.begin() + 1, more.end()),
                "the shards of a group must differ in rows only");
@@ -190,7 +191,7 @@ void ShardBundle::stage(Streams& streams, const at::Tensor& memory, int rank) {
 
 bool ShardBundle::cast() const {
   for (size_t index = 0; index < layouts.size(); ++index) {
-    if (layouts[index].casts(local[index].scalar_type())) return true;
+    if (layouts[index].casts(local[index].scalar_type()) || !local[index].is_contiguous()) return true;
   }
   return false;
 }

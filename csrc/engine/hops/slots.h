@@ -44,8 +44,8 @@ struct TensorLayout {
 // lie side by side and are one operand of a product, as long as their bytes are a multiple of what a tensor is aligned
 // to. In a slot of several shards, the rows of consecutive owners are contiguous for each tensor.
 
-// Some shards in a slot: those of `owners` owners from `first` on. In a slot of several shards, they lie from `place`
-// on.
+// Some shards in a slot: those of `owners` owners from `first` on, modulo the ranks. In a slot of several shards, they
+// lie from `place` on.
 struct Place {
   int first;
   int owners = 1;
@@ -73,7 +73,7 @@ struct ShardBundle {
   // Copies the local tensors into `memory`, in the layout of a slot, cast or quantized, and replaces them with the
   // copies. Undefined tensors are not copied.
   void stage(Streams& streams, const at::Tensor& memory, int rank);
-  bool cast() const;  // whether a local tensor differs from its travel format
+  bool cast() const;  // whether a local tensor differs from its travel format, or is a transposed view
 
   // Returns the bundle of one half of the rows of every shard.
   ShardBundle rows(Half half, int rank) const;

@@ -21,14 +21,32 @@ constexpr int64_t kLogitBytes = int64_t{64} << 20;
 constexpr int64_t kLeastRows = 128;
 constexpr int64_t kLeastChunks = 4;
 
-// The vocabulary shard of the current step, and the computation of its logits.
+constexpr OperationKind kCrossEntropy = operation_kind("linear cross-entropy");
+constexpr int kWeight = 0, kBias = 1;
+
+LinearShape linear_shape(const CrossEntropyShape& shape) {
+  return {shape.vocabulary, shape.features, true, shape.transposed, shape.frozen};
+}
+
+// The vocabulary shards of the current step, and the computation of their logits.
 class VocabularyShard {
  public:
-  VocabularyShard(const std::vector<at::Tensor>& shard, const CrossEntropyShape& shape, int64_t start,
-                  const at::Tensor& buffer)
-      : shape_(shape), start_(start), buffer_(buffer) {
-    weight_ = gemm_operand(outputs_first(shard[0], shape.transposed ? kTransposed : kStored));
-    if (shape.bias) bias_ = shard[1].to(buffer.scalar_type());
+  VocabularyShard(const std::vector<at::Tensor>& shard, const Weights& head, const CrossEntropyShape& shape,
+                  const std::vector<Weights::Range>& vocabulary, const at::Tensor& targets, const at::Tensor& buffer)
+      : shape_(shape),
+        start_(vocabulary.front().first),
+        targets_(targets),
+        ignore_index_(shape.ignore_index),
+        buffer_(buffer) {
+    weight_ = gemm_operand(outputs_first(head.as_stored(kWeight, shard[kWeight]), linear_shape(shape)));
+    if (shape.bias) bias_ = shard[kBias].to(buffer.scalar_type());
+    if (vocabulary.size() == 1) return;
+    // Columns of two ranges, the first from 0 on: targets become columns; those between have none.
+    const int64_t before = vocabulary[0].count, after = vocabulary[1].first;
+    const at::Tensor outside = targets.ge(before).logical_and_(targets.lt(after));
+    targets_ = targets.add(targets.ge(after), before - after).masked_fill_(outside, size());
+    targets_.masked_fill_(targets.eq(shape.ignore_index), kIgnored);
+    ignore_index_ = kIgnored;
   }
 
   const at::Tensor& weight() const { return weight_; }
@@ -39,29 +57,23 @@ class VocabularyShard {
     return operand.is_cpu() ? operand.to(buffer_.scalar_type()) : operand;
   }
 
-  // Returns the logits [rows, size] of x [rows, features], in the buffer.
-  LogitChunk logits(const at::Tensor& x, const at::Tensor& targets) const {
+  // Returns the logits [rows, size] of the tokens x [rows, features] from `first` on, in the buffer.
+  LogitChunk logits(const at::Tensor& x, int64_t first) const {
     const int64_t stride = aligned_stride(size(), static_cast<int64_t>(buffer_.element_size()));
     const at::Tensor z = buffer_.narrow(0, 0, x.size(0) * stride).view({x.size(0), stride}).narrow(1, 0, size());
     gemm(z, bias_, gemm_operand(x), weight_.t());
-    return {z, targets, start_, shape_.ignore_index, shape_.soft_cap};
+    return {z, targets_.narrow(0, first, x.size(0)), start_, ignore_index_, shape_.soft_cap};
   }
 
  private:
-  inline static const LinearShape kStored{};
-  inline static const LinearShape kTransposed{.transposed = true};
+  static constexpr int64_t kIgnored = -1;
 
   const CrossEntropyShape& shape_;
   int64_t start_;
+  at::Tensor targets_;
+  int64_t ignore_index_;
   at::Tensor buffer_, weight_, bias_;
 };
-
-constexpr OperationKind kCrossEntropy = operation_kind("linear cross-entropy");
-constexpr int kWeight = 0, kBias = 1;
-
-LinearShape linear_shape(const CrossEntropyShape& shape) {
-  return {shape.vocabulary, shape.features, true, shape.transposed, shape.frozen};
-}
 
 Weights head_weights(const Executor& executor, const RotationOptions& options, Pass pass,
                      const CrossEntropyShape& shape, const std::vector<at::Tensor>& parameters) {
@@ -75,10 +87,14 @@ Weights head_weights(const Executor& executor, const RotationOptions& options, P
   return head;
 }
 
-// The memory for the logits of a shard, or of a chunk of it, for some tokens at once.
+// The memory for the logits of a product, with one shard or a group, or a chunk of a shard, for some tokens at once.
 struct LogitBuffer {
-  LogitBuffer(const Weights& head, const at::Tensor& x, at::ScalarType sums) {
-    const int64_t most = head.rows(kWeight, 0).count, tokens = x.size(0);
+  LogitBuffer(const Weights& head, const Schedule& schedule, const at::Tensor& x, at::ScalarType sums) {
+    int64_t most = 0;
+    for (const Step& step : schedule.steps) {
+      if (step.action == Action::compute) most = std::max(most, head.extent(kWeight, step));
+    }
+    const int64_t tokens = x.size(0);
     const auto element = static_cast<int64_t>(c10::elementSize(sums));
     const int64_t row = std::max<int64_t>(most, 1) * element;
     tokens_at_once = std::max(std::min(kLogitBytes / row, (tokens + kLeastChunks - 1) / kLeastChunks), kLeastRows);
@@ -143,19 +159,19 @@ CrossEntropyResult cross_entropy_forward(Executor& executor, const at::Tensor& x
   const at::Tensor total = shape.label_smoothing > 0 ? at::zeros({tokens}, sums) : at::Tensor();
 
   whole.each_chunk([&](const Weights& head) {
-    const LogitBuffer buffer(head, x, accumulation_dtype(options.compute_dtype));
     ShardBundle bundle = *head.bundle();
-    const Schedule& schedule = forward_schedule(executor, head.options(), bundle);
+    const Schedule& schedule = forward_schedule(executor, head.options(), bundle, {.groups = head.grouped()});
+    const LogitBuffer buffer(head, schedule, x, accumulation_dtype(options.compute_dtype));
     Execution pass(executor, schedule, std::move(bundle), std::nullopt, options.name + " forward");
+    pass.wrap_groups();
     while (const Step* step = pass.next()) {
-      const Rows vocabulary = head.rows(kWeight, step->owner);
-      if (vocabulary.count == 0) continue;
-      const VocabularyShard shard(pass.weight(), shape, vocabulary.first, buffer.memory);
+      const std::vector<Weights::Range> vocabulary = head.ranges(kWeight, *step);
+      if (vocabulary.empty()) continue;
+      const VocabularyShard shard(pass.weight(), head, shape, vocabulary, targets, buffer.memory);
       for (int64_t first = 0; first < tokens; first += buffer.tokens_at_once) {
         const int64_t rows = std::min(buffer.tokens_at_once, tokens - first);
         const auto of = [&](const at::Tensor& per_token) { return per_token.narrow(0, first, rows); };
-        add_logits(shard.logits(of(x), of(targets)),
-                   {of(most), of(scaled), of(hit), total.defined() ? of(total) : total});
+        add_logits(shard.logits(of(x), first), {of(most), of(scaled), of(hit), total.defined() ? of(total) : total});
       }
     }
   });
@@ -199,7 +215,7 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
   };
   // Returns the gradient of the logits of one chunk, [rows, size].
   const auto gradient_of_logits = [&](const VocabularyShard& shard, int64_t first) {
-    return logit_gradient(shard.logits(of(x, first), of(targets, first)),
+    return logit_gradient(shard.logits(of(x, first), first),
                           {of(most, first), of(factor, first), of(g, first), shape.label_smoothing, everywhere},
                           options.compute_dtype);
   };
@@ -208,18 +224,20 @@ std::vector<at::Tensor> cross_entropy_backward(Executor& executor, const at::Ten
   };
 
   whole.each_chunk([&](const Weights& head) {
-    const LogitBuffer buffer(head, x, sum_dtype);
-    tokens_at_once = buffer.tokens_at_once;
     std::optional<ShardBundle> weights = head.bundle(), travelling = gradients.bundle(head);
-    const BackwardNeeds needs{.wgrad = gradients.any(), .bundle = kCrossEntropy.bundle};
+    const BackwardNeeds needs{
+        .wgrad = gradients.any(), .bundle = kCrossEntropy.bundle, .permits = {.groups = head.grouped()}};
     const Schedule& schedule = backward_schedule(executor, head.options(), weights, needs);
+    const LogitBuffer buffer(head, schedule, x, sum_dtype);
+    tokens_at_once = buffer.tokens_at_once;
     Execution pass(executor, schedule, std::move(weights), std::move(travelling), options.name + " backward");
     const std::vector<bool> is_separate = separate_wgrads(schedule);
+    pass.wrap_groups();
     at::Tensor first_chunk;  // first chunk of a shard: computed in its dgrad, reused in its wgrad
     while (const Step* step = pass.next()) {
-      const Rows vocabulary = head.rows(kWeight, step->owner);
-      if (vocabulary.count == 0) continue;
-      const VocabularyShard shard(pass.weight(), shape, vocabulary.first, buffer.memory);
+      const std::vector<Weights::Range> vocabulary = head.ranges(kWeight, *step);
+      if (vocabulary.empty()) continue;
+      const VocabularyShard shard(pass.weight(), head, shape, vocabulary, targets, buffer.memory);
       // A wgrad that does not directly follow its dgrad recomputes the logits.
       const bool separate = is_separate[static_cast<size_t>(step->owner)];
       if (step->compute == Compute::dgrad) {

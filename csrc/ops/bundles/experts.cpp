@@ -36,11 +36,11 @@ struct ExpertsWeights : Weights {
   int up, up_bias, down, down_bias;
 };
 
-// The routed tokens of one shard's experts: rows [first, first + rows) in expert order.
+// The routed tokens of the experts of a step's shards: rows [first, first + rows) in expert order.
 class Group {
  public:
-  Group(const ExpertsResult& routed, const ExpertsWeights& cut, int owner, int64_t choices)
-      : expert_(cut.rows(cut.up, owner).first), experts_(cut.rows(cut.up, owner).count), starts_(routed.starts) {
+  Group(const ExpertsResult& routed, const ExpertsWeights& cut, const Step& step, int64_t choices)
+      : expert_(cut.rows(cut.up, step).first), experts_(cut.rows(cut.up, step).count), starts_(routed.starts) {
     first = starts_[expert_];
     rows = starts_[expert_ + experts_] - first;
     place = routed.order.narrow(0, first, rows);
@@ -48,7 +48,7 @@ class Group {
     ends_ = routed.ends.narrow(0, expert_, experts_);
   }
 
-  // Calls body(e, slice, count) for every expert of the shard; slice(tensor) returns the rows of expert e.
+  // Calls body(e, slice, count) for every expert of the shards; slice(tensor) returns the rows of expert e.
   template <typename Body>
   void each(Body&& body) const {
     for (int64_t e = 0; e < experts_; ++e) {
@@ -175,7 +175,7 @@ ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at:
   const at::Tensor factors = weights.reshape(-1).to(sums);
   if (keep) result.kept = at::empty({result.starts.back(), cut.up_rows}, x.options());
 
-  const Schedule& schedule = forward_schedule(executor, options, bundle);
+  const Schedule& schedule = forward_schedule(executor, options, bundle, {.groups = cut.grouped()});
   Execution pass(executor, schedule, std::move(bundle), std::nullopt, options.name + " forward");
   std::vector<bool> chosen;  // owners of experts that have tokens
   for (int owner = 0; owner < executor.ranks(); ++owner) {
@@ -184,7 +184,7 @@ ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at:
   }
   pass.expect(std::move(chosen));
   while (const Step* step = pass.next()) {
-    const Group group(result, cut, step->owner, index.size(1));
+    const Group group(result, cut, *step, index.size(1));
     if (group.rows == 0) continue;
     const auto shard = pass.weight();
     const at::Tensor room = keep ? result.kept.narrow(0, group.first, group.rows) : at::Tensor();
@@ -216,16 +216,15 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
   const at::Tensor dx = needs_x ? at::zeros({x.size(0), shape.features}, sum_options) : at::Tensor();
   const at::Tensor d_factors = needs_weights ? at::zeros({weights.numel()}, sum_options) : at::Tensor();
 
-  struct Slice {  // values of one shard's tokens, from its dgrad to its wgrad
+  struct Slice {  // values of the tokens of a step's experts, from its dgrad to its wgrad
     at::Tensor x, hidden, d_out, d_values;
   };
   std::map<int, Slice> slices;
-  const BackwardNeeds wanted{.wgrad = gradients.any(), .bundle = kExperts.bundle};
+  const BackwardNeeds wanted{.wgrad = gradients.any(), .bundle = kExperts.bundle, .permits = {.groups = cut.grouped()}};
   const Schedule& schedule = backward_schedule(executor, options, bundle, wanted);
   Execution pass(executor, schedule, std::move(bundle), gradients.bundle(cut), options.name + " backward");
   while (const Step* step = pass.next()) {
-    const int owner = step->owner;
-    const Group group(routed, cut, owner, choices);
+    const Group group(routed, cut, *step, choices);
     if (step->compute == Compute::dgrad) {
       if (group.rows == 0) continue;
       const auto shard = pass.weight();
@@ -254,7 +253,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
       }
       if (needs_x) dx.index_add_(0, group.token, group.product(d_values, shard[cut.up], shape.transposed).to(sums));
       if (gradients.any()) {
-        slices[owner] = {rows, hidden, d_rows.mul(factor).to(options.compute_dtype), d_values};
+        slices[step->owner] = {rows, hidden, d_rows.mul(factor).to(options.compute_dtype), d_values};
       }
       continue;
     }
@@ -286,12 +285,12 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
         column_sum(after, before, of(outputs), of_shard.scale());
       });
     };
-    const Slice slice = group.rows > 0 ? slices.at(owner) : Slice{};
+    const Slice slice = group.rows > 0 ? slices.at(step->owner) : Slice{};
     add_weight(cut.up, slice.d_values, slice.x);
     add_bias(cut.up_bias, slice.d_values);
     add_weight(cut.down, slice.d_out, slice.hidden);
     add_bias(cut.down_bias, slice.d_out);
-    slices.erase(owner);
+    slices.erase(step->owner);
   }
 
   std::vector<at::Tensor> result{

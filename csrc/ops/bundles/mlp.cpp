@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <map>
 
 #include "base/checks.h"
@@ -29,15 +30,64 @@ struct MlpWeights : Weights {
     down_bias = add({{shape.out_features}}, shape.down_bias);
   }
 
-  // The slice of the shard of `owner`, of hidden values that were kept.
-  at::Tensor slice(const at::Tensor& hidden, int owner) const {
-    const Rows part = rows(down_weight, owner);
-    const int64_t layers = gate_weight < 0 ? 1 : 2;
-    return hidden.narrow(1, layers * part.first, layers * part.count);
+  // The hidden features of the shards of a step.
+  int64_t features(const Step& step) const { return extent(down_weight, step); }
+  // A weight of some shards, as [out, in].
+  at::Tensor matrix(const std::vector<at::Tensor>& shards, int weight) const {
+    return outputs_first(as_stored(weight, shards[static_cast<size_t>(weight)]), weight == down_weight ? down : up);
   }
-
   LinearShape up, down;  // the gate has the shape of up
   int gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias;
+};
+
+// The columns of hidden values that the forward keeps: those of one of its products are adjacent, the gate's first.
+class KeptColumns {
+ public:
+  KeptColumns(Executor& executor, const MlpWeights& layout, const RotationOptions& options)
+      : layout_(layout), layers_(layout.gate_weight < 0 ? 1 : 2) {
+    int64_t column = 0;
+    for (const Step& step : products_of(executor, options, Pass::forward, layout.grouped(), /*wraps=*/true)) {
+      const int64_t features = layout.features(step);
+      for (const Weights::Range& range : layout.ranges(layout.down_weight, step)) {
+        const int64_t gate = column + range.place;
+        parts_.push_back({range.first, range.count, gate, gate + (layers_ - 1) * features});
+      }
+      column += layers_ * features;
+    }
+  }
+
+  // Returns the values of a product of the forward.
+  at::Tensor of(const at::Tensor& kept, const Step& step) const {
+    const Weights::Range first = layout_.ranges(layout_.down_weight, step).front();
+    return kept.narrow(1, part_with(first.first).gate, layers_ * layout_.features(step));
+  }
+  // Calls body(first, count, gate, up) for the parts of a step's values that are adjacent: the first of its features,
+  // their number, and the views of `kept`; without a gate, both are the same.
+  template <typename Body>
+  void each_part(const at::Tensor& kept, const Step& step, Body&& body) const {
+    for (const Weights::Range& range : layout_.ranges(layout_.down_weight, step)) {
+      for (int64_t done = 0, count = 0; done < range.count; done += count) {
+        const Part& part = part_with(range.first + done);
+        const int64_t skipped = range.first + done - part.first;
+        count = std::min(part.count - skipped, range.count - done);
+        body(range.place + done, count, kept.narrow(1, part.gate + skipped, count),
+             kept.narrow(1, part.up + skipped, count));
+      }
+    }
+  }
+
+ private:
+  struct Part {
+    int64_t first, count, gate, up;  // the features, and their first columns
+  };
+  const Part& part_with(int64_t feature) const {
+    return *std::find_if(parts_.begin(), parts_.end(),
+                         [&](const Part& part) { return feature >= part.first && feature < part.first + part.count; });
+  }
+
+  const MlpWeights& layout_;
+  std::vector<Part> parts_;
+  int64_t layers_;
 };
 
 void check_blocks(const MlpShape& shape, const RotationOptions& options) {
@@ -53,22 +103,24 @@ void check_blocks(const MlpShape& shape, const RotationOptions& options) {
 class FirstLayer {
  public:
   // `passes`: see joins(). `trained`: the pass writes the gradients of both.
-  FirstLayer(const Executor& executor, const MlpWeights& layout, const MlpShape& shape, const RotationOptions& options,
-             int64_t tokens, int64_t passes, bool trained)
+  FirstLayer(Executor& executor, const MlpWeights& layout, const MlpShape& shape, const RotationOptions& options,
+             Pass pass, int64_t tokens, int64_t passes, bool trained)
       : layout_(layout), gated_(shape.gated) {
-    int64_t shards = 0;
-    for (int owner = 0; owner < executor.ranks(); ++owner) shards += layout.rows(layout.up_weight, owner).count > 0;
+    int64_t products = 0;
+    for (const Step& step : products_of(executor, options, pass, layout.grouped(), /*wraps=*/true)) {
+      products += layout.features(step) > 0;
+    }
     const auto copied = [&](at::ScalarType dtype) {
       return copied_rows(executor, layout, weights(), shape.in_features, dtype, options);
     };
-    joined_ = gated_ && !shape.transposed &&
-              joins(shards, passes + trained, tokens, shape.in_features, 0,
+    joined_ = gated_ && (!shape.transposed || layout.grouped()) &&
+              joins(products, passes + trained, tokens, shape.in_features, 0,
                     copied(options.compute_dtype) + (trained ? copied(options.reduce_dtype) : 0));
   }
 
   void take(const std::vector<at::Tensor>& shard) {
     matrices_.clear(), biases_.clear();
-    for (const int place : weights()) matrices_.push_back(outputs_first(shard[place], layout_.up));
+    for (const int place : weights()) matrices_.push_back(layout_.matrix(shard, place));
     for (const int place : biases()) biases_.push_back(place < 0 ? at::Tensor() : shard[place]);
     if (joined_) biases_ = {joined_biases(std::move(biases_), matrices_)}, matrices_ = {joined_rows(matrices_)};
   }
@@ -123,7 +175,7 @@ class FirstLayer {
 
   const MlpWeights& layout_;
   bool gated_, joined_;
-  std::vector<at::Tensor> matrices_, biases_;  // of the shard, [rows, in_features] and [rows]
+  std::vector<at::Tensor> matrices_, biases_;  // of the shards of a step, [rows, in_features] and [rows]
 };
 
 // Returns the hidden values of an MLP without a gate, fused with their projection in one cuBLASLt call; undefined if
@@ -133,7 +185,7 @@ at::Tensor project_activated(const at::Tensor& x, const std::vector<at::Tensor>&
   at::Tensor value;
 #ifdef RTP_WITH_CUDA
   if (activation != Activation::gelu_tanh || !x.is_cuda()) return value;
-  const at::Tensor w = outputs_first(shard[layout.up_weight], layout.up);
+  const at::Tensor w = layout.matrix(shard, layout.up_weight);
   const at::Tensor bias = layout.up_bias >= 0 ? shard[layout.up_bias] : at::Tensor();
   value = at::empty({x.size(0), w.size(0)}, x.options());
   if (!gemm_epilogue(value, before, bias, x, w.t(), /*gelu_tanh=*/true)) value.reset();
@@ -158,19 +210,24 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
   if (keep) {
     result.kept = {executor.results().empty({rows, (shape.gated ? 2 : 1) * shape.hidden_features}, x.options())};
   }
-  FirstLayer first(executor, layout, shape, options, rows, /*passes=*/1, /*trained=*/false);
+  const KeptColumns columns(executor, layout, options);
+  FirstLayer first(executor, layout, shape, options, Pass::forward, rows, /*passes=*/1, /*trained=*/false);
   ProductSum sum(rows, shape.out_features, x.options());
   const at::Tensor bias = shape.down_bias ? at::empty({shape.out_features}, x.options()) : at::Tensor();
 
-  const Schedule& schedule = forward_schedule(executor, options, bundle);
+  const Schedule& schedule = forward_schedule(executor, options, bundle, {.groups = layout.grouped()});
   Execution pass(executor, schedule, std::move(bundle), std::nullopt, options.name + " forward");
+  pass.wrap_groups();
   while (const Step* step = pass.next()) {
-    const int owner = step->owner;
     const auto shard = pass.weight();
-    if (shape.down_bias) layout.of(bias, 0, layout.down_bias, owner).copy_(shard[layout.down_bias]);
-    const int64_t features = layout.rows(layout.down_weight, owner).count;
+    if (shape.down_bias) {
+      for (const auto& [place, begin, count] : layout.ranges(layout.down_bias, *step)) {
+        bias.narrow(0, begin, count).copy_(shard[layout.down_bias].narrow(0, place, count));
+      }
+    }
+    const int64_t features = layout.features(*step);
     if (features == 0) continue;
-    const at::Tensor room = keep ? layout.slice(result.kept[0], owner) : at::Tensor();
+    const at::Tensor room = keep ? columns.of(result.kept[0], *step) : at::Tensor();
     at::Tensor value;
     if (!shape.gated) value = project_activated(x, shard, layout, shape.activation, room);
     if (!value.defined()) {
@@ -178,7 +235,7 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
       const at::Tensor values = first.project(x, room, features);
       value = hidden_forward(shape.activation, first.up(values), first.gate(values));
     }
-    sum.add(value, outputs_first(shard[layout.down_weight], layout.down).t());
+    sum.add(value, layout.matrix(shard, layout.down_weight).t());
   }
   result.y = sum.result();
   if (bias.defined()) result.y.add_(bias);
@@ -201,41 +258,56 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
   struct Slice {
     at::Tensor value, d_values;
   };
-  std::map<int, Slice> hidden;  // by owner, from its dgrad to its wgrad
+  std::map<int, Slice> hidden;  // by first owner, from their dgrad to their wgrad
   const int64_t passes = (needs_x ? sum_passes(options.compute_dtype) : 0) + kept.empty();
   const bool trained = gradients.wants(layout.gate_weight) && gradients.wants(layout.up_weight);
-  FirstLayer first(executor, layout, shape, options, dy.size(0), passes, trained);
-  const BackwardNeeds needs{.wgrad = gradients.any(), .bundle = kMlp.bundle};
+  const KeptColumns columns(executor, layout, options);
+  FirstLayer first(executor, layout, shape, options, Pass::backward, dy.size(0), passes, trained);
+  const BackwardNeeds needs{.wgrad = gradients.any(), .bundle = kMlp.bundle, .permits = {.groups = layout.grouped()}};
   const Schedule& schedule = backward_schedule(executor, options, weights, needs);
   Execution pass(executor, schedule, std::move(weights), gradients.bundle(layout), options.name + " backward");
+  pass.wrap_groups();
   while (const Step* step = pass.next()) {
-    const int owner = step->owner;
-    const int64_t features = layout.rows(layout.down_weight, owner).count;
+    const int64_t features = layout.features(*step);
     const bool empty = features == 0;
     if (step->compute == Compute::dgrad) {
       if (empty) continue;
       const auto shard = pass.weight();
       first.take(shard);
-      const at::Tensor values = kept.empty() ? first.project(x, {}, features) : layout.slice(kept[0], owner);
       const at::Tensor d_value = at::empty({dy.size(0), features}, dy.options());
-      gemm(d_value, at::Tensor(), dy, outputs_first(shard[layout.down_weight], layout.down));
-      const at::Tensor d_values = at::empty(values.sizes(), dy.options());
-      hidden_backward(shape.activation, d_value, first.up(values), first.gate(values), first.up(d_values),
-                      first.gate(d_values));
+      gemm(d_value, at::Tensor(), dy, layout.matrix(shard, layout.down_weight));
+      const at::Tensor d_values = at::empty({dy.size(0), (shape.gated ? 2 : 1) * features}, dy.options());
+      const auto add_part = [&](int64_t begin, int64_t count, const at::Tensor& gate, const at::Tensor& up) {
+        const auto of = [&](const at::Tensor& all) { return all.defined() ? all.narrow(1, begin, count) : all; };
+        hidden_backward(shape.activation, of(d_value), up, shape.gated ? gate : at::Tensor(), of(first.up(d_values)),
+                        of(first.gate(d_values)));
+      };
+      if (kept.empty()) {
+        const at::Tensor values = first.project(x, {}, features);
+        add_part(0, features, first.gate(values), first.up(values));
+      } else {
+        columns.each_part(kept[0], *step, add_part);
+      }
       if (dx) first.add_dgrad(*dx, d_values);
-      if (gradients.any()) hidden[owner] = {d_value, d_values};
+      if (gradients.any()) hidden[step->owner] = {d_value, d_values};
       continue;
     }
 
     const Gradients::Sums sums(gradients, pass);
-    if (sums.wants(layout.down_bias) && layout.rows(layout.down_bias, owner).count > 0) {
-      add_bias_gradient(sums, layout.down_bias, layout.of(dy, 1, layout.down_bias, owner));
+    if (sums.wants(layout.down_bias)) {
+      const at::Tensor out = sums.out(layout.down_bias), arrived = sums.arrived(layout.down_bias);
+      for (const auto& [place, begin, count] : layout.ranges(layout.down_bias, *step)) {
+        const auto of = [place, count](const at::Tensor& sum) {
+          return sum.defined() ? sum.narrow(0, place, count) : sum;
+        };
+        column_sum(of(out), of(arrived), dy.narrow(1, begin, count), sums.scale());
+      }
     }
     if (empty) continue;
-    const Slice& slice = hidden.at(owner);
+    const Slice& slice = hidden.at(step->owner);
     add_weight_gradient(sums, layout.down_weight, layout.down, dy, slice.value);
     first.add_wgrad(sums, slice.d_values, x);
-    hidden.erase(owner);
+    hidden.erase(step->owner);
   }
 
   std::vector<at::Tensor> result{dx ? executor.results().of(dx->result(), options.compute_dtype) : at::Tensor()};

@@ -27,7 +27,7 @@ struct MlpShape {
 struct MlpResult {
   at::Tensor y;  // [M, out_features]
   // Hidden values before the activation, [M, hidden_features], or with a gate [M, 2 * hidden_features], where those of
-  // the gate and of up alternate by shards; or empty.
+  // the gate and of up alternate by products; or empty.
   std::vector<at::Tensor> kept;
 };
 

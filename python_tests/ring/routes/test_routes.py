@@ -14,7 +14,7 @@ from reference import TOLERANCE, assert_same, chunk, differs, full, random
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import rtp_ext
-from rtp_ext.functional import rotated_linear
+from rtp_ext.functional import rotated_linear, rotated_linear_cross_entropy
 
 WAYS = {
     "gather": {"route": "gather"},
@@ -107,20 +107,18 @@ def test_hops_and_slots():
 
 def test_what_cannot_be_gathered_rotates():
     ring = rtp_ext.Ring.emulated(3, route="gather")
-    weight = torch.ones(4, 5)  # [in, out of this rank]
-    assert rotated_linear(torch.ones(2, 4), weight, ring=ring, transposed=True).shape == (2, 15)
     assert rotated_linear(torch.ones(2, 15), torch.ones(4, 5), ring=ring, shard_dim=1).shape == (2, 4)
     assert not ring.gate.plans
     assert (ring.route, ring.hop_route) == ("gather", "ring")
 
 
 def test_what_takes_no_groups_is_computed_shard_by_shard():
-    """Transposed weights, cuts along the inputs, and pieces: no slot holds more than a shard."""
+    """Cuts along the inputs, and pieces: no slot holds more than a shard."""
     ring = rtp_ext.Ring.emulated(3, group=2)
-    for options, features in (({"transposed": True}, 4), ({"shard_dim": 1}, 15)):
-        rotated_linear(torch.ones(2, features), torch.ones(4, 5), ring=ring, **options)
+    rotated_linear(torch.ones(2, 15), torch.ones(4, 5), ring=ring, shard_dim=1)
     ring.slot_cap = 4 * 5 * 2
     rotated_linear(torch.ones(2, 5), torch.ones(4, 5), ring=ring)
+    rotated_linear_cross_entropy(torch.ones(2, 5), torch.ones(4, 5), torch.tensor([0, 11]), ring=ring)
     assert ring.slot_count("weight").peak_bytes <= 2 * 128
     control = rtp_ext.Ring.emulated(3, group=2)
     rotated_linear(torch.ones(2, 5), torch.ones(4, 5), ring=control)

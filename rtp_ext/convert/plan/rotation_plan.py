@@ -308,7 +308,7 @@ class RotationPlan:
         route = gradient_route = travel = reduce = None
         collective: int | None = 0
         if passes is not None and owned.moved == ROTATED:
-            route, _ = facts.route_of(passes.name, passes.is_planned)
+            route, _ = facts.route_of(passes)
             gradient_route = "direct" if facts.gradients.direct(route, passes.reduce_dtype) else "chain"
             bias = len(owned.shape) < passes.operation.kind.dims
             narrow = facts.travel == "int8" or (facts.travel == "bfloat16" and passes.compute_dtype.itemsize > 2)

@@ -35,7 +35,7 @@ class RingFacts:
         device: type of the device.
         emulated: whether one process emulates the ring.
         hop_route: `ring`, `direct` or `two-level`.
-        gathers: whether linear layers gather the whole weight (route `gather`).
+        gathers: whether operations that take groups gather the whole weight (route `gather`).
         hosts: the number of hosts; schedules of route two-level need it.
         gradients: their route, and the dtype in which they travel.
         travel: the dtype in which weights travel; None: the compute dtype.
@@ -154,15 +154,14 @@ class RingFacts:
             assumed=True,
         )
 
-    def route_of(self, name: str, planned: bool) -> tuple[str, bool]:
-        """Returns the route of an operation, and whether its gradients travel in halves. `planned`: the route planner
-        decides on it."""
-        if not planned:
-            return self.hop_route, False
-        for layer, route, halves in self.layer_routes:
-            if layer == name:
+    def route_of(self, passes: Passes) -> tuple[str, bool]:
+        """Returns the route of an operation, and whether its gradients travel in halves."""
+        for layer, route, halves in self.layer_routes if passes.is_planned else ():
+            if layer == passes.name:
                 return route, halves
-        return ("gather", False) if self.gathers else (self.hop_route, self.gradient_halves)
+        if self.gathers and passes.takes_groups:
+            return "gather", False
+        return self.hop_route, passes.is_planned and self.gradient_halves
 
     def by_rows(self, passes: Passes) -> bool:
         """Whether an operation is an embedding that sends rows."""
@@ -199,6 +198,11 @@ class Passes:
         """Whether the route planner decides on it."""
         return self.operation is Linears and not self.transposed and not self.in_blocks
 
+    @property
+    def takes_groups(self) -> bool:
+        """Whether several of its shards can be one operand."""
+        return self.operation.kind.groups and not self.in_blocks
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -220,7 +224,7 @@ def rotation_traffic(passes: Passes, parameters: Sequence[Any], facts: RingFacts
         return [Traffic(_pulled(each, passes, facts.pulls, facts.ranks)) for each in parameters]
     if facts.by_rows(passes):
         return [Traffic()] * len(parameters)
-    route, halves = facts.route_of(passes.name, passes.is_planned)
+    route, halves = facts.route_of(passes)
     direct = facts.gradients.direct(route, passes.reduce_dtype)
     sent = _native.traffic(
         _native.OperationFacts(passes.operation.key, parameters),
