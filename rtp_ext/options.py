@@ -137,11 +137,11 @@ class RingOptions:
             the forward or backward before. 2: of the next two layers, and of the first layers of a backward during the
             last ones of its forward, for ranks that run unevenly; takes a third weight slot, and a second staged copy
             where shards are cast. 0 turns it off.
-        gradient_halves: gradients of linear layers travel in two halves; None: where a gradient hop outlasts a dgrad.
-            Not on route two-level.
+        gradient_halves: gradients of linear layers and bundles travel in two halves, each a chain of its own; None:
+            those of linear layers, where a gradient hop outlasts a dgrad. Not on route two-level.
         late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
             each layer keeps its gradient slots until then. None: 1 where hops cross a network (a CPU ring over `tcp` or
-            `c10d`), else 0. On route two-level gradients arrive within the pass.
+            `c10d`), and on GPUs, but for `buffers='lean'` and graphs; else 0.
         travel: the dtype in which weights travel: None (the compute dtype), `bfloat16`, or `int8` (rounded to the
             nearest of 255 values in blocks of 128 numbers, each with a float32 scale: 1.03 bytes a number). The owner
             rounds once. Every rank, the owner included, dequantizes the weights before it computes, so that all

@@ -77,11 +77,11 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
     : executor_(executor),
       schedule_(schedule),
       weight_(std::move(weight)),
-      gradient_{std::move(gradient), std::nullopt, std::nullopt},
+      gradient_(std::move(gradient)),
       operation_(std::move(operation)) {
   executor_.check_alive(operation_);
   range_.begin([&] { return operation_; });
-  for (auto* bundle : {&weight_, &gradient_[0]}) {
+  for (auto* bundle : {&weight_, &gradient_}) {
     if (!*bundle) continue;
     const size_t layouts = (*bundle)->layouts.size(), most = executor_.transport().most_tensors();
     RTP_CHECK_VALUE(layouts <= most, operation_, ": expected at most ", most, " tensors that travel together, got ",
@@ -89,11 +89,6 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
     // Aliases outside autograd: weights that travel in place are restored before they can be read, so their version
     // must not change.
     for (at::Tensor& local : (*bundle)->local) local = local.variable_data();
-  }
-  if (schedule_.options.halves) {
-    for (const Half half : {Half::first, Half::second}) {
-      gradient_[static_cast<size_t>(half)] = bundle(Channel::gradient).rows(half, executor_.rank());
-    }
   }
   Streams& streams = executor_.streams();
   guarded([&] {
@@ -131,7 +126,7 @@ void Execution::use_prefetched(PrefetchedHop prefetched) {
   for (const EventHandle& event : prefetched.traced) {
     if (event) event->pass = begun_.traced;
   }
-  usage_[{Channel::weight, Buffer::kHome, Access::kAll}] = std::move(prefetched.local_usage);
+  usage_[kLocalWeight] = std::move(prefetched.local_usage);
 }
 
 void Execution::lease_slots() {
@@ -143,10 +138,10 @@ void Execution::lease_slots() {
     auto& slots = slots_[static_cast<size_t>(channel)];
     const std::vector<int>& shards = schedule_.slots(channel);
     for (size_t slot = slots.size(); slot < shards.size(); ++slot) {
-      const bool half = channel == Channel::gradient && schedule_.options.halves;
-      slots.push_back(pool.lease(channel, bundle(channel, half ? Half::first : Half::whole).slot_bytes(shards[slot])));
-      // The places of a group are followed one by one in this pass, but not those of earlier passes.
-      if (shards[slot] > 1) slots.back()->usage.wait_for_all(executor_.streams());
+      const bool halved = channel == Channel::gradient && schedule_.options.halves;
+      slots.push_back(pool.lease(channel, bundle(channel).slot_bytes(shards[slot], halved)));
+      // The parts of a slot are followed one by one in this pass, but not those of earlier passes.
+      if (shards[slot] > 1 || halved) slots.back()->usage.wait_for_all(executor_.streams());
     }
   }
 }
@@ -190,9 +185,8 @@ void Execution::prefetch_next_pass() {
   if (!freed) return;
   for (const int slot : freed->slots) give_back(slots_[0][static_cast<size_t>(slot)], Channel::weight);
   if (freed->staged) {
-    const Key local{Channel::weight, Buffer::kHome, Access::kAll};
-    staged_->usage = std::move(usage_[local]);
-    usage_.erase(local);
+    staged_->usage = std::move(usage_[kLocalWeight]);
+    usage_.erase(kLocalWeight);
     give_back(staged_, Channel::weight);
   }
   while (executor_.prefetcher_.expects()) executor_.prefetcher_.prefetch(begun_, position());
@@ -205,8 +199,8 @@ Execution::~Execution() {
   }
 }
 
-const ShardBundle& Execution::bundle(Channel channel, Half half) const {
-  const auto& bundle = channel == Channel::weight ? weight_ : gradient_[static_cast<size_t>(half)];
+const ShardBundle& Execution::bundle(Channel channel) const {
+  const auto& bundle = channel == Channel::weight ? weight_ : gradient_;
   RTP_ASSERT(bundle.has_value(), operation_, " moves a ", rtp::name(channel), " that it was not given");
   return *bundle;
 }
@@ -217,8 +211,8 @@ const std::shared_ptr<Slot>& Execution::slot(Buffer buffer) const {
 
 Usage& Execution::usage(const Access& access) {
   const Buffer& buffer = access.buffer;
-  if (!buffer.is_home() && !buffer.is_group()) return slot(buffer)->usage;
-  return usage_[{buffer.channel, buffer.slot, access.part}];
+  if (!buffer.is_home() && !buffer.has_parts()) return slot(buffer)->usage;
+  return usage_[{buffer.channel, buffer.slot, access.place, access.half}];
 }
 
 std::byte* Execution::slot_start(Buffer buffer) const {
@@ -235,18 +229,33 @@ Place Execution::place(Buffer buffer, int owner, int owners) const {
 // The offset of a shard in the same buffer of another rank.
 size_t Execution::remote_offset(Buffer buffer, int peer, Half half, int owner, size_t index) const {
   const Buffer there = buffer.moved(peer - executor_.rank(), executor_.ranks());
-  return static_cast<size_t>(bundle(buffer.channel, half).offset(place(there, owner), index));
+  const ShardBundle& bundle = this->bundle(buffer.channel);
+  if (buffer.halves == Halves::apart) return static_cast<size_t>(bundle.half_offset(half, index));
+  return static_cast<size_t>(bundle.offset(place(there, owner), index) +
+                             bundle.layouts[index].bytes_before(owner, half));
 }
 
 std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half, int owners) const {
   std::vector<at::Tensor> views;
   if (!buffer.exists()) return views;
-  const ShardBundle& bundle = this->bundle(buffer.channel, half);
+  const ShardBundle& bundle = this->bundle(buffer.channel);
   for (size_t index = 0; index < bundle.layouts.size(); ++index) {
-    views.push_back(buffer.is_home() ? bundle.local_view(owner, executor_.rank(), index)
-                                     : bundle.in_slot(slot(buffer)->memory, place(buffer, owner, owners), index));
+    if (buffer.is_home()) {
+      views.push_back(half_of(bundle.local_view(owner, executor_.rank(), index), half));
+    } else if (buffer.halves == Halves::apart) {
+      views.push_back(bundle.half_in_slot(slot(buffer)->memory, owner, half, index));
+    } else {
+      views.push_back(half_of(bundle.in_slot(slot(buffer)->memory, place(buffer, owner, owners), index), half));
+    }
   }
   return views;
+}
+
+std::vector<at::Tensor> Execution::pieces(Buffer buffer, int owner, Half half) const {
+  if (!buffer.halved() || half != Half::whole) return views(buffer, owner, half);
+  std::vector<at::Tensor> pieces = views(buffer, owner, Half::first);
+  for (at::Tensor& second : views(buffer, owner, Half::second)) pieces.push_back(std::move(second));
+  return pieces;
 }
 
 std::vector<at::Tensor> Execution::weight() {
@@ -383,8 +392,8 @@ void Execution::hop(const Step& step) {
 
 std::vector<std::vector<at::Tensor>> Execution::arrivals(const Step& step) const {
   std::vector<std::vector<at::Tensor>> arrivals;
-  for (Buffer from = step.send; from.slot < step.send.slot + step.count; ++from.slot) {
-    arrivals.push_back(views(from, step.send_owner, step.half));
+  for (int each = 0; each < step.count; ++each) {
+    arrivals.push_back(pieces(step.arrival(each), step.send_owner, step.half));
   }
   return arrivals;
 }
@@ -392,10 +401,11 @@ std::vector<std::vector<at::Tensor>> Execution::arrivals(const Step& step) const
 void Execution::copy_or_add(const Step& step) {
   before_compute(step);
   // The own contribution of a group goes home before it is rounded.
-  const bool wide = quantizer_ && step.action == Action::copy && step.send.is_group();
+  const bool own = step.send.is_group() && step.send.at == Buffer::kAnywhere;
+  const bool wide = quantizer_ && step.action == Action::copy && own;
   auto from = arrivals(step);
   if (wide) from = {quantizer_->views(place(step.send, step.send_owner))};
-  auto to = views(step.receive, step.receive_owner, step.half);
+  auto to = pieces(step.receive, step.receive_owner, step.half);
   dequantize_into(executor_.streams(), std::move(to), std::move(from), step.action == Action::add);
   after_compute(step);
 }
@@ -403,9 +413,16 @@ void Execution::copy_or_add(const Step& step) {
 // Leaves the last addition, together with the slots that its hop uses, until after the pass.
 void Execution::leave_late(const Step& step) {
   auto arriving = arrivals(step);
-  auto local = views(step.receive, step.receive_owner);
+  auto local = pieces(step.receive, step.receive_owner, step.half);
   auto& slots = slots_[static_cast<size_t>(Channel::gradient)];
-  executor_.late_.add({std::exchange(slots, {}), std::move(arriving), std::move(local), begun_, position(), step});
+  std::vector<Usage> uses;
+  for (auto& [key, usage] : usage_) {
+    if (std::get<0>(key) == Channel::gradient && std::get<1>(key) != Buffer::kHome) {
+      uses.push_back(std::exchange(usage, Usage()));
+    }
+  }
+  executor_.late_.add(
+      {std::exchange(slots, {}), std::move(uses), std::move(arriving), std::move(local), begun_, position(), step});
 }
 
 // Orders the compute stream after every hop except late ones, so that later work on it can use the local tensors,

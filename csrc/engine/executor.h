@@ -189,10 +189,11 @@ class Execution {
   std::vector<at::Tensor> gradient_out() const;
 
  private:
-  // key of a local tensor, or of a place in the slot of a group: see Access
-  using Key = std::tuple<Channel, int, int>;
+  // key of a local tensor, or of a part of a slot: see Access
+  using Key = std::tuple<Channel, int, int, Half>;
+  static constexpr Key kLocalWeight{Channel::weight, Buffer::kHome, 0, Half::whole};
 
-  const ShardBundle& bundle(Channel channel, Half half = Half::whole) const;
+  const ShardBundle& bundle(Channel channel) const;
   Usage& usage(const Access& access);
   void lease_slots();
   void give_back(std::shared_ptr<Slot>& slot, Channel channel);
@@ -213,7 +214,9 @@ class Execution {
   void before_compute(const Step& step);
   void after_compute(const Step& step);
   void hop(const Step& step);
-  // What the slots of a copying or adding step hold.
+  // The views of a whole or, where the halves may lie apart, of both halves.
+  std::vector<at::Tensor> pieces(Buffer buffer, int owner, Half half) const;
+  // What a copying or adding step takes.
   std::vector<std::vector<at::Tensor>> arrivals(const Step& step) const;
   void copy_or_add(const Step& step);
   void leave_late(const Step& step);
@@ -224,7 +227,7 @@ class Execution {
   Executor& executor_;
   const Schedule& schedule_;
   std::optional<ShardBundle> weight_;
-  std::array<std::optional<ShardBundle>, 3> gradient_;  // all rows, and its two halves if it travels in halves
+  std::optional<ShardBundle> gradient_;
   std::string operation_;
   std::optional<StreamsPass> streams_pass_;
   std::optional<SmCarveout> carveout_;

@@ -213,7 +213,7 @@ class BundleBackward {
     }
   }
 
-  bool halves() const { return options_.halves && !bundle_.shapes[0].transposed; }
+  bool halves() const { return options_.halves && !bundle_.shapes[0].transposed && !bundle_.shapes[0].frozen; }
 
   bool two_lanes(const Weights& part) const {
     const int multiprocessors = executor_.streams().multiprocessors();

@@ -72,7 +72,7 @@ const Schedule& backward_schedule(Executor& executor, const RotationOptions& opt
   schedule.dgrad = needs.dgrad;
   schedule.wgrad = needs.wgrad;
   schedule.bundle = needs.bundle;
-  schedule.halves = needs.halves;
+  schedule.halves = needs.halves || (needs.bundle && options.halves);
   schedule.late = options.late;
   schedule.receive_in_slots = !executor.transport().receives_anywhere();
   schedule.gradient_route = options.gradient_route;

@@ -20,7 +20,7 @@ struct RotationOptions {
   at::ScalarType compute_dtype = at::kFloat;  // dtype of computes; weights are cast to it before they travel
   at::ScalarType reduce_dtype = at::kFloat;   // dtype in which partial gradients travel
   int64_t slot_cap = 0;                       // maximum bytes of a slot; larger shards travel in chunks. 0: no limit
-  bool halves = false;                        // gradients of single linear layers travel in two halves
+  bool halves = false;                        // gradients of linear layers and bundles travel in two halves
   bool late = false;                          // a backward may end before the last gradient hop has arrived
   std::string name;                           // name of the module or function, for messages
   TravelFormat travel = TravelFormat::plain;  // travel format of weights, if it has fewer bits than the compute dtype
@@ -59,7 +59,7 @@ struct BackwardNeeds {
   bool dgrad = true;
   bool wgrad = true;
   bool bundle = false;
-  bool halves = false;
+  bool halves = false;  // it computes halves of gradients, and they are to travel so
   Permits permits = {};
 };
 const Schedule& backward_schedule(Executor& executor, const RotationOptions& options,

@@ -16,23 +16,27 @@ py::object buffer_name(const Buffer& buffer) {
   return py::str(concat(name(buffer.channel), " slot ", buffer.slot));
 }
 
-// The name of a buffer with the owners of its group, or its place: "weight slot 0 of 5 6 0", "gradient slot 2 at 1".
+// The name of a buffer with the owners of its group, or its place, or halves: "weight slot 0 of 5 6 0", "gradient slot
+// 2 at 1", "gradient home in halves".
 py::object group_name(const Buffer& buffer, int ranks) {
-  py::object named = buffer_name(buffer);
-  if (!buffer.exists() || !buffer.is_group()) return named;
-  if (buffer.at != Buffer::kAnywhere) return py::str(concat(py::cast<std::string>(named), " at ", buffer.at));
-  std::string text = py::cast<std::string>(named) + " of";
-  for (int each = 0; each < buffer.count; ++each) text += concat(' ', (buffer.first + each) % ranks);
-  return py::str(text);
+  if (!buffer.exists() || !buffer.has_parts()) return buffer_name(buffer);
+  auto text = py::cast<std::string>(buffer_name(buffer));
+  if (buffer.at != Buffer::kAnywhere) {
+    text += concat(" at ", buffer.at);
+  } else if (buffer.is_group()) {
+    text += " of";
+    for (int each = 0; each < buffer.count; ++each) text += concat(' ', (buffer.first + each) % ranks);
+  }
+  return py::str(text + (buffer.halved() ? " in halves" : ""));
 }
 
-// Names with the part, if an access covers only one: "weight slot 0 place 2", "gradient home first".
+// Names with the part, if an access covers only one: "weight slot 0 place 2", "gradient slot 1 place 0 first".
 std::vector<std::string> access_names(const std::vector<Access>& accesses) {
   std::vector<std::string> names;
   for (const Access& access : accesses) {
     std::string text = py::cast<std::string>(buffer_name(access.buffer));
-    if (access.buffer.is_group()) text += concat(" place ", access.part);
-    if (access.buffer.is_home() && access.part != Access::kAll) text += access.part == 1 ? " first" : " second";
+    if (access.buffer.is_group()) text += concat(" place ", access.place);
+    if (access.half != Half::whole) text += access.half == Half::first ? " first" : " second";
     names.push_back(text);
   }
   return names;
@@ -84,9 +88,8 @@ void bind_schedule(py::module_& m) {
             return names;
           },
           py::arg("ranks"),
-          "Its send, receive, weight, gradient_in and gradient_out, with the owners of a group or a place: 'weight "
-          "slot 0 of 5 6 0', "
-          "'gradient slot 2 at 1'.");
+          "Its send, receive, weight, gradient_in and gradient_out, with the owners of a group, a place or halves: "
+          "'weight slot 0 of 5 6 0', 'gradient slot 2 at 1', 'gradient home in halves'.");
   py::class_<Schedule>(m, "Schedule", "The ordered hops and computes of one pass on one rank.")
       .def_readonly("ranks", &Schedule::ranks)
       .def_readonly("rank", &Schedule::rank)

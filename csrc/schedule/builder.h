@@ -29,18 +29,15 @@ class Builder {
     if (chosen.route == Route::gather) chosen.route = Route::direct, chosen.group = ranks;
     chosen.group = std::min(chosen.group, ranks);
     if (chosen.in_place || chosen.sourced || chosen.route == Route::two_level) chosen.group = 1;
-    const bool grouped = chosen.group > 1;
-    const bool direct = chosen.gradient_route == GradientRoute::direct && chosen.pass == Pass::backward &&
-                        chosen.wgrad && chosen.route != Route::two_level;
+    const bool gradients = chosen.pass == Pass::backward && chosen.wgrad, levels = chosen.route == Route::two_level;
+    const bool direct = chosen.gradient_route == GradientRoute::direct && gradients && !levels;
     chosen.narrow = chosen.narrow && direct && ranks > 1;
     // With two ranks, both routes send one contribution, and the chain needs no addition.
     chosen.gradient_route = direct && (ranks > 2 || chosen.narrow) ? GradientRoute::direct : GradientRoute::chain;
-    chosen.apart = chosen.apart && chosen.gradient_route == GradientRoute::direct && ranks > 2 && !grouped;
-    chosen.halves = chosen.halves && chosen.pass == Pass::backward && !chosen.bundle && !grouped &&
-                    chosen.route != Route::two_level && chosen.wgrad && chosen.gradient_route == GradientRoute::chain;
-    chosen.two_lanes = chosen.two_lanes && !chosen.bundle && !grouped && !chosen.sourced;
-    chosen.late = chosen.late && chosen.pass == Pass::backward && !grouped && chosen.route != Route::two_level &&
-                  chosen.wgrad && !chosen.halves;
+    chosen.apart = chosen.apart && chosen.gradient_route == GradientRoute::direct && ranks > 2;
+    chosen.halves = chosen.halves && gradients && !levels && chosen.gradient_route == GradientRoute::chain;
+    chosen.two_lanes = chosen.two_lanes && !chosen.bundle && chosen.group == 1 && !chosen.sourced;
+    chosen.late = chosen.late && gradients;
   }
 
   int ranks() const { return schedule_.ranks; }
@@ -53,18 +50,19 @@ class Builder {
     return ((schedule_.rank + distance) % ranks + ranks) % ranks;
   }
 
+  Buffer home(Channel channel) const { return {channel, Buffer::kHome, 0, 1, Buffer::kAnywhere, halves(channel)}; }
   // Returns a slot with the shards of `count` owners from `first` on. All slots of groups are alike, so that a place is
   // the same memory in every group.
   Buffer slot(Channel channel, int index, int first = 0, int count = 1) {
     places(channel, index, count > 1 ? options().group : 1, Buffer::kAnywhere);
-    return {channel, index, first, count};
+    return {channel, index, first, count, Buffer::kAnywhere, halves(channel)};
   }
   // Returns place `at` of a slot with room for `count` shards.
   Buffer places(Channel channel, int index, int count, int at) {
     std::vector<int>& slots = channel == Channel::weight ? schedule_.weight_slots : schedule_.gradient_slots;
     slots.resize(std::max(slots.size(), static_cast<size_t>(index) + 1));
     slots[static_cast<size_t>(index)] = count;
-    return {channel, index, 0, count, at};
+    return {channel, index, 0, count, at, halves(channel)};
   }
 
   void hop(Channel channel, int to, int from, int send_owner, int receive_owner, Buffer send, Buffer receive,
@@ -84,16 +82,19 @@ class Builder {
     schedule_.steps.push_back(step);
   }
 
-  // Copies `from` to `to` on this rank, or adds it and the slots after it, `count` in all.
-  void local(Action action, Channel channel, int owner, Buffer from, Buffer to, int lane = 0, int count = 1) {
+  // Copies `from` to `to` on this rank, or adds it; then adds the places after it, `count` in all. Gradients are on the
+  // stream of the wgrads, so that no dgrad waits for a hop.
+  void local(Action action, Channel channel, int owner, Buffer from, Buffer to, Half half = Half::whole,
+             int count = 1) {
     Step step;
     step.action = action;
     step.channel = channel;
     step.send_owner = step.receive_owner = owner;
     step.send = from;
     step.receive = to;
-    step.lane = lane;
+    step.half = half;
     step.count = count;
+    step.lane = options().two_lanes && channel == Channel::gradient ? 1 : 0;
     schedule_.steps.push_back(step);
   }
 
@@ -125,6 +126,10 @@ class Builder {
   }
 
  private:
+  Halves halves(Channel channel) const {
+    return channel == Channel::gradient && options().halves ? Halves::together : Halves::none;
+  }
+
   Schedule schedule_;
   int forwards_ = 0;
 };

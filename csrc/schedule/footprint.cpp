@@ -137,12 +137,13 @@ class Walk {
   // bytes_of(place, numbers) is the size of one; none if none travels.
   template <typename Takes, typename Bytes>
   std::optional<int64_t> slot_bytes(const OperationFacts& operation, const Chunks& chunks, int64_t chunk, Takes&& takes,
-                                    Bytes&& bytes_of, int shards = 1) const {
+                                    Bytes&& bytes_of, int shards = 1, bool halved = false) const {
     std::vector<int64_t> sizes;
+    const Half half = halved && shards == 1 ? Half::first : Half::whole;
     for (size_t place = 0; place < operation.parameters.size(); ++place) {
       if (!takes(place)) continue;
-      const int64_t numbers = numbers_of(operation.parameters[place].shard(step_.ranks, 0), chunks, chunk);
-      sizes.push_back(bytes_of(place, numbers));
+      const int64_t numbers = numbers_of(operation.parameters[place].shard(step_.ranks, 0), chunks, chunk, half);
+      sizes.push_back((half == Half::whole ? 1 : 2) * bytes_of(place, numbers));
     }
     if (sizes.empty()) return std::nullopt;
     return packed_bytes(sizes.size(), [&](size_t tensor) { return shards * sizes[tensor]; });
@@ -175,7 +176,8 @@ class Walk {
     if (kind == Pass::backward) {
       pass.gradient = slot_bytes(operation, chunks, chunk, trained, gradient_bytes);
       for (const int shards : known.gradient_slots) {
-        pass.gradients.push_back(*slot_bytes(operation, chunks, chunk, trained, gradient_bytes, shards));
+        pass.gradients.push_back(
+            *slot_bytes(operation, chunks, chunk, trained, gradient_bytes, shards, known.options.halves));
       }
     }
     if (known.options.narrow) {

@@ -12,9 +12,9 @@ struct Position {
   explicit operator bool() const { return step >= 0; }
 };
 
-using Key = std::tuple<Channel, int, int>;
+using Key = std::tuple<Channel, int, int, Half>;
 
-Key key_of(const Access& access) { return {access.buffer.channel, access.buffer.slot, access.part}; }
+Key key_of(const Access& access) { return {access.buffer.channel, access.buffer.slot, access.place, access.half}; }
 
 }  // namespace
 

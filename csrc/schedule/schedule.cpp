@@ -1,10 +1,7 @@
 #include "schedule/schedule.h"
 
-#include <optional>
-
 #include "base/checks.h"
 #include "schedule/builder.h"
-#include "schedule/direct_gradients.h"
 #include "schedule/two_level.h"
 
 namespace rtp {
@@ -21,12 +18,13 @@ class Groups {
   int begin(int group) const { return group == 0 ? 0 : builder_.ranks() - (count() - group) * size(); }
   int of(int step) const { return count() - 1 - (builder_.ranks() - 1 - step) / size(); }
   int shards(int group) const { return begin(group + 1) - begin(group); }
+  int slots() const { return std::min(shards(0) == 1 ? count() - 1 : count(), 2); }
   // The first owner, in the order of owners.
   int owner(int group) const { return builder_.at(direction_ < 0 ? 1 - begin(group + 1) : begin(group)); }
   // The slot of a group; the slots alternate. A first group of one shard has none: its shard is at home.
   Buffer slot(Builder& builder, Channel channel, int group) const {
     const int alone = shards(0) == 1 ? 1 : 0;
-    if (group < alone) return {channel, Buffer::kHome};
+    if (group < alone) return builder.home(channel);
     return builder.slot(channel, (group - alone) % 2, owner(group), shards(group));
   }
 
@@ -96,7 +94,7 @@ class WeightRotation {
   }
 
  private:
-  static Buffer home() { return {Channel::weight, Buffer::kHome}; }
+  Buffer home() const { return builder_.home(Channel::weight); }
 
   // The owners of sourced shards of several hosts: those of this host, evenly mixed with those of others. The latter
   // come in the same steps on all ranks of a host, so that one of them can pull a shard for all.
@@ -122,204 +120,163 @@ void build_forward(Builder& builder) {
   weights.copy_home();
 }
 
-// The partial gradients, or one half of them: wgrad(r+1), ..., wgrad(r+R-1), wgrad(r). Each adds to the received
-// partial sum and sends the result on, except the last, which writes the local gradient.
-class GradientRotation {
+// The gradients of a backward. Contributions of this rank leave group by group. Those to the own gradient go home; a
+// wgrad of the own shard alone comes last, so that the last hop overlaps with it.
+//
+// On the chain the partial sum of shard r + s leaves for rank r - 1 while that of shard r + s + 1 arrives. Without
+// groups a wgrad adds to what has arrived, and a hop overlaps with a dgrad; in halves, also with the wgrad of the other
+// half. The contributions of a group are one product, as are those of a bundle in halves: there a wgrad starts from
+// zero and waits for no hop, and an addition follows when the sum has arrived.
+//
+// On the direct route every contribution leaves for its owner as soon as it is computed, while the contribution of rank
+// r - s to the own gradient arrives. With options().apart each arrives in a place of its own, so that no hop waits for
+// an addition, and one addition at the end reads and writes the own gradient once: 4 (R - 1) + 8 bytes of memory
+// traffic for each float32 value. Otherwise those of a group are added after the next wgrad, before others arrive in
+// their places: up to 12 bytes for each. The order is fixed: those of ranks r - 1, r - 2, ...
+class GradientHops {
  public:
-  GradientRotation(Builder& builder, Half half) : builder_(builder), half_(half) {}
+  explicit GradientHops(Builder& builder) : builder_(builder), groups_(builder, +1) {}
 
-  // Adds this rank's contribution to the gradient of shard r + s, 1 <= s <= R.
-  void compute(int s) {
-    const bool last = s == builder_.ranks();
-    const bool from_zero = last && builder_.options().late;
-    out_ = last ? home() : (partial_.exists() ? partial_ : slot(0));
-    builder_.compute(Compute::wgrad, builder_.at(s), kNoBuffer, from_zero ? kNoBuffer : partial_, out_, half_);
-  }
-  void post(int s) {
-    const int ranks = builder_.ranks();
-    if (s == ranks) return;
-    const ScheduleOptions& options = builder_.options();
-    const bool lands_home = s == ranks - 1 && !options.receive_in_slots && !options.late;
-    partial_ = lands_home ? home() : slot(s % 2);
-    builder_.hop(Channel::gradient, builder_.at(-1), builder_.at(1), builder_.at(s), builder_.at(s + 1), out_, partial_,
-                 half_);
-  }
-
-  // Adds the last arrival if the last product did not.
-  void land() {
-    const bool due = builder_.options().late && partial_.exists();
-    if (due) builder_.local(Action::add, Channel::gradient, builder_.at(0), partial_, home());
-  }
-
- private:
-  static Buffer home() { return {Channel::gradient, Buffer::kHome}; }
-  Buffer slot(int index) {  // the slots of the halves alternate, so that with two ranks no slot number is skipped
-    const int place = half_ == Half::whole ? index : 2 * index + (half_ == Half::second ? 1 : 0);
-    return builder_.slot(Channel::gradient, place);
-  }
-
-  Builder& builder_;
-  Half half_;
-  Buffer out_ = kNoBuffer;
-  Buffer partial_ = kNoBuffer;  // received partial sum, input of the next wgrad
-};
-
-// dgrad(r) | wgrad(r+1) dgrad(r+1) | ... | wgrad(r): a gradient hop overlaps with a dgrad, a weight hop with a wgrad
-// and a dgrad. Hops are enqueued in the order w1, g1, w2, g2, ...: with gradients first, a single communicator would
-// deadlock. In halves, the hop of the first half also overlaps with the wgrad of the second. With late gradients,
-// the last wgrad starts from zero, and the last arrival is added at the end of the pass or after it.
-void build_backward(Builder& builder) {
-  const int ranks = builder.ranks();
-  const ScheduleOptions& options = builder.options();
-  WeightRotation weights(builder, +1);
-  std::optional<DirectGradients> direct;
-  std::vector<GradientRotation> gradients;
-  if (options.gradient_route == GradientRoute::direct) {
-    direct.emplace(builder);
-  } else if (options.wgrad && !options.halves) {
-    gradients.emplace_back(builder, Half::whole);
-  } else if (options.wgrad) {
-    gradients.emplace_back(builder, Half::first);
-    gradients.emplace_back(builder, Half::second);
-  }
-
-  if (options.dgrad) {
-    weights.post(0);
-    builder.compute(Compute::dgrad, weights.owner(0), weights.buffer(0));
-  }
-  for (int s = 1; s <= ranks; ++s) {
-    if (direct) direct->compute(s);
-    for (GradientRotation& gradient : gradients) {
-      gradient.compute(s);
-      gradient.post(s);
-    }
-    if (options.dgrad && s < ranks) {
-      weights.post(s);
-      builder.compute(Compute::dgrad, weights.owner(s), weights.buffer(s));
-    }
-  }
-  if (options.dgrad) weights.copy_home();
-  if (direct) direct->land();
-  for (GradientRotation& gradient : gradients) gradient.land();
-}
-
-// dgrad(r) | dgrad(r+1) wgrad(r+1) | ... | dgrad(r-1) wgrad(r-1) | wgrad(r): as for a single weight, but wgrad(j) must
-// follow dgrad(j). A gradient hop overlaps with the next dgrad, and the last one with wgrad(r), which starts from zero
-// so that it need not wait for it; the arrival is added afterwards.
-void build_bundle_backward(Builder& builder) {
-  const int ranks = builder.ranks();
-  const Buffer home{Channel::gradient, Buffer::kHome};
-  const bool wgrad = builder.options().wgrad;
-  WeightRotation weights(builder, +1);
-  std::optional<DirectGradients> direct;
-  if (builder.options().gradient_route == GradientRoute::direct) direct.emplace(builder);
-
-  weights.post(0);
-  builder.compute(Compute::dgrad, weights.owner(0), weights.buffer(0));
-  Buffer partial = kNoBuffer;
-  for (int s = 1; s < ranks; ++s) {
-    weights.post(s);
-    builder.compute(Compute::dgrad, weights.owner(s), weights.buffer(s));
-    if (direct) direct->compute(s, weights.buffer(s));
-    if (!wgrad || direct) continue;
-    const Buffer out = partial.exists() ? partial : builder.slot(Channel::gradient, 0);
-    builder.compute(Compute::wgrad, builder.at(s), weights.buffer(s), partial, out);
-    partial = builder.slot(Channel::gradient, s % 2);
-    builder.hop(Channel::gradient, builder.at(-1), builder.at(1), builder.at(s), builder.at(s + 1), out, partial);
-  }
-  weights.copy_home();
-  if (direct) {
-    direct->compute(ranks, weights.buffer(0));
-    direct->land();
-  }
-  if (!wgrad || direct) return;
-  builder.compute(Compute::wgrad, builder.at(0), weights.buffer(0), kNoBuffer, home);
-  if (partial.exists()) builder.local(Action::add, Channel::gradient, builder.at(0), partial, home);
-}
-
-// The gradients of a backward in groups. A wgrad writes this rank's contributions to the gradients of a group; those to
-// the own gradient go home at once. The others leave one by one: on the chain with the partial sum that has arrived
-// from rank r + 1, else directly to their owners, while contributions of other ranks arrive.
-class GroupGradients {
- public:
-  explicit GroupGradients(Builder& builder) : builder_(builder), groups_(builder, +1) {}
-
-  // Computes the contributions to a group and posts the hops that wait for nothing else. `weight`: as in Step.
+  // Computes the contributions to a group, and posts the hops that wait for nothing else. `weight`: as in Step.
   void start(int group, Buffer weight) {
+    next_ = std::max(groups_.begin(group), 1), end_ = groups_.begin(group + 1);
+    if (next_ == end_) return;
+    if (fused()) return leave(weight);
     const int owners = groups_.shards(group);
     leaving_ = groups_.slot(builder_, Channel::gradient, group);
-    builder_.compute(Compute::wgrad, owners > 1 ? groups_.owner(group) : builder_.at(groups_.begin(group)), weight,
-                     kNoBuffer, leaving_, Half::whole, owners);
-    if (group == 0 && owners > 1) builder_.local(Action::copy, Channel::gradient, builder_.at(0), leaving_, home());
-    next_ = std::max(groups_.begin(group), 1), end_ = groups_.begin(group + 1);
-    if (direct()) {
-      for (int s = next_; s < end_; ++s) leave(s);
-    } else if (next_ < end_) {
-      leave(next_++);
+    builder_.compute(Compute::wgrad, owners > 1 ? groups_.owner(group) : builder_.at(next_), weight, kNoBuffer,
+                     leaving_, Half::whole, owners);
+    if (group == 0) {
+      builder_.local(Action::copy, Channel::gradient, builder_.at(0), leaving_, home());
+      summed_ = true;
     }
+    if (direct() && !builder_.options().apart && due_ < next_) land();
+    leave();
+    while (direct() && next_ < end_) leave();
   }
-  // Posts the other hops of the group, and adds to the own gradient what has arrived.
+  // Posts the other hops of the newest group.
   void finish() {
-    for (; next_ < end_; ++next_) direct() ? land(next_) : leave(next_);
-    if (!direct() && end_ == builder_.ranks()) land(end_ - 1);
+    while (next_ < end_) leave();
+  }
+  // Computes the own gradient, if no group has. `weight`: the own one.
+  void own(Buffer weight) {
+    if (groups_.shards(0) > 1) return;
+    Buffer in = summed_ ? home() : kNoBuffer;
+    if (builder_.ranks() > 1 && !lands()) in = arriving(builder_.ranks() - 1);
+    for (const Half half : fused() ? halves() : std::vector{Half::whole}) {
+      builder_.compute(Compute::wgrad, builder_.at(0), weight, in, home(), half);
+    }
+    summed_ = true;
+  }
+  // Adds what has arrived and is not added yet.
+  void land() {
+    if (builder_.ranks() == 1 || !lands()) return;
+    if (!direct()) due_ = next_ - 1;
+    builder_.local(summed_ ? Action::add : Action::copy, Channel::gradient, builder_.at(0), arriving(due_), home(),
+                   Half::whole, next_ - due_);
+    due_ = next_;
+    summed_ = true;
   }
 
  private:
-  static Buffer home() { return {Channel::gradient, Buffer::kHome}; }
   bool direct() const { return builder_.options().gradient_route == GradientRoute::direct; }
-  // Where the hop of shard r + s arrives: in slots after those of groups, on the direct route one with a place for
-  // every contribution that arrives during a group.
-  Buffer arriving(int s) {
-    const int of_groups = std::min(groups_.count() - (groups_.shards(0) == 1 ? 1 : 0), 2);
-    if (!direct()) return builder_.slot(Channel::gradient, of_groups + (s - 1) % 2);
-    const int most = std::min(builder_.options().group, builder_.ranks() - 1);
-    return builder_.places(Channel::gradient, of_groups, most, s - std::max(groups_.begin(groups_.of(s)), 1));
+  // Whether wgrads add to the sums of the chain.
+  bool fused() const {
+    const ScheduleOptions& options = builder_.options();
+    return !direct() && options.group == 1 && !(options.bundle && options.halves);
   }
-  void leave(int s) {
+  // Whether the last arrival is added to the own gradient; if not, the wgrad of that adds to it.
+  bool lands() const { return !fused() || builder_.options().bundle || builder_.options().late; }
+  std::vector<Half> halves() const {
+    return builder_.options().halves ? std::vector{Half::first, Half::second} : std::vector{Half::whole};
+  }
+
+  // Posts the hops of the next shard.
+  void leave(Buffer weight = kNoBuffer) {
+    const int s = next_++;
     if (direct()) {
       builder_.hop(Channel::gradient, builder_.at(s), builder_.at(-s), builder_.at(s), builder_.at(0), leaving_,
                    arriving(s));
       return;
     }
-    if (s > 1) builder_.local(Action::add, Channel::gradient, builder_.at(s), arriving(s - 1), leaving_);
-    builder_.hop(Channel::gradient, builder_.at(-1), builder_.at(1), builder_.at(s), builder_.at(s + 1), leaving_,
-                 arriving(s));
+    const Buffer arrived = s > 1 ? arriving(s - 1) : kNoBuffer;
+    if (fused()) leaving_ = s > 1 ? arrived : slot(0);
+    for (const Half half : halves()) {
+      if (fused()) {
+        builder_.compute(Compute::wgrad, builder_.at(s), weight, arrived, leaving_, half);
+      } else if (s > 1) {
+        builder_.local(Action::add, Channel::gradient, builder_.at(s), arrived, leaving_, half);
+      }
+      builder_.hop(Channel::gradient, builder_.at(-1), builder_.at(1), builder_.at(s), builder_.at(s + 1), leaving_,
+                   arriving(s), half);
+    }
   }
-  void land(int s) { builder_.local(Action::add, Channel::gradient, builder_.at(0), arriving(s), home()); }
+
+  // Where the hop of shard r + s arrives. Slots for arrivals follow those of groups.
+  Buffer arriving(int s) {
+    const int others = builder_.ranks() - 1;
+    if (direct()) {
+      const bool apart = builder_.options().apart;
+      const int first = apart ? 1 : std::max(groups_.begin(groups_.of(s)), 1);
+      return builder_.places(Channel::gradient, groups_.slots(),
+                             apart ? others : std::min(builder_.options().group, others), s - first);
+    }
+    if (!fused()) return slot(groups_.slots() + (s - 1) % 2);
+    return s == others && !builder_.options().receive_in_slots && !lands() ? home() : slot(s % 2);
+  }
+  Buffer home() const { return builder_.home(Channel::gradient); }
+  Buffer slot(int index) {
+    Buffer slot = builder_.slot(Channel::gradient, index);
+    if (slot.halved()) slot.halves = Halves::apart;
+    return slot;
+  }
 
   Builder& builder_;
   Groups groups_;
   Buffer leaving_ = kNoBuffer;
-  int next_ = 0, end_ = 0;  // the steps of the newest group that are not finished
+  // The first step whose arrival is not added, the next one that leaves, and the first one of the next group.
+  int due_ = 1, next_ = 1, end_ = 1;
+  bool summed_ = false;  // whether the local tensor holds a sum
 };
 
-// dgrad and wgrad of one group after the other: a bundle needs the dgrad first; otherwise the gradients leave during
-// the dgrad of their group.
-void build_grouped_backward(Builder& builder) {
-  const ScheduleOptions& options = builder.options();
+// dgrad(r) | wgrad(r+1) dgrad(r+1) | ... | wgrad(r), and dgrad before wgrad in a bundle; likewise group by group. A
+// weight hop overlaps with a wgrad and a dgrad. Hops are enqueued in the order w1, g1, w2, g2, ...: with gradients
+// first, a single communicator would deadlock.
+void build_backward(Builder& builder) {
+  const bool bundle = builder.options().bundle, wgrad = builder.options().wgrad;
+  const bool dgrad = builder.options().dgrad || bundle;
   WeightRotation weights(builder, +1);
-  GroupGradients gradients(builder);
-  const bool dgrad = options.dgrad || options.bundle;
+  GradientHops gradients(builder);
   if (dgrad) weights.fill(0);
   for (int group = 0; group < weights.groups(); ++group) {
-    if (dgrad) weights.fill(group + 1);
-    if (options.wgrad && !options.bundle) gradients.start(group, kNoBuffer);
-    if (dgrad) weights.compute(Compute::dgrad, group);
-    if (options.wgrad) gradients.finish();
-    if (options.wgrad && options.bundle) gradients.start(group, weights.slot(group));
+    if (wgrad && !bundle) gradients.start(group, kNoBuffer);
+    if (dgrad) {
+      weights.fill(group + 1);
+      weights.compute(Compute::dgrad, group);
+    }
+    gradients.finish();
+    if (wgrad && bundle) gradients.start(group, weights.slot(group));
   }
-  if (options.wgrad && options.bundle) gradients.finish();
+  if (bundle) weights.copy_home();
+  gradients.finish();
+  if (wgrad) gradients.own(bundle ? weights.slot(0) : kNoBuffer);
+  if (dgrad && !bundle) weights.copy_home();
+  if (wgrad) gradients.land();
 }
 
 // Appends the accesses of a buffer by a step for the shards of `owners` owners from `owner` on.
 void add_access(std::vector<Access>& accesses, const Step& step, Buffer buffer, int ranks, int owner, int owners = 1) {
   if (!buffer.exists()) return;
-  if (!buffer.is_group()) {
-    const bool part_of_home = buffer.is_home() && step.half != Half::whole;
-    accesses.push_back({buffer, part_of_home ? static_cast<int>(step.half) : Access::kAll});
-    return;
+  for (int each = 0; each < (buffer.is_group() ? owners : 1); ++each) {
+    const int place = buffer.is_group() ? buffer.place((owner + each) % ranks, ranks) : 0;
+    if (!buffer.halved()) {
+      accesses.push_back({buffer, place});
+      continue;
+    }
+    for (const Half half : {Half::first, Half::second}) {
+      if (step.half == Half::whole || step.half == half) accesses.push_back({buffer, place, half});
+    }
   }
-  for (int each = 0; each < owners; ++each) accesses.push_back({buffer, buffer.place((owner + each) % ranks, ranks)});
 }
 
 std::string shard_name(const Step& step, char letter, int owner) {
@@ -364,8 +321,8 @@ std::vector<Access> reads(const Step& step, int ranks) {
     add_access(accesses, step, step.weight, ranks, step.owner, step.owners);
     add_access(accesses, step, step.gradient_in, ranks, step.owner, step.owners);
   } else {
-    for (Buffer from = step.send; from.slot < step.send.slot + step.count; ++from.slot) {
-      add_access(accesses, step, from, ranks, step.send_owner);
+    for (int each = 0; each < step.count; ++each) {
+      add_access(accesses, step, step.arrival(each), ranks, step.send_owner);
     }
     if (step.action == Action::add) add_access(accesses, step, step.receive, ranks, step.receive_owner);
   }
@@ -409,10 +366,6 @@ Schedule make_schedule(int ranks, int rank, const ScheduleOptions& options) {
     build_two_level(builder);
   } else if (options.pass == Pass::forward) {
     build_forward(builder);
-  } else if (builder.options().group > 1) {
-    build_grouped_backward(builder);
-  } else if (options.bundle) {
-    build_bundle_backward(builder);
   } else {
     build_backward(builder);
   }

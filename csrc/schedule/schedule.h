@@ -37,6 +37,10 @@ enum class Compute : uint8_t { forward, dgrad, wgrad };
 
 enum class Action : uint8_t { hop, compute, copy, add };
 
+// How the halves of a gradient lie in a buffer, if it travels in halves: `together` as its rows do; `apart`, each where
+// it is for every owner, so that halves of different owners do not overlap.
+enum class Halves : uint8_t { none, together, apart };
+
 // A named memory region: the local tensor of a channel ("home"), or one of its slots.
 struct Buffer {
   Channel channel = Channel::weight;
@@ -46,6 +50,7 @@ struct Buffer {
   int first = 0;
   int count = 1;
   int at = kAnywhere;  // or it holds contributions of `count` ranks to one gradient: the place of this one
+  Halves halves = Halves::none;
 
   static constexpr int kAnywhere = -1;
   static constexpr int kHome = -1;
@@ -54,6 +59,8 @@ struct Buffer {
   bool exists() const { return slot != kNone; }
   bool is_home() const { return slot == kHome; }
   bool is_group() const { return count > 1; }
+  bool halved() const { return halves != Halves::none; }
+  bool has_parts() const { return is_group() || halved(); }
   // The place of an owner's shard in the slot, in a ring of `ranks`.
   int place(int owner, int ranks) const;
   // The buffer of the same step on the rank `distance` places up the ring.
@@ -63,7 +70,7 @@ struct Buffer {
 inline constexpr Buffer kNoBuffer{Channel::weight, Buffer::kNone};
 inline constexpr int kNoOwner = -1;
 
-// The rows of a gradient shard that travel together: all, or one half; each half travels in its own chain.
+// The rows of a gradient shard that a step uses: all, or one half; each half travels in its own chain.
 enum class Half : uint8_t { whole, first, second };
 
 // One entry of a schedule. Fields that an action does not use keep their defaults.
@@ -72,8 +79,8 @@ struct Step {
 
   // hop: `send`, the shard of `send_owner`, leaves for rank `to`; the shard of `receive_owner` arrives from rank `from`
   // in `receive`. `outer`: the hop goes between hosts, concurrently with those inside a host. copy: copies `send` to
-  // `receive` on this rank (both of owner `send_owner`); add: adds it, and those of the next `count - 1` slots, in this
-  // order.
+  // `receive` on this rank (both of owner `send_owner`); add: adds it. Both then add what is in the next `count - 1`
+  // places, in this order.
   Channel channel = Channel::weight;
   bool outer = false;
   int to = -1;
@@ -96,7 +103,14 @@ struct Step {
   Buffer gradient_in = kNoBuffer;
   Buffer gradient_out = kNoBuffer;
 
-  Half half = Half::whole;  // half of the gradient, in hops and wgrads
+  Half half = Half::whole;  // half of the gradient
+
+  // What a copy or an addition takes: one of `count`.
+  Buffer arrival(int index) const {
+    Buffer arrival = send;
+    if (index > 0) arrival.at += index;
+    return arrival;
+  }
 
   // A compute of a group whose owners wrap around is two products, as its shards are adjacent up to the last owner and
   // from the first one on. Returns one of the products(ranks), with consecutive owners.
@@ -106,13 +120,11 @@ struct Step {
   std::vector<Step> ranges(int ranks) const;
 };
 
-// One use of a buffer. `part`: in the slot of a group, the place; in a local tensor that travels in halves, the half;
-// otherwise kAll.
+// One use of a buffer, or of a part of it: of a place in the slot of a group, of one half.
 struct Access {
   Buffer buffer;
-  int part = kAll;
-
-  static constexpr int kAll = -1;
+  int place = 0;
+  Half half = Half::whole;
 };
 
 // Return the accesses of a step in a ring of `ranks`.
@@ -132,14 +144,15 @@ struct ScheduleOptions {
   bool wgrad = true;              // backward only: compute the weight gradient (gradients travel)
   bool receive_in_slots = false;  // the transport receives gradients in slots only, not in the local tensor
   bool bundle = false;            // backward only: wgrad(j) depends on dgrad(j), so that weights always travel
-  bool halves = false;            // backward only, except bundles and two levels: gradients travel in two halves
-  bool two_lanes = false;  // except bundles: forwards alternate between two streams, dgrads and wgrads have one each
+  bool halves = false;  // backward only: gradients travel in two halves; excludes gradient route direct, two levels
+  // except bundles and groups: forwards alternate between two streams, dgrads and wgrads have one each
+  bool two_lanes = false;
   // backward only: the pass may end before the last gradient hop has arrived: see Schedule::ends_late
   bool late = false;
   int hosts = 1;  // route two_level, or sourced: number of hosts; each holds the same number of consecutive ranks
   GradientRoute gradient_route = GradientRoute::chain;  // backward only: direct excludes route two_level
   bool narrow = false;   // gradient route direct only: contributions travel in fewer bits than the dtype of their sum
-  bool apart = false;    // gradient route direct only: contributions arrive in slots of their own and are added at once
+  bool apart = false;    // gradient route direct only: contributions have a place each and are added at once
   bool sourced = false;  // forward only: the shards come from a source without hops: see ShardSource
   int group = 1;         // shards in a product, at most; not in place, sourced, or on two levels
 

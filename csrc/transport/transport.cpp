@@ -37,8 +37,8 @@ void HopToken::expect(const Hop& hop, int peer, const char* does) const {
                              " ", does, " ", other.describe(), after(updates)));
 }
 
-std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool in_group) {
-  const size_t padding = in_group ? 1 : 64;  // upper bound of the padding between the parts of a slot
+std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool in_parts) {
+  const size_t padding = in_parts ? 1 : 64;  // upper bound of the padding between the parts of a slot
   std::vector<Block> blocks;
   for (size_t index = 0; index < parts.size(); ++index) {
     const Span& span = parts[index];

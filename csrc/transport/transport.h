@@ -31,7 +31,7 @@ enum class HopMemory : uint8_t { source, target };
 // One hop of this rank: `send` leaves for `to` while `receive` is filled from `from`.
 struct Hop {
   Channel channel = Channel::weight;
-  bool in_group = false;   // it uses the slot of a group, where shards of other owners lie between its parts
+  bool in_parts = false;   // it uses parts of a slot, where other data lie between its spans
   bool two_level = false;  // of a schedule of two levels: both neighbours are on this host, or neither is
   int to = 0;
   int from = 0;
@@ -82,8 +82,8 @@ struct Block {
 };
 
 // Returns the blocks of one side of a hop. Parts that are adjacent at both ends, except for padding, form one block;
-// both ends compute the same blocks. `in_group`: as in Hop; the gaps between parts are other shards, not padding.
-std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool in_group);
+// both ends compute the same blocks. `in_parts`: as in Hop; the gaps between spans are not padding.
+std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<size_t>& there, bool in_parts);
 
 // A hop in flight. Waiting orders the compute stream (the host on CPU, the current stream on CUDA) after it.
 class Transfer {

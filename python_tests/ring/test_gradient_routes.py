@@ -138,8 +138,18 @@ def _operations_on_rings(rank, ranks, transports):
         _narrow(cases, ring, "groups, bfloat16", 2 * ROUNDING)
     with rtp_ext.Ring(group=min(3, ranks), gradient_travel="int8", timeout=PATIENT) as ring:
         _narrow(cases, ring, "groups, int8", 2 / 127)
-    with rtp_ext.Ring(route="gather", gradient_route="direct", timeout=PATIENT) as ring, cases.case("gathered"):
-        check_pass(_operations()["linear"], ring)
+    for travel, tolerance in ((None, 2 * ROUNDING), ("int8", 2 / 127)):
+        options = {"gradient_route": "direct", "gradient_travel": travel}
+        with rtp_ext.Ring(route="gather", timeout=PATIENT, **options) as ring:
+            assert ring.gradient_travel == travel
+            _narrow(cases, ring, f"gathered, {travel}", tolerance)
+    for group in range(1, min(3, ranks) + 1):
+        with rtp_ext.Ring(gradient_halves=True, group=group, timeout=PATIENT) as ring:
+            _exact(cases, ring, f"halves in groups of {group}")
+            with cases.case(f"halves of an MLP, group {group}"):
+                before = ring.hops("gradient")
+                check_pass(_operations()["mlp"], ring)
+                assert ring.hops("gradient") - before == 2 * (ranks - 1)
     with rtp_ext.Ring(timeout=PATIENT) as ring:
         assert ring.gradient_route == "by-dtype"
         _bits(cases, ring, "by dtype")
@@ -299,10 +309,10 @@ def test_bytes_on_the_wire():
         assert found["bfloat16"][:2] == (2, 2 * numbers * 2)
         assert found["int8"][:2] == (2, 2 * (numbers + 4 * numbers // BLOCK)), "1 + 4 / 128 bytes a number"
         assert found["direct"] == found["room"] and found["lean"] == found["no room"]
-        assert found["direct"][2:] == (4, 4 * numbers * 4), "two that leave, and one for each of two arrivals"
+        assert found["direct"][2:] == (3, 4 * numbers * 4), "two that leave, and one with a place for each arrival"
         assert found["lean"][2:] == (3, 3 * numbers * 4)
-        assert found["bfloat16"][2:] == (5, numbers * (4 + 4 * 2)), "and one to sum a contribution in"
-        assert found["int8"][2:] == (5, numbers * 4 + 4 * 832), "792 bytes in slots of 64"
+        assert found["bfloat16"][2:] == (4, numbers * (4 + 4 * 2)), "and one to sum a contribution in"
+        assert found["int8"][2:] == (4, numbers * 4 + 2 * 832 + 1600), "792 bytes in slots of 64, and 1584"
 
 
 # -- errors of long rings --------------------------------------------------------------------------------------------
@@ -352,11 +362,12 @@ def test_what_no_ring_takes():
         rtp_ext.Ring.emulated(2, gradient_route="auto")
 
 
-def test_gathered_layers_keep_the_reduce_dtype():
-    ring = rtp_ext.Ring.emulated(3, route="gather", gradient_route="direct", gradient_travel="int8")
-    weight = torch.ones(4, 128, requires_grad=True)
-    rotated_linear(torch.ones(2, 128), weight, ring=ring, reduce_dtype=HALF).sum().backward()
-    assert ring.bytes_sent("gradient") == 2 * 4 * 128 * 2
+def test_gathered_layers_send_what_was_asked_for():
+    for travel, each in ((None, 2), ("int8", 1 + 4 / BLOCK)):
+        ring = rtp_ext.Ring.emulated(3, route="gather", gradient_route="direct", gradient_travel=travel)
+        weight = torch.ones(4, 128, requires_grad=True)
+        rotated_linear(torch.ones(2, 128), weight, ring=ring, reduce_dtype=HALF).sum().backward()
+        assert ring.bytes_sent("gradient") == 2 * 4 * 128 * each
 
 
 @on_ranks(4, timeout=300.0)

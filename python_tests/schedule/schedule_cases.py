@@ -74,8 +74,13 @@ class Case:
     @property
     def parts(self) -> tuple[int, ...]:
         """The halves that gradients travel in; 0: as a whole."""
-        whole = self.bundle or self.direct or self.taken not in ("ring", "direct") or self.shards > 1
+        whole = self.direct or self.taken not in ("ring", "direct") or "wgrad" not in self.products
         return (1, 2) if self.halves and not whole else (0,)
+
+    @property
+    def fused(self) -> bool:
+        """Whether wgrads add to the sums of the chain."""
+        return not self.direct and self.shards == 1 and not (self.bundle and self.parts != (0,))
 
     @property
     def direct(self) -> bool:
@@ -119,42 +124,66 @@ class Case:
         }
 
     def expected_order(self, rank: int) -> list[str]:
-        """DESIGN.md section 2, written down a second time."""
-        if self.shards > 1:
-            return self._grouped_order(rank)
+        """DESIGN.md section 2, written down a second time: group after group. Contributions leave one by one; the own
+        shard alone comes last."""
         if self.taken == "two-level":
             return self._two_level_order(rank)
-        if self.bundle and self.pass_ == "backward":
-            return self._bundle_order(rank)
-        ranks, direction = self.ranks, -1 if self.pass_ == "forward" else 1
-        order = []
-        hops = self.hops
-        for s in range(ranks + 1):
-            owner = (rank + direction * s) % ranks
-            for half in self.parts if "wgrad" in self.products and s > 0 else ():
-                order.append(f"wgrad {owner} {HALVES[half]}".strip())
-                if self.direct:
-                    order += self._leave(rank, s)
-                elif s < ranks:
-                    order.append(f"gradient hop {owner} {(owner + 1) % ranks} {HALVES[half]}".strip())
-            if "forward" in self.products or "dgrad" in self.products:
-                if s < hops["weight"]:
-                    order.append(f"weight hop {(owner + direction) % ranks}")
-                if s < ranks:
-                    order.append(f"{'forward' if self.pass_ == 'forward' else 'dgrad'} {owner}")
-        if hops["weight"] % 2 == 1 and self.in_place:
-            order.append(f"copy weight {rank}")
-        if self.direct:
-            order.append(f"add gradient {rank}")
-        elif self.late and not self.halves:
-            order += [f"add gradient {rank}"] * (hops["gradient"] > 0)
-        return order
+        ranks, groups, hops = self.ranks, self.groups(rank), self.hops
+        bundle, wgrad = self.bundle and self.pass_ == "backward", "wgrad" in self.products
+        order: list[str] = []
+        after: list[str] = []  # the next product
+        unadded, summed = 0, False
 
-    def _leave(self, rank: int, s: int) -> list[str]:
-        """After the wgrad of shard r + s: the arrived sum goes to its owner, this one leaves, the next arrives."""
-        arrived = f"{'copy' if s == 2 else 'add'} gradient {rank}"
-        leaves = f"gradient hop {(rank + s) % self.ranks} {rank}"
-        return [*[arrived] * (s > 1 and not self.added_once), leaves] if s < self.ranks else []
+        def arrive(group: list[int]) -> None:
+            if len(group) > 1 and group[0] == rank:
+                order.append(f"copy weight {rank}")
+            order.extend(f"weight hop {owner}" for owner in group if owner != rank or (self.in_place and len(order)))
+
+        def travel(owner: int) -> list[str]:
+            steps = []
+            for half in self.parts:
+                if self.fused or owner != (rank + 1) % ranks:
+                    steps.append(f"{'wgrad' if self.fused else 'add gradient'} {owner} {HALVES[half]}".strip())
+                steps.append(f"gradient hop {owner} {(owner + 1) % ranks} {HALVES[half]}".strip())
+            return steps
+
+        def contribute(group: list[int]) -> None:
+            nonlocal unadded, summed
+            others = [owner for owner in group if owner != rank]
+            if others and not self.fused:
+                order.append(f"wgrad {' '.join(map(str, sorted(group)))}")
+            if others and others != group:
+                order.append(f"copy gradient {rank}")
+                summed = True
+            if self.direct:
+                if unadded and others and not self.added_once:
+                    order.append(f"{'add' if summed else 'copy'} gradient {rank}")
+                    summed = True
+                order.extend(f"gradient hop {owner} {rank}" for owner in others)
+                unadded += len(others)
+            else:
+                order.extend(step for owner in others[:1] for step in travel(owner))
+                after.extend(step for owner in others[1:] for step in travel(owner))
+
+        if self.multiplies_weights:
+            arrive(groups[0])
+        for at, group in enumerate(groups):
+            if wgrad and not bundle:
+                contribute(group)
+            if self.multiplies_weights:
+                arrive([*groups, [rank] if self.in_place and ranks > 1 else []][at + 1])
+                order.append(f"{self.products[0]} {' '.join(map(str, sorted(group)))}")
+            order += after
+            after.clear()
+            if wgrad and bundle:
+                contribute(group)
+        copied = [f"copy weight {rank}"] * (hops["weight"] % 2 == 1 and self.in_place)
+        order += [*after, *copied * bundle]
+        if wgrad and len(groups[0]) == 1:
+            order += [f"wgrad {rank} {HALVES[half]}".strip() for half in (self.parts if self.fused else (0,))]
+        order += copied * (not bundle)
+        lands = not self.fused or bundle or self.late
+        return order + [f"add gradient {rank}"] * (lands and hops["gradient"] > 0)
 
     def _two_level_order(self, rank: int) -> list[str]:
         """DESIGN.md section 8, written down a second time."""
@@ -197,61 +226,6 @@ class Case:
             if at < self.ranks:
                 multiply(*divmod(at, steps))
         return order
-
-    def _grouped_order(self, rank: int) -> list[str]:
-        """Group after group: the hops of the next group, its dgrad and wgrad; contributions leave one by one."""
-        ranks, groups = self.ranks, self.groups(rank)
-        order: list[str] = []
-        forward, dgrad, wgrad = ("forward" in self.products, "dgrad" in self.products, "wgrad" in self.products)
-        late: list[str] = []  # additions, and hops after them
-
-        def arrive(group: list[int]) -> None:
-            if len(group) > 1 and group[0] == rank:
-                order.append(f"copy weight {rank}")
-            order.extend(f"weight hop {owner}" for owner in group if owner != rank)
-
-        def contribute(group: list[int]) -> None:
-            order.append(f"wgrad {' '.join(map(str, sorted(group)))}")
-            if len(group) > 1 and group[0] == rank:
-                order.append(f"copy gradient {rank}")
-            for at, owner in enumerate(others := [owner for owner in group if owner != rank]):
-                if self.direct:
-                    order.append(f"gradient hop {owner} {rank}")
-                    late.append(f"add gradient {rank}")
-                    continue
-                hop = [f"add gradient {owner}"] * (owner != (rank + 1) % ranks)
-                hop += [f"gradient hop {owner} {(owner + 1) % ranks}"]
-                (order if at == 0 else late).extend(hop)
-                if owner == (rank - 1) % ranks and owner == others[-1]:
-                    late.append(f"add gradient {rank}")
-
-        if forward or dgrad:
-            arrive(groups[0])
-        for at, group in enumerate(groups):
-            if forward or dgrad:
-                arrive(groups[at + 1] if at + 1 < len(groups) else [])
-            if wgrad and not self.bundle:
-                contribute(group)
-            if forward or dgrad:
-                order.append(f"{self.products[0]} {' '.join(map(str, sorted(group)))}")
-            order += late
-            late.clear()
-            if wgrad and self.bundle:
-                contribute(group)
-        return order + late
-
-    def _bundle_order(self, rank: int) -> list[str]:
-        """dgrad(r) | dgrad(r+1) wgrad(r+1) | ... | dgrad(r-1) wgrad(r-1) | wgrad(r) from zero, then the sum."""
-        order, hops = [], self.hops
-        for s in range(self.ranks):
-            owner, above = (rank + s) % self.ranks, (rank + s + 1) % self.ranks
-            order += [f"weight hop {above}"] * (s < hops["weight"])
-            order += [f"dgrad {owner}"]
-            leave = self._leave(rank, s) if self.direct else [f"gradient hop {owner} {above}"]
-            order += [f"wgrad {owner}", *leave] * (s > 0 and self.wgrad)
-        order += [f"copy weight {rank}"] * (hops["weight"] % 2 == 1 and self.in_place)
-        order += [f"wgrad {rank}"] * self.wgrad
-        return order + [f"add gradient {rank}"] * (hops["gradient"] > 0)
 
 
 def case(ranks: int, pass_: str = "forward", **options) -> Case:

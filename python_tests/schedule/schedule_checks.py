@@ -5,16 +5,15 @@
     computed once   every rank computes every wanted product with every owner's shard exactly once
     order           computes and hops in the order of DESIGN.md section 2
     lanes           with two streams forwards alternate, dgrads are on stream 0, wgrads and additions of gradients on
-                    the direct route on stream 1; otherwise all are on stream 0, groups too
+                    stream 1; otherwise all are on stream 0, groups too
     wgrad inputs    in a bundle wgrad(j) follows dgrad(j) and reads the same buffer; elsewhere it reads no weight
     hop count       R - 1 hops of each kind that is needed, R weight hops in place, twice as many of half gradients,
                     none of the others; R - 1 shards (in place R) in all; of K hosts K - 1 between them, on two levels
-    slots           at most two slots of each kind, one weight slot in place, two gradient slots for each half, three
-                    for gradients on the direct route, R + 1 where they arrive apart; two slots of groups of each kind,
-                    one if there is one group, and for gradients two slots of one shard, on the direct route one for
-                    what arrives; two more of each kind on two levels, minus a weight slot if a host has two ranks, and
-                    minus one if there are two hosts
-    parts           a buffer is used as a whole or in halves, and each half has its own slots
+    slots           at most two slots of each kind, one weight slot in place; one of groups if there is one group; where
+                    wgrads do not add to what arrived, also two for gradients that arrive, one on the direct route; two
+                    more of each kind on two levels, minus a weight slot if a host has two ranks, and minus one if
+                    there are two hosts
+    parts           all buffers of gradients are used in halves, or none
     route           hops go to the neighbour (on two levels to that of the host, or the same place of the next host), or
                     weights come directly from their owner's local shard (in one group, from its place there),
                     and gradients go directly to it
@@ -62,7 +61,7 @@ def computed_once(case: Case, ring: Ring) -> Iterator[str]:
         (product, tuple(sorted(group)), half)
         for product in case.products
         for group in case.groups(0)
-        for half in (case.parts if product == "wgrad" else (0,))
+        for half in (case.parts if product == "wgrad" and case.fused else (0,))
     )
     for rank, steps in enumerate(ring):
         expected = Counter(
@@ -110,7 +109,7 @@ def lanes(case: Case, ring: Ring) -> Iterator[str]:
             expected = 0
             if two and step.action == "compute":
                 expected = forwards % 2 if step.compute == "forward" else int(step.compute == "wgrad")
-            elif two and case.direct and step.action != "hop" and step.channel == "gradient":
+            elif two and step.action != "hop" and step.channel == "gradient":
                 expected = 1
             forwards += step.compute == "forward"
             if step.lane != expected:
@@ -147,23 +146,17 @@ def hop_count(case: Case, ring: Ring) -> Iterator[str]:
 
 
 def slots(case: Case, ring: Ring) -> Iterator[str]:
-    most = {"weight slot": 1 if case.in_place else 2, "gradient slot": 2 * len(case.parts)}
-    if case.direct:
-        most["gradient slot"] = case.ranks + 1 if case.added_once else min(case.ranks, 3)
+    of_groups = min(2, sum(group != [0] for group in case.groups(0)))
+    most = {"weight slot": 1 if case.in_place else of_groups, "gradient slot": 2}
     if case.taken == "two-level":
         most["weight slot"] = min(2, case.places - 1) + min(2, case.hosts - 1)
         most["gradient slot"] = 4
-    if case.shards > 1:
-        groups = case.groups(0)
-        of_groups = min(2, sum(len(group) > 1 for group in groups))
-        arriving = 1 if case.direct else min(2, case.ranks - 1)
-        most = {"weight slot": of_groups, "gradient slot": of_groups + arriving}
+    elif not case.fused:
+        most["gradient slot"] = of_groups + (1 if case.direct else min(2, case.ranks - 1))
     for rank, steps in enumerate(ring):
         used = _buffers(steps)
         for kind, count in most.items():
-            named = sorted(
-                {buffer.partition(" of ")[0].partition(" at ")[0] for buffer in used if buffer.startswith(kind)}
-            )
+            named = sorted({" ".join(buffer.split(" ")[:3]) for buffer in used if buffer.startswith(kind)})
             if len(named) > count:
                 yield f"rank {rank}: expected at most {count} of {kind}, got {named}"
 
@@ -175,14 +168,9 @@ def _buffers(steps: list[Step]) -> set[str]:
 
 def parts(case: Case, ring: Ring) -> Iterator[str]:
     for rank, steps in enumerate(ring):
-        used: dict[str, int] = {}  # how, by buffer
-        for position, step in enumerate(steps):
-            gradients = [step.gradient_in, step.gradient_out]
-            gradients += [step.send, step.receive] if step.channel == "gradient" else []
-            for name in filter(None, gradients):
-                how = step.half if "slot" in name else min(step.half, 1)
-                if used.setdefault(name, how) != how:
-                    yield f"rank {rank}, step {position}: expected one use of {name}, whole or one half"
+        for name in _buffers(steps):
+            if name.startswith("gradient") and (" in halves" in name) != (case.parts != (0,)):
+                yield f"rank {rank}: expected halves of every gradient or of none, got {name}"
 
 
 def route(case: Case, ring: Ring) -> Iterator[str]:
@@ -282,6 +270,18 @@ class _Memory:
             self.now[buffer] = value
 
 
+def half_of(part: str) -> int:
+    """Returns the half that the part of a buffer is; 0: not in halves."""
+    return HALVES.index(part.split(" ")[-1]) if part.endswith(HALVES[1:]) else 0
+
+
+def held(step: Step, channel: str, buffer: str | None, owners: list[int]) -> list[tuple[str, Value]]:
+    """Returns the parts of a buffer that a step uses, and what belongs there, without contributions."""
+    parts = step.parts(buffer, owners)
+    each = max(len(parts) // len(owners), 1)
+    return [(part, Value(channel, owners[at // each], half_of(part))) for at, part in enumerate(parts)]
+
+
 def simulate(case: Case, ring: Ring) -> list[Violation]:
     """Runs all ranks with symbols for shards. Messages of a channel between two ranks keep their order."""
     found: list[Violation] = []
@@ -289,7 +289,7 @@ def simulate(case: Case, ring: Ring) -> list[Violation]:
     memory = [_Memory(case, rank, found) for rank in range(ranks)]
     positions = [0] * ranks
     waiting = [False] * ranks  # has sent the message of its hop and waits for the one it receives
-    messages: dict[tuple[int, int, str | None], list[Value | None]] = {}
+    messages: dict[tuple[int, int, str | None], list[list[Value | None]]] = {}
 
     def compute(own: _Memory, position: int, step: Step) -> None:
         owners = step.members(ranks)
@@ -300,12 +300,12 @@ def simulate(case: Case, ring: Ring) -> list[Violation]:
             found.append(Violation("contents", f"rank {own.rank}, step {position}: {step.compute} reads no weight"))
         if step.compute != "wgrad":
             return
-        sums: dict[int, tuple[int, ...]] = {}
-        for owner, name in zip(owners, step.parts(step.gradient_in, owners), strict=False):
-            partial = own.read(position, name, Value("gradient", owner, step.half))
-            sums[owner] = partial.ranks if partial else ()
-        for owner, name in zip(owners, step.parts(step.gradient_out, owners), strict=False):
-            own.write(position, name, Value("gradient", owner, step.half, (*sums.get(owner, ()), own.rank)))
+        sums: dict[Value, tuple[int, ...]] = {}
+        for name, value in held(step, "gradient", step.gradient_in, owners):
+            partial = own.read(position, name, value)
+            sums[value] = partial.ranks if partial else ()
+        for name, value in held(step, "gradient", step.gradient_out, owners):
+            own.write(position, name, value._replace(ranks=(*sums.get(value, ()), own.rank)))
 
     def advance(rank: int) -> bool:
         position, own = positions[rank], memory[rank]
@@ -317,27 +317,31 @@ def simulate(case: Case, ring: Ring) -> list[Violation]:
             positions[rank] += 1
             return True
         channel = str(step.channel)
-        sent, received = (
-            step.parts(buffer, [owner])[0]
-            for buffer, owner in ((step.send, step.send_owner), (step.receive, step.receive_owner))
-        )
-        leaving = Value(channel, step.send_owner, step.half)
+        received = held(step, channel, step.receive, [step.receive_owner])
         if step.action == "hop":
             if not waiting[rank]:
-                messages.setdefault((rank, step.to, channel), []).append(own.read(position, sent, leaving))
+                sent = [own.read(position, *each) for each in held(step, channel, step.send, [step.send_owner])]
+                messages.setdefault((rank, step.to, channel), []).append(sent)
                 waiting[rank] = True
             queue = messages.get((step.from_, rank, channel))
             if not queue:
                 return False
-            own.write(position, received, queue.pop(0))
+            for (name, _), value in zip(received, queue.pop(0), strict=True):
+                own.write(position, name, value)
             waiting[rank] = False
-        elif step.action == "copy":
-            own.write(position, received, own.read(position, sent, leaving))
-        else:
-            there = Value(channel, step.receive_owner, step.half)
-            added = [own.read(position, name, leaving) for name in step.sent()]
-            added.append(own.read(position, received, there))
-            own.write(position, received, there._replace(ranks=sum((value.ranks for value in added if value), ())))
+            positions[rank] += 1
+            return True
+        for name, there in received:
+            sources = [each for each in step.sent() if half_of(each) == there.half]
+            added = [own.read(position, each, there._replace(owner=step.send_owner)) for each in sources]
+            if step.action == "add":
+                added.append(own.read(position, name, there))
+            of = sum((value.ranks for value in added if value), ())
+            own.write(
+                position,
+                name,
+                there._replace(ranks=of, owner=step.send_owner if step.action == "copy" else there.owner),
+            )
         positions[rank] += 1
         return True
 

@@ -48,24 +48,30 @@ class Step:
 
     def parts(self, buffer: str | None, owners: list[int]) -> list[str]:
         """Returns the parts of a buffer that a step with the shards of `owners` uses: places in the slot of a group
-        ("weight slot 0 of 3 4 0"), where the shards are in the order of owners, a place ("gradient slot 2 at 1"), or a
-        half of a local shard."""
+        ("weight slot 0 of 3 4 0"), where the shards are in the order of owners, or a place ("gradient slot 2 at 1");
+        and the halves of a gradient ("gradient slot 0 in halves"), or one of them."""
         if buffer is None:
             return []
+        buffer, _, halved = buffer.partition(" in ")
         if " at " in buffer:
-            return [buffer.replace(" at ", " place ")]
-        name, _, group = buffer.partition(" of ")
-        if group:
-            places = sorted(map(int, group.split()))
-            return [f"{name} place {places.index(owner) if owner in places else owner}" for owner in owners]
-        return [f"{name} {HALVES[self.half]}".strip() if name.endswith(" home") else name]
+            places = [buffer.replace(" at ", " place ")]
+        elif " of " in buffer:
+            name, _, group = buffer.partition(" of ")
+            order = sorted(map(int, group.split()))
+            places = [f"{name} place {order.index(owner) if owner in order else owner}" for owner in owners]
+        else:
+            places = [buffer]
+        if not halved:
+            return places
+        return [f"{place} {HALVES[half]}" for place in places for half in ((self.half,) if self.half else (1, 2))]
 
     def sent(self) -> list[str]:
         """Returns the parts of the buffers that a hop, a copy or an addition takes."""
-        if self.count == 1:
-            return self.parts(self.send, [self.send_owner])
-        kind, _, first = str(self.send).rpartition(" ")
-        return [f"{kind} {int(first) + i}" for i in range(self.count)]
+        found = self.parts(self.send, [self.send_owner])
+        for each in range(1, self.count):
+            name, _, place = str(self.send).partition(" at ")
+            found += self.parts(f"{name} at {int(place) + each}", [self.send_owner])
+        return found
 
     def reads(self, ranks: int) -> list[str]:
         if self.action == "compute":

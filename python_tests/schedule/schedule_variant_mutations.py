@@ -132,21 +132,20 @@ def of_half(ring, rank, half, kind):
 
 
 @mutation(HALVES, "parts", "contents")
-def a_half_lands_in_a_slot_of_the_other(ring):
+def a_half_lands_where_the_whole_belongs(ring):
     for rank, steps in enumerate(ring):
-        steps[of_half(ring, rank, 1, "hop")[0]].receive = "gradient slot 3"
+        steps[of_half(ring, rank, 1, "hop")[0]].receive = "gradient slot 1"
 
 
 @mutation(HALVES, "parts", "contents")
-def a_wgrad_adds_to_the_other_half(ring):
+def a_wgrad_of_a_half_adds_to_the_whole(ring):
     step = ring[2][of_half(ring, 2, 1, "wgrad")[1]]
-    step.gradient_in = step.gradient_out = ring[2][of_half(ring, 2, 2, "wgrad")[1]].gradient_in
+    step.gradient_in = step.gradient_out = "gradient slot 1"
 
 
 @mutation(HALVES, "contents")
 def one_rank_sends_a_half_that_has_not_been_computed(ring):
-    first, second = (of_half(ring, 1, half, "hop")[1] for half in (1, 2))
-    ring[1][first].send = ring[1][second].send
+    ring[1][of_half(ring, 1, 1, "hop")[1]].send = "gradient home in halves"
 
 
 @mutation(HALVES, "pairing", "order")
@@ -169,7 +168,7 @@ def the_second_half_starts_from_zero_on_the_way(ring):
     ring[2][of_half(ring, 2, 2, "wgrad")[2]].gradient_in = None
 
 
-@mutation(HALVES, "parts", "gradients")
+@mutation(HALVES, "computed once", "gradients")
 def a_half_ends_where_the_whole_belongs(ring):
     for rank, steps in enumerate(ring):
         steps[of_half(ring, rank, 2, "wgrad")[-1]].half = 0
@@ -188,10 +187,10 @@ def a_whole_gradient_travels_among_halves(ring):
 
 
 @mutation(case(4, "backward", halves=1, receive_in_slots=1), "slots")
-def a_fifth_gradient_slot_is_used(ring):
+def a_third_slot_of_halves_is_used(ring):
     for rank, steps in enumerate(ring):
         last, hop = of_half(ring, rank, 2, "wgrad")[-1], of_half(ring, rank, 2, "hop")[-1]
-        steps[hop].receive = steps[last].gradient_in = "gradient slot 4"
+        steps[hop].receive = steps[last].gradient_in = "gradient slot 2 in halves"
 
 
 @mutation(case(5, "backward", halves=1, receive_in_slots=1), "overwritten", "order")

@@ -40,8 +40,8 @@ def test_every_schedule_is_right(form, narrow, apart):
         for made in this.schedules():
             assert made.gradient_route == ("direct" if this.direct else "chain")
             assert made.narrow == (this.direct and bool(narrow))
-            several = ranks + 1 if this.added_once else min(ranks, 3)
-            assert made.gradient_slots == (several if this.direct else len(_gradient_slots(made, ranks)))
+            assert made.gradient_slots == (min(ranks, 3) if this.direct else len(_gradient_slots(made, ranks)))
+            assert not this.added_once or made.slot_shards[1] == [1, 1, ranks - 1]
             if this.late and ranks > 1:
                 last = made.steps[-1]
                 assert (last.action, last.channel, last.receive) == ("add", "gradient", "gradient home")
@@ -49,7 +49,7 @@ def test_every_schedule_is_right(form, narrow, apart):
 
 def _gradient_slots(made, ranks):
     names = {name for step in made.steps for name in step.reads(ranks) + step.writes(ranks)}
-    return {name for name in names if name.startswith("gradient slot")}
+    return {name.partition(" place ")[0] for name in names if name.startswith("gradient slot")}
 
 
 @pytest.mark.parametrize("bundle", [0, 1])
@@ -151,7 +151,7 @@ def _leave_one_out(ring):
 def _one_slot_to_arrive(ring):
     for steps in ring:
         for at in _gradient_steps(steps, "hop"):
-            steps[at].receive = "gradient slot 2"
+            steps[at].receive = "gradient slot 2 at 0"
 
 
 @pytest.mark.parametrize("change", [_leave_one_out, _one_slot_to_arrive])
@@ -219,9 +219,15 @@ def test_footprint():
         return free, most
 
     assert gradients() == ([256] * 3, 768)
-    for ranks in (3, 4, 7):  # and a slot for every contribution that arrives apart
-        assert gradients(ranks=ranks, gradients_apart=True)[0] == gradients(ranks=ranks)[0][:1] * (ranks + 1)
-        assert len(gradients(ranks=ranks, gradients_apart=True, reduce_bytes=2)[0]) == ranks + 2
+    for ranks in (3, 4, 7):  # and a place for every contribution that arrives apart
+
+        def places(*tensors, ranks=ranks):
+            return sum(-(-(ranks - 1) * size // 64) * 64 for size in tensors)
+
+        assert gradients(ranks=ranks, gradients_apart=True)[0] == [256, 256, places(132, 12)]
+        apart = gradients(ranks=ranks, gradients_apart=True, reduce_bytes=2)[0]
+        assert apart == sorted([192, 192, 256, places(66, 6)])
+    assert gradients(group=3, gradients_apart=True) == gradients(group=3), "all arrive in one group"
     assert gradients(ranks=2, gradients_apart=True) == gradients(ranks=2)
     assert gradients(ranks=2) == footprint(layer, ranks=2)[1::2], "the chain"
     assert gradients(reduce_bytes=2) == ([192] * 3 + [256], 832)

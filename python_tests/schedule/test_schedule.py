@@ -43,6 +43,7 @@ VARIANTS = [
         for route, needs, way in product(ROUTES, NEEDS, ({}, {"two_lanes": 1}, {"bundle": 1}))
         if needs["wgrad"]
     ),
+    *({"pass_": "backward", "halves": 1, **way} for way in ({"late": 1}, {"bundle": 1}, {"bundle": 1, "late": 1})),
     {"pass_": "forward", "route": "gather"},
     *({"pass_": "backward", "bundle": bundle, "route": "gather", **needs} for bundle, needs in product((0, 1), NEEDS)),
 ]
@@ -53,6 +54,13 @@ GROUPED = [
         for bundle, route, gradients, dgrad in product((0, 1), ("ring", "direct"), ("chain", "direct"), (0, 1))
     ),
     *({"pass_": "backward", "bundle": bundle, "wgrad": 0} for bundle in (0, 1)),
+    *(
+        {"pass_": "backward", "bundle": bundle, "late": late, **way}
+        for bundle, late in product((0, 1), (0, 1))
+        for way in ({"halves": 1}, *({"gradient_route": "direct", "apart": 1, "narrow": narrow} for narrow in (0, 1)))
+    ),
+    {"pass_": "backward", "late": 1},
+    {"pass_": "backward", "late": 1, "gradient_route": "direct"},
 ]
 
 
@@ -76,8 +84,10 @@ def test_every_schedule_of_groups_is_right(variant):
             check(this)
             made = this.schedules()[0]
             assert made.group == group and this.hops == alone.hops
+            assert not made.late or ranks == 1 or made.steps[-1].label == "add G0 to home", "nothing waits for it"
             products = [step for step in made.steps if step.action == "compute"]
-            assert len(products) == len(this.products) * -(-ranks // group)
+            halved = len(this.parts) > 1 and this.fused
+            assert len(products) == (len(this.products) + halved) * -(-ranks // group)
             assert max(step.owners for step in products) == group
 
 
@@ -87,7 +97,7 @@ def check(this):
     for made in this.schedules():
         steps = ring[made.rank]
         used = {name for step in steps for name in step.reads(ranks) + step.writes(ranks)}
-        buffers = {name.partition(" place ")[0] for name in used}
+        buffers = {" ".join(name.split(" ")[:3]) for name in used}
         assert made.ranks == ranks
         assert made.weight_slots == sum(buffer.startswith("weight slot") for buffer in buffers)
         assert made.gradient_slots == sum(buffer.startswith("gradient slot") for buffer in buffers)
@@ -95,36 +105,28 @@ def check(this):
             assert (step.reads(ranks), step.writes(ranks)) == (own.reads(ranks), own.writes(ranks))
 
 
-IGNORED = [{"halves": 1}, {"two_lanes": 1}, {"halves": 1, "two_lanes": 1}]
-
-
-@pytest.mark.parametrize("options", IGNORED, ids=identity)
-def test_bundles_neither_halve_nor_take_two_lanes(options):
+def test_bundles_take_no_second_lane():
     for pass_, ranks, needs in product(("forward", "backward"), (1, 2, 5), ({}, {"dgrad": 0}, {"wgrad": 0})):
-        this, plain = (case(ranks, pass_, bundle=1, **needs, **way) for way in (options, {}))
+        this, plain = (case(ranks, pass_, bundle=1, **needs, **way) for way in ({"two_lanes": 1}, {}))
         assert this.ring() == plain.ring()
         for made in this.schedules():
-            assert (made.route, made.halves, made.two_lanes) == (plain.schedules()[0].route, False, False)
+            assert (made.route, made.two_lanes) == (plain.schedules()[0].route, False)
 
 
 def test_what_else_is_ignored():
     for ranks in (1, 2, 5):
-        # no groups in place, no halves or second stream with groups, no weights in halves
+        # no groups in place, no second stream with groups, no weights in halves
         for pass_ in ("forward", "backward"):
             assert case(ranks, pass_, route="gather", in_place=1).ring() == case(ranks, pass_, in_place=1).ring()
-            ways = ({"halves": 1}, {"two_lanes": 1}, {"receive_in_slots": 1})
+            ways = ({"two_lanes": 1}, {"receive_in_slots": 1})
             gathered = case(ranks, pass_, route="gather")
             for way in ways:
                 assert ranks == 1 or case(ranks, pass_, route="gather", **way).ring() == gathered.ring()
             assert case(ranks, pass_, route="direct", group=ranks + 7).ring() == gathered.ring()
         assert case(ranks, halves=1).ring() == case(ranks).ring()
         assert not case(ranks, halves=1).schedules()[0].halves
-        # halves and groups are not deferred
-        for pass_, way in (("forward", {}), ("backward", {"halves": 1}), ("backward", {"group": 2})):
-            if ranks == 1 and "group" in way:
-                continue
-            assert case(ranks, pass_, late=1, **way).ring() == case(ranks, pass_, **way).ring()
-            assert not case(ranks, pass_, late=1, **way).schedules()[0].late
+        assert case(ranks, late=1).ring() == case(ranks).ring()
+        assert not case(ranks, late=1).schedules()[0].late
         assert case(ranks, "backward", halves=1, wgrad=0).ring() == case(ranks, "backward", wgrad=0).ring()
 
 
@@ -305,12 +307,12 @@ def test_table_of_groups():
 def test_table_of_halves_and_lanes():
     title, what, rows = show(halves=True, two_lanes=True, route="direct")
     assert title == "linear backward, 3 ranks, route direct, out of place, gradients in halves, two lanes"
-    assert what == "each rank: 3 dgrad, 6 wgrad, 2 weight hops, 4 gradient hops; 2 weight slots, 4 gradient slots"
+    assert what == "each rank: 3 dgrad, 6 wgrad, 2 weight hops, 4 gradient hops; 2 weight slots, 2 gradient slots"
     assert rows[2:6] == [
-        ["side", "wgrad G2a =", "gradient slot 0"],
-        ["gradient", "G2a -> 0, G0a <- 2", "gradient slot 0", "gradient slot 2"],
-        ["side", "wgrad G2b =", "gradient slot 1"],
-        ["gradient", "G2b -> 0, G0b <- 2", "gradient slot 1", "gradient slot 3"],
+        ["side", "wgrad G2a =", "gradient slot 0 first"],
+        ["gradient", "G2a -> 0, G0a <- 2", "gradient slot 0 first", "gradient slot 1 first"],
+        ["side", "wgrad G2b =", "gradient slot 0 second"],
+        ["gradient", "G2b -> 0, G0b <- 2", "gradient slot 0 second", "gradient slot 1 second"],
     ]
     assert rows[-1] == ["side", "wgrad G1b +=", "gradient home second", "gradient home second"]
 
@@ -318,8 +320,7 @@ def test_table_of_halves_and_lanes():
 @pytest.mark.parametrize(
     ("options", "title"),
     [
-        ({"op": "mlp", "halves": 1}, "out of place (halves do not apply to a bundle)"),
-        ({"op": "mlp", "halves": 1, "two_lanes": 1}, "out of place (halves and two lanes do not apply to a bundle)"),
+        ({"op": "mlp", "halves": 1, "two_lanes": 1}, "gradients in halves (two lanes do not apply to a bundle)"),
         ({"in_place": 1, "route": "gather"}, "route ring (gather does not apply in place), in place"),
         ({"group": 2, "two_lanes": 1}, "out of place, groups of 2 (two lanes do not apply in groups)"),
         ({"pass_": "forward", "halves": 1}, "out of place (halves do not apply to a forward)"),

@@ -48,7 +48,8 @@ class OperationPlan:
 
     def plan(self, ring: Ring, tokens: int | None) -> None:
         """Chooses the routes of weights and gradients for `tokens`, the largest number on any rank; None: unknown."""
-        route, halves = "gather" if ring.gate.gathers and self.takes_groups else ring.hop_route, False
+        route = "gather" if ring.gate.gathers and self.takes_groups else ring.hop_route
+        halves = bool(ring.gate.gradient_halves)
         if isinstance(self.size, TableSize):
             self.by_rows = ring.gate.plan_table(self.name, tokens, self.size).by_rows
         elif self.size is not None:
@@ -63,7 +64,8 @@ class OperationPlan:
             compute_dtype=self.compute_dtype,
             reduce_dtype=self.reduce_dtype,
             late=self.late,
-            slots_bytes=sum(map(math.prod, self.shapes)) * self.reduce_dtype.itemsize * (ring.size + 1) / ring.size,
+            ranks=ring.size,
+            gradient_bytes=sum(map(math.prod, self.shapes)) * self.reduce_dtype.itemsize,
         )
 
 

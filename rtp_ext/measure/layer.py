@@ -116,7 +116,8 @@ class TimedLayer:
         plan = ring.gate.plans["rotated_linear"]
         if plan.route == "gather":
             raise ValueError(f"expected a layer that rotates, got one that is gathered: {plan.reason}")
-        self.direct = ring.gradients.direct(plan.route, self.gradient_dtype)
+        room = ring.route_plan.has_room(ring.size, n * k * self.gradient_dtype.itemsize, plan.route)
+        self.direct = ring.gradients.direct(plan.route, self.gradient_dtype, room)
         self.halves = plan.halves and not self.direct
         self._options = ring.route_plan.rotation(
             "hops alone",

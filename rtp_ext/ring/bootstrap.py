@@ -102,7 +102,9 @@ def late_passes(options: RingOptions, device: torch.device, transport: str) -> i
     """Returns the number of operations whose gradients may still be arriving while a backward continues."""
     if options.late_gradients is not None:
         return options.late_gradients
-    return int(device.type == "cpu" and transport in NETWORKED)
+    if device.type == "cpu":
+        return int(transport in NETWORKED)
+    return int(options.graphs == "off" and options.buffers != "lean")
 
 
 def make_executor(ring: Communicator, options: RingOptions, connection: Connection, late: int) -> Any:

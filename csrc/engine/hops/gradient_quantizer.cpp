@@ -11,13 +11,16 @@ bool quantized(const at::Tensor& travelling, const at::Tensor& wide) {
   return travelling.scalar_type() == at::kByte && wide.scalar_type() != at::kByte;
 }
 
-void dequantize_into(const at::Tensor& to, const std::vector<at::Tensor>& from, bool add) {
-  if (quantized(from[0], to)) {
-    for (const at::Tensor& each : from) add ? dequantize_add(to, each) : dequantize(to, each);
-  } else if (add) {
+void dequantize_into(const at::Tensor& to, std::vector<at::Tensor> from, bool add) {
+  const bool narrow = quantized(from[0], to);
+  if (!add) {
+    narrow ? dequantize(to, from[0]) : static_cast<void>(to.copy_(from[0]));
+    from.erase(from.begin());
+  }
+  if (narrow) {
+    for (const at::Tensor& each : from) dequantize_add(to, each);
+  } else if (!from.empty()) {
     add_converted(to, from);
-  } else {
-    to.copy_(from[0]);
   }
 }
 
@@ -29,7 +32,7 @@ void dequantize_into(Streams& streams, std::vector<at::Tensor> to, std::vector<s
     for (size_t index = 0; index < to.size(); ++index) {
       std::vector<at::Tensor> arrived;
       for (const auto& slot : from) arrived.push_back(slot[index]);
-      dequantize_into(to[index], arrived, add);
+      dequantize_into(to[index], std::move(arrived), add);
     }
   });
 }

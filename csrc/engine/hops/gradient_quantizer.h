@@ -10,7 +10,7 @@
 
 namespace rtp {
 
-// Dequantizes received data, by slot, then copies or accumulates all of them in this order.
+// Dequantizes received data, by place, and adds them in this order to `to`, which `add` does not overwrite.
 void dequantize_into(Streams& streams, std::vector<at::Tensor> to, std::vector<std::vector<at::Tensor>> from, bool add);
 
 // Full-precision memory in which a pass computes its contributions: one slot in the dtype of the owner's gradient.

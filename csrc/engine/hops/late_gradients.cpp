@@ -1,5 +1,7 @@
 #include "engine/hops/late_gradients.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 
 #include "base/checks.h"
@@ -14,6 +16,7 @@ void LateGradients::finish(const at::Tensor& tensor) {
                        [&](const at::Tensor& local) { return local.is_alias_of(tensor); });
   });
   if (found != late_.end()) finish_all_but(static_cast<size_t>(late_.end() - found) - 1);
+  transport_->streams().order_compute_after(finished_last_);
 }
 
 void LateGradients::finish_all_but(size_t most) {
@@ -23,19 +26,26 @@ void LateGradients::finish_all_but(size_t most) {
 // The gradient stays in the list until it has finished: if its hop fails, the target memory must outlive the abort of
 // the transport.
 void LateGradients::finish_next() {
-  const LateGradient& gradient = late_.front();
+  LateGradient& gradient = late_.front();
   Streams& streams = transport_->streams();
   const EventHandle waiting =
       sink_.begin(gradient.traced, TraceKind::wait, gradient.position, Lane::compute, "wait: " + label(gradient.step));
   Range range([&] { return concat("wait: ", label(gradient.step)); });
   for (const auto& slot : gradient.slots) slot->usage.wait_for_all(streams);
+  for (Usage& usage : gradient.uses) usage.wait_for_all(streams);
+  streams.order_compute_after(finished_last_);
   range.end();
   sink_.end(waiting);
   const EventHandle adding = sink_.begin(gradient.traced, gradient.position, gradient.step);
   dequantize_into(streams, gradient.local, gradient.arriving, true);
   sink_.end(adding);
+  finished_last_ = streams.record_compute();
+  for (const at::Tensor& local : gradient.local) {
+    if (local.is_cuda())
+      local.record_stream(c10::impl::VirtualGuardImpl(local.device().type()).getStream(local.device()));
+  }
   for (const auto& slot : gradient.slots) {
-    slot->usage.record_read(streams.record_compute());
+    slot->usage.record_read(finished_last_);
     pool_.give_back(Channel::gradient, slot);
   }
   late_.pop_front();

@@ -6,7 +6,8 @@
 // this list. Until it is finished nothing may read the local tensors: `finish` precedes the delivery of a gradient to
 // its parameter (rtp_ext/ring/autograd/gradient_delivery.py), `drain` the next forward and every other use of the ring.
 // The number that may be open is the same on every rank, so that all of them finish the same gradients at the same
-// place.
+// place. That place may lie in a pass on another stream than that of the gradient and of its reader: the addition
+// follows earlier ones, the reader's stream follows the addition, and the allocator hears of it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,9 +21,10 @@
 namespace rtp {
 
 struct LateGradient {
-  // slots of the pass: the receiving ones, and possibly one that is still being sent
+  // slots of the pass: the receiving ones, and some that may still be sent; and the uses of their parts
   std::vector<std::shared_ptr<Slot>> slots;
-  std::vector<std::vector<at::Tensor>> arriving;  // by slot
+  std::vector<Usage> uses;
+  std::vector<std::vector<at::Tensor>> arriving;
   std::vector<at::Tensor> local;
   PassHandle traced;
   int position;  // position of the adding step in the schedule
@@ -40,7 +42,8 @@ class LateGradients {
   void add(LateGradient gradient) { late_.push_back(std::move(gradient)); }
   void end_pass() { finish_all_but(allowed_); }
   void drain() { finish_all_but(0); }
-  // Finishes the gradient of `tensor` and all earlier ones; no effect if it has finished.
+  // Finishes the gradient of `tensor` and all earlier ones, if it has not finished, and orders the compute stream after
+  // it.
   void finish(const at::Tensor& tensor);
   // Drops all gradients without waiting, for a failed ring.
   void forget() { late_.clear(); }
@@ -58,6 +61,7 @@ class LateGradients {
   std::deque<LateGradient> late_;
   size_t allowed_ = 0;
   int64_t finished_ = 0;
+  StreamEvent finished_last_;  // end of the newest addition, which follows all earlier ones
 };
 
 }  // namespace rtp

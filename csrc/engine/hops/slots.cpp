@@ -114,6 +114,15 @@ int64_t TensorLayout::bytes(int owner) const {
   return travelling_bytes(elements(owner), frozen, travel, static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
+Rows TensorLayout::rows(int owner, Half half) const {
+  return half_rows(half, shapes[owner].empty() ? 1 : shapes[owner][0]);
+}
+
+int64_t TensorLayout::bytes_of(int owner, int64_t rows) const {
+  const int64_t all = this->rows(owner, Half::whole).count;
+  return all == 0 ? 0 : rows * (bytes(owner) / all);
+}
+
 int64_t TensorLayout::dequantized_bytes(int owner) const {
   return quantized() ? elements(owner) * static_cast<int64_t>(c10::elementSize(dtype)) : 0;
 }
@@ -126,7 +135,15 @@ int64_t ShardBundle::offset(const Place& place, size_t index) const {
   return place.place == 0 ? before : before + place.place * layouts[index].bytes(0);
 }
 
-int64_t ShardBundle::slot_bytes(int shards) const {
+// The shard of owner 0 is the largest one, and its first half the larger one.
+int64_t ShardBundle::half_offset(Half half, size_t index) const {
+  const auto first = [](const TensorLayout& layout) { return layout.bytes_of(0, layout.rows(0, Half::first).count); };
+  const int64_t before = bytes_before(layouts, index, [&](const TensorLayout& each) { return 2 * first(each); });
+  return before + (half == Half::second ? first(layouts[index]) : 0);
+}
+
+int64_t ShardBundle::slot_bytes(int shards, bool halved) const {
+  if (shards == 1 && halved) return half_offset(Half::first, layouts.size());
   if (shards > 1) return offset({0, 1, shards}, layouts.size());
   int64_t most = 0;
   for (size_t owner = 0; owner < layouts.front().shapes.size(); ++owner) {
@@ -160,6 +177,14 @@ at::Tensor ShardBundle::in_slot(const at::Tensor& memory, const Place& place, si
     shape[0] += more[0];
   }
   return view_of(memory, offset(place, index), bytes, layout.wire_dtype(), shape);
+}
+
+at::Tensor ShardBundle::half_in_slot(const at::Tensor& memory, int owner, Half half, size_t index) const {
+  const TensorLayout& layout = layouts[index];
+  const int64_t rows = layout.rows(owner, half).count;
+  std::vector<int64_t> shape = layout.wire_shape(owner);
+  shape.empty() ? shape.push_back(rows) : static_cast<void>(shape[0] = rows);
+  return view_of(memory, half_offset(half, index), layout.bytes_of(owner, rows), layout.wire_dtype(), shape);
 }
 
 at::Tensor ShardBundle::dequantized(const at::Tensor& place, int owner, size_t index) const {
@@ -196,14 +221,11 @@ bool ShardBundle::cast() const {
   return false;
 }
 
-ShardBundle ShardBundle::rows(Half half, int rank) const {
-  ShardBundle cut = *this;
-  for (size_t index = 0; index < layouts.size(); ++index) {
-    for (auto& shape : cut.layouts[index].shapes) shape[0] = half_rows(half, shape[0]).count;
-    const Rows own = half_rows(half, layouts[index].shapes[rank][0]);
-    cut.local[index] = local[index].narrow(0, own.first, own.count);
-  }
-  return cut;
+at::Tensor half_of(const at::Tensor& whole, Half half) {
+  if (half == Half::whole) return whole;
+  const at::Tensor rows = whole.dim() == 0 ? whole.view({1}) : whole;
+  const Rows part = half_rows(half, rows.size(0));
+  return rows.narrow(0, part.first, part.count);
 }
 
 std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors) {
@@ -217,7 +239,7 @@ std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors) {
 Hop hop_of(const Step& step, Route route, std::string operation, int index, int count) {
   Hop hop;
   hop.channel = step.channel;
-  hop.in_group = step.send.is_group() || step.receive.is_group();
+  hop.in_parts = step.send.has_parts() || step.receive.has_parts();
   hop.two_level = route == Route::two_level;
   hop.to = step.to, hop.from = step.from;
   hop.send_shard = step.send_owner, hop.receive_shard = step.receive_owner;

@@ -35,6 +35,9 @@ struct TensorLayout {
   at::ScalarType wire_dtype() const;
   std::vector<int64_t> wire_shape(int owner) const;
   int64_t bytes(int owner) const;
+  Rows rows(int owner, Half half) const;  // a scalar is one row
+  int64_t bytes_of(int owner, int64_t rows) const;
+  int64_t bytes_before(int owner, Half half) const { return bytes_of(owner, rows(owner, half).first); }
   // Bytes of the dequantized tensor in scratch memory; 0 if it travels in the compute dtype.
   int64_t dequantized_bytes(int owner) const;
 };
@@ -58,13 +61,16 @@ struct ShardBundle {
   std::vector<TensorLayout> layouts;
   std::vector<at::Tensor> local;
 
-  int64_t offset(const Place& place, size_t index) const;     // byte offset in a slot
-  int64_t slot_bytes(int shards = 1) const;                   // slot size that fits so many shards of any owners
+  int64_t offset(const Place& place, size_t index) const;  // byte offset in a slot
+  // Slot size that fits so many shards of any owners, or two halves apart.
+  int64_t slot_bytes(int shards = 1, bool halved = false) const;
+  int64_t half_offset(Half half, size_t index) const;         // byte offset of a half in a slot with halves apart
   int64_t dequantized_offset(int owner, size_t index) const;  // byte offset in dequantized scratch memory
   int64_t dequantized_bytes() const;
 
   // Views in the travel format.
   at::Tensor in_slot(const at::Tensor& memory, const Place& place, size_t index) const;
+  at::Tensor half_in_slot(const at::Tensor& memory, int owner, Half half, size_t index) const;
   // View of a local tensor as the shard of `owner`, while that shard passes through it.
   at::Tensor local_view(int owner, int rank, size_t index) const;
   // View of a dequantized tensor in scratch memory.
@@ -74,10 +80,10 @@ struct ShardBundle {
   // copies. Undefined tensors are not copied.
   void stage(Streams& streams, const at::Tensor& memory, int rank);
   bool cast() const;  // whether a local tensor differs from its travel format, or is a transposed view
-
-  // Returns the bundle of one half of the rows of every shard.
-  ShardBundle rows(Half half, int rank) const;
 };
+
+// Returns a half of the rows of a tensor. A scalar is one row.
+at::Tensor half_of(const at::Tensor& whole, Half half);
 
 std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors);
 

@@ -255,7 +255,7 @@ class CopyEngineTransport : public CeTransport {
   void copy_there(const Hop& hop, cudaStream_t stream, bool captured) const {
     std::byte* landing = slot(hop.channel, hop.receive_slot).region.bases[hop.to];
     std::vector<Copy> copies;
-    for (const Block& block : blocks_of(hop.send, hop.remote_receive_offsets, hop.in_group)) {
+    for (const Block& block : blocks_of(hop.send, hop.remote_receive_offsets, hop.in_parts)) {
       copies.push_back({landing + block.there, block.data, block.bytes});
     }
     engine_.copy(copies, stream, captured);
@@ -264,7 +264,7 @@ class CopyEngineTransport : public CeTransport {
   void copy_here(const Hop& hop, cudaStream_t stream, bool captured) const {
     const std::byte* source = slot(hop.channel, hop.send_slot).region.bases[hop.from];
     std::vector<Copy> copies;
-    for (const Block& block : blocks_of(hop.receive, hop.remote_send_offsets, hop.in_group)) {
+    for (const Block& block : blocks_of(hop.receive, hop.remote_send_offsets, hop.in_parts)) {
       copies.push_back({block.data, source + block.there, block.bytes});
     }
     engine_.copy(copies, stream, captured);

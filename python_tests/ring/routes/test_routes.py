@@ -28,6 +28,9 @@ def groups(ranks):
     return {
         f"group {group}, {route}, {gradients}": {"group": group, "route": route, "gradient_route": gradients}
         for group, route, gradients in product(range(2, ranks + 1), ("ring", "direct"), ("chain", "direct"))
+    } | {
+        f"group {group}, halves": {"group": group, "route": "direct", "gradient_halves": True}
+        for group in range(2, ranks + 1)
     }
 
 
@@ -96,7 +99,7 @@ def test_hops_and_slots():
         )
         slots = ring.slot_count("gradient")
         if way == "halves":
-            assert (slots.slots, slots.bytes) == (4, 4 * 3 * 16 * 4)
+            assert (slots.slots, slots.bytes) == (2, 2 * 2 * 3 * 16 * 4), "two slots of two halves"
         if way == "gather":
             assert ring.slot_count("weight").bytes == 4 * 6 * 16 * 4, "all shards"
     weight_bytes = gradient_bytes = 3 * 6 * 16 * 4
@@ -167,13 +170,16 @@ def test_one_group_is_one_product(ranks):
 
 
 def test_the_pool_is_the_footprint():
-    """Slots of groups, to the byte: every size of a group, route, and route of gradients."""
+    """Slots of groups, to the byte: every size of a group, route, and route of gradients. Shards have odd rows."""
     layers = [(60, 11), (30, 60)]
-    for ranks, route, gradients in product((2, 3, 5), ("ring", "direct"), ("chain", "direct")):
+    for ranks, route, (gradients, halves) in product(
+        (2, 3, 5), ("ring", "direct"), (("chain", False), ("chain", True), ("direct", False))
+    ):
         sizes = set()
         for group in range(1, ranks + 1):
             for dtype in (torch.float32, torch.bfloat16):
-                ring = rtp_ext.Ring.emulated(ranks, group=group, route=route, gradient_route=gradients)
+                ways = dict(group=group, route=route, gradient_route=gradients)
+                ring = rtp_ext.Ring.emulated(ranks, **ways, gradient_halves=halves)
                 model = torch.nn.Sequential(*(torch.nn.Linear(features, out) for out, features in layers))
                 policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype) if dtype != torch.float32 else None
                 rtp_ext.fully_rotate(model, mesh=ring, **({"mp_policy": policy} if policy else {}))
@@ -188,11 +194,11 @@ def test_the_pool_is_the_footprint():
                     ],
                     **dict(ranks=ranks, in_place=False, sends_anywhere=True, receives_anywhere=True, slot_cap=0),
                     **dict(cast=dtype != torch.float32, compute_bytes=dtype.itemsize, reduce_bytes=dtype.itemsize),
-                    **dict(route=route, gradient_route=gradients, group=group, gradients_apart=True),
+                    **dict(ways, gradients_apart=True, halves=halves),
                 )
                 for channel in ("weight", "gradient"):
                     count, expected = ring.slot_count(channel), getattr(planned, channel)
-                    where = f"{ranks} ranks, group {group}, {route}, {gradients}, {dtype}, {channel}"
+                    where = f"{ranks} ranks, {ways}, halves {halves}, {dtype}, {channel}"
                     assert (count.slots, count.bytes) == (expected.slots, expected.bytes), where
                     assert count.peak_bytes == expected.peak_bytes, where
                 sizes.add((planned.weight.bytes, dtype))

@@ -13,7 +13,6 @@
 
 // The sources, in one translation unit because torch's headers dominate the compile time.
 #include "../../../csrc/device/streams.cpp"
-#include "../../../csrc/schedule/direct_gradients.cpp"
 #include "../../../csrc/schedule/schedule.cpp"
 #include "../../../csrc/schedule/two_level.cpp"
 #include "../../../csrc/transport/record.cpp"

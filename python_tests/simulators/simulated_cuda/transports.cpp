@@ -4,7 +4,6 @@
 #include "../../../csrc/device/cuda_streams.cpp"
 #include "../../../csrc/device/nccl/communicators.cpp"
 #include "../../../csrc/device/streams.cpp"
-#include "../../../csrc/schedule/direct_gradients.cpp"
 #include "../../../csrc/schedule/schedule.cpp"
 #include "../../../csrc/schedule/two_level.cpp"
 #include "../../../csrc/transport/cuda_transport.cpp"

@@ -39,7 +39,7 @@ class RingFacts:
         hosts: the number of hosts; schedules of route two-level need it.
         gradients: their route, and the dtype in which they travel.
         travel: the dtype in which weights travel; None: the compute dtype.
-        gradient_halves: whether gradients of linear layers travel in two halves.
+        gradient_halves: whether gradients of linear layers and bundles travel in two halves.
         slot_cap: bytes; larger shards of single layers travel in chunks. 0: no cap.
         in_place: whether local shards themselves travel.
         receives_anywhere: whether hops can land outside slots, so that local shards can travel in place.
@@ -79,7 +79,7 @@ class RingFacts:
     def of(cls, ring: Ring) -> RingFacts:
         """Returns the facts of an existing ring. No communication."""
         halves = bool(ring.gate.gradient_halves)
-        usual = ("gather" if ring.gate.gathers else ring.hop_route, halves and not ring.gate.gathers)
+        usual = ("gather" if ring.gate.gathers else ring.hop_route, halves)
         routes = {name: (plan.route, plan.halves) for name, plan in ring.gate.plans.items()}
         return cls(
             ranks=ring.size,
@@ -92,7 +92,7 @@ class RingFacts:
             hop_route=ring.hop_route,
             gathers=ring.gate.gathers,
             hosts=ring.placed.count,
-            gradients=GradientRoutes(ring.gradient_route, ring.gradient_travel),
+            gradients=ring.gradients,
             travel=ring.options.travel,
             gradient_halves=halves,
             slot_cap=ring.slot_cap,
@@ -133,7 +133,7 @@ class RingFacts:
         elif gradient_travel is not None:
             gradients = GradientRoutes("direct", gradient_travel)
         else:
-            gradients = GradientRoutes("by-dtype" if reaches_all else "chain", None)
+            gradients = GradientRoutes("by-dtype" if reaches_all else "chain", None, wide=device == "cuda")
         return cls(
             ranks=ranks,
             rank=rank,
@@ -159,9 +159,7 @@ class RingFacts:
         for layer, route, halves in self.layer_routes if passes.is_planned else ():
             if layer == passes.name:
                 return route, halves
-        if self.gathers and passes.takes_groups:
-            return "gather", False
-        return self.hop_route, passes.is_planned and self.gradient_halves
+        return "gather" if self.gathers and passes.takes_groups else self.hop_route, self.gradient_halves
 
     def by_rows(self, passes: Passes) -> bool:
         """Whether an operation is an embedding that sends rows."""

@@ -21,20 +21,24 @@ class GradientRoutes:
     Attributes:
         route: `chain` (a partial sum travels from rank to rank), `direct` (each contribution goes directly to the owner
             of its shard, who adds them up in float32, or float64), or `by-dtype` (direct where gradients travel in 16
-            bits, else the chain).
+            bits, else the chain; but see `wide`).
         travel: the dtype in which gradients travel: `int8`, or None for the reduce dtype.
         reason: the reason for this choice.
+        wide: `by-dtype` is direct for wider gradients too, where there is room for the contributions of all ranks.
     """
 
     route: str = "chain"
     travel: str | None = None
     reason: str = ""
+    wide: bool = False
 
-    def direct(self, route: str, reduce_dtype: torch.dtype) -> bool:
-        """Returns whether gradients of a layer whose weights take `route` take the direct route."""
-        if route in ("gather", "two-level"):  # these routes have their own paths of gradients
+    def direct(self, route: str, reduce_dtype: torch.dtype, room: bool = True) -> bool:
+        """Returns whether gradients of a layer whose weights take `route` take the direct route. `room`: whether the
+        contributions of all ranks have places of their own."""
+        if route == "two-level":  # gradients are summed inside hosts first
             return False
-        return self.route == "direct" or (self.route == BY_DTYPE and reduce_dtype.itemsize == 2)
+        chosen = reduce_dtype.itemsize == 2 or (self.wide and room)
+        return self.route == "direct" or (self.route == BY_DTYPE and chosen)
 
     def local_dtype(self, route: str, reduce_dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype of a gradient at its owner."""
@@ -68,9 +72,10 @@ class LateGradients:
 
 
 def choose_gradient_route(
-    ring: Communicator, transport: str, hop_route: str, requested: str, travel: str | None
+    ring: Communicator, transport: str, hop_route: str, requested: str, travel: str | None, halves: bool | None = None
 ) -> GradientRoutes:
-    """Selects the route of gradients for the `requested` one, the same on every rank. Collective.
+    """Selects the route of gradients for the `requested` one, the same on every rank. Collective. `halves`: whether
+    they are to travel in two halves, which the chain does.
 
     Raises:
         ValueError: the route direct is requested on two levels; or int8 is requested, and `auto` selects the chain.
@@ -91,7 +96,9 @@ def choose_gradient_route(
     elif travel is not None:
         return GradientRoutes("direct", travel, f"gradients travel in {travel}")
     else:
-        return GradientRoutes(BY_DTYPE, None, "every rank reaches every other at the cost of a neighbour")
+        # On CPUs the chain stays: one rank would add the contributions of all, which has not been measured.
+        wide = ring.device.type == "cuda" and not halves
+        return GradientRoutes(BY_DTYPE, None, "every rank reaches every other at the cost of a neighbour", wide)
     if travel is not None:
         raise ValueError(f"Ring: {PARTIAL_SUMS}; here they take the chain, because {selected.reason}")
     return selected

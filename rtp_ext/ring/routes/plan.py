@@ -56,7 +56,8 @@ class RoutePlan:
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         late: bool = False,
-        slots_bytes: float = 0,
+        ranks: int = 1,
+        gradient_bytes: float = 0,
     ) -> Any:
         """Returns the engine's options for one operation.
 
@@ -65,9 +66,11 @@ class RoutePlan:
             halves: whether gradients travel in two halves, unless they take the direct route.
             slot_cap: bytes of a slot; 0: no cap.
             late: whether gradients may arrive after the pass.
-            slots_bytes: of gradient slots with one for every contribution.
+            ranks, gradient_bytes: of the ring, and of the gradients of all shards in the reduce dtype: whether there is
+                room for the contributions of all ranks.
         """
-        direct = self.gradients.direct(route, reduce_dtype)
+        room = self.has_room(ranks, gradient_bytes, route)
+        direct = self.gradients.direct(route, reduce_dtype, room)
         return _native.RotationOptions(
             name=name,
             route=route,
@@ -81,11 +84,17 @@ class RoutePlan:
             travel=self.travel,
             gradient_route="direct" if direct else "chain",
             gradients_quantized=direct and self.gradients.travel == "int8",
-            gradients_apart=direct and (self.buffers == "auto" or self._fits(slots_bytes)),
+            gradients_apart=direct and room,
         )
 
-    def _fits(self, slots_bytes: float) -> bool:
-        return not isinstance(self.buffers, str) and slots_bytes <= self.buffers
+    def has_room(self, ranks: int, gradient_bytes: float, route: str) -> bool:
+        """Returns whether `buffers` permit slots for the contributions of all other ranks, and for two groups of this
+        one's."""
+        if isinstance(self.buffers, str):
+            return self.buffers == "auto"
+        group = ranks if route == "gather" else min(self.group, ranks)
+        groups = -(-ranks // group) - (ranks % group == 1 or group == 1)  # the own shard alone needs no slot
+        return (ranks - 1 + min(groups, 2) * group) * gradient_bytes / ranks <= self.buffers
 
 
 def plan_routes(ring: Communicator, transport: str, options: RingOptions) -> RoutePlan:
@@ -95,5 +104,7 @@ def plan_routes(ring: Communicator, transport: str, options: RingOptions) -> Rou
     )
     if ring.device.type == "cuda" and hop_route != "two-level" and ring.rank == 0:
         warn_of_flat_ring(ring, hop_route, missed)
-    gradients = choose_gradient_route(ring, transport, hop_route, options.gradient_route, options.gradient_travel)
+    gradients = choose_gradient_route(
+        *(ring, transport, hop_route, options.gradient_route, options.gradient_travel, options.gradient_halves)
+    )
     return RoutePlan.of(options, hop_route, gradients, missed)

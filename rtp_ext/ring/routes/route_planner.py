@@ -264,7 +264,7 @@ class RoutePlanner:
                 gathers=self.may_gather,
                 buffers=self.buffers,
             )
-        if self.gradient_halves is not None and plan.route != "gather":
+        if self.gradient_halves is not None:
             plan = LayerPlan(plan.route, self.gradient_halves, plan.reason, plan.seconds)
         self.plans[name] = plan
         logger.debug("%s: route %s, gradients in halves: %s (%s)", name, plan.route, plan.halves, plan.reason)
