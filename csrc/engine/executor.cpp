@@ -103,7 +103,8 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
     streams.order_compute_after(executor_.last_);
     Sink& sink = executor_.sink_;
     begun_ = sink.begin_pass(operation_, schedule_);
-    weights_ = executor_.prefetcher_.begin(schedule_, std::move(weight), operation_);
+    const int64_t slot = schedule_.gradient_slots.empty() ? 0 : this->gradient().slot_bytes();
+    weights_ = executor_.prefetcher_.begin(schedule_, std::move(weight), slot, operation_);
     weights_->begin(begun_, schedule_);
     const EventHandle waiting = sink.begin(begun_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "start");
     try {

@@ -27,14 +27,14 @@ Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::op
 }
 
 std::unique_ptr<PassWeights> Prefetcher::begin(const Schedule& schedule, std::optional<ShardBundle> weight,
-                                               const std::string& name) {
+                                               int64_t gradient, const std::string& name) {
   captured_ = captured_ || ring_.streams().capture() != 0;
   std::unique_ptr<PassWeights> weights;
   const auto fresh = [&](const WeightSizes& sizes) {
     return std::make_unique<PassWeights>(ring_, schedule, sizes, std::move(weight), name, sent_);
   };
   if (!look_ahead_.on() && pending_.empty()) return fresh(ring_.sizes(schedule, weight));
-  const bool known = look_ahead_.on() && context_.phase != 0 && context_.serial != 0;
+  const bool known = this->known();
   Record record = record_of(schedule, weight, name);
   if (!pending_.empty() && known && valid(pending_.front(), record)) {
     weights = std::move(pending_.front().weights);
@@ -50,7 +50,7 @@ std::unique_ptr<PassWeights> Prefetcher::begin(const Schedule& schedule, std::op
     turned_ = context_.backward;
   }
   if (known) {
-    look_ahead_.meet(schedule, record.sizes);
+    look_ahead_.meet(schedule, record.sizes, gradient);
     history().add(std::move(record));
   } else {
     history().interrupt();
@@ -70,7 +70,7 @@ Prefetcher::Upcoming Prefetcher::upcoming(size_t later) const {
 }
 
 void Prefetcher::look_ahead(PassWeights& current, const PassHandle& pass, int position) {
-  if (!known() || current.schedule().options.in_place) return;
+  if (!known() || captured_ || !history().expected(context_.phase) || current.schedule().options.in_place) return;
   const auto post_from = [&](PassWeights& weights) { weights.post_from(pass, position); };
   post_from(current);
   for (Pending& each : pending_) post_from(*each.weights);

@@ -42,8 +42,9 @@ class Prefetcher {
   const Context& context() const { return context_; }
 
   // Registers the pass that starts now, and returns its weights, of which some hops may have been prefetched. Drains
-  // hops that were prefetched for another pass, or from parameters that have been written since.
-  std::unique_ptr<PassWeights> begin(const Schedule& schedule, std::optional<ShardBundle> weight,
+  // hops that were prefetched for another pass, or from parameters that have been written since. `gradient`: bytes of a
+  // slot of gradients.
+  std::unique_ptr<PassWeights> begin(const Schedule& schedule, std::optional<ShardBundle> weight, int64_t gradient,
                                      const std::string& name);
   // Posts what may be posted before the product at `position` of a pass.
   void look_ahead(PassWeights& current, const PassHandle& pass, int position);
@@ -92,7 +93,7 @@ class Prefetcher {
   void open(size_t later);
   bool valid(const Pending& pending, const Record& record) const;
 
-  bool known() const { return look_ahead_.on() && !captured_ && context_.phase != 0 && context_.serial != 0; }
+  bool known() const { return look_ahead_.on() && context_.phase != 0 && context_.serial != 0; }
 
   const RingParts ring_;
   LookAhead look_ahead_;

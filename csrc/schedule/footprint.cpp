@@ -128,7 +128,7 @@ class Walk {
       const auto found = left();
       for (const size_t phase : {0, 1}) {
         for (size_t index = 0; index < passes_[phase].size(); ++index) {
-          run(passes_[phase][index], [&](size_t ahead) { return round > 0 ? next(phase, index + 1 + ahead) : nullptr; });
+          run(passes_[phase][index], round > 0, [&](size_t ahead) { return next(phase, index + 1 + ahead); });
         }
         finish_all_but(0);
       }
@@ -235,9 +235,10 @@ class Walk {
     return exists ? &passes_[phase][index] : nullptr;
   }
 
-  // `next(ahead)`: returns the pass that comes `ahead` passes after the next one; null if none is expected.
+  // `expected`: hops are posted ahead. `next(ahead)`: returns the pass that comes `ahead` passes after the next one;
+  // null if there is none.
   template <typename Next>
-  void run(const PassSize& pass, Next&& next) {
+  void run(const PassSize& pass, bool expected, Next&& next) {
     std::unique_ptr<SizedWeights> weights;
     if (ahead_.empty()) {
       weights = std::make_unique<SizedWeights>(weights_, pass);
@@ -245,7 +246,7 @@ class Walk {
       weights = std::move(ahead_.front().weights);
       ahead_.pop_front();
     }
-    look_ahead_.meet(*pass.schedule, pass.weights);
+    look_ahead_.meet(*pass.schedule, pass.weights, pass.gradient.value_or(0));
     weights->stage();
     std::optional<int64_t> sum, scratch;
     if (pass.sum) sum = gradients_.lease(*pass.sum, Sizes{});
@@ -255,7 +256,7 @@ class Walk {
     const std::vector<Step>& steps = pass.schedule->steps;
     for (int position = 0; position < static_cast<int>(steps.size()); ++position) {
       const Step& step = steps[static_cast<size_t>(position)];
-      if (step.action == Action::compute && !pass.schedule->options.in_place) {
+      if (step.action == Action::compute && expected && !pass.schedule->options.in_place) {
         const auto sizes = [&](size_t count) {
           const PassSize* found = next(count);
           return found ? std::pair(found->schedule, &found->weights)

@@ -73,12 +73,13 @@ class WeightMoves {
     staged_ = true;
     lease_staged(sizes_.staged);
   }
-  // Ends the step at `position`: gives back what no later one uses.
+  // Ends the step at `position`: gives back what no later one uses; the copy of the local shard once all moves are made,
+  // so that they need not wait until the next rank has taken it.
   void end_step(int position) {
     for (size_t content = 0; content < held_.size(); ++content) {
       if (held_[content] && schedule_->contents[content].last_use <= position) drop(content);
     }
-    if (staged_ && schedule_->last_of_home <= position) drop_staged();
+    if (staged_ && done() && schedule_->last_of_home <= position) drop_staged();
   }
   // Gives back everything.
   void give_back() {
@@ -140,14 +141,18 @@ class LookAhead {
   // At most so many slots, which the transports can tell apart.
   static constexpr int kMostSlots = 32;
 
-  // `bytes`: nothing: what the largest pass so far receives.
+  // `bytes`: together with the slots of groups, and of contributions that arrive apart, of any pass so far; nothing:
+  // what the largest pass so far receives.
   void allow(bool on, std::optional<int64_t> bytes) { on_ = on, bytes_ = bytes; }
   bool on() const { return on_; }
-  int64_t bytes() const { return bytes_.value_or(largest_); }
-  // A pass begins.
-  void meet(const Schedule& schedule, const WeightSizes& sizes) {
+  int64_t bytes() const { return bytes_ ? std::max<int64_t>(*bytes_ - others_, 0) : largest_; }
+  // A pass begins. `gradient`: bytes of a slot of gradients.
+  void meet(const Schedule& schedule, const WeightSizes& sizes, int64_t gradient) {
     const auto contents = static_cast<int64_t>(schedule.contents.size());
     if (contents > 0) largest_ = std::max(largest_, contents * sizes.slot + sizes.staged);
+    int64_t others = schedule.options.apart ? static_cast<int64_t>(schedule.gradient_slots.size()) * gradient : 0;
+    if (schedule.options.group > 1) others += static_cast<int64_t>(schedule.weight_slots.size()) * sizes.slot;
+    others_ = std::max(others_, others);
   }
   int64_t time() const { return time_; }
 
@@ -192,7 +197,7 @@ class LookAhead {
  private:
   bool on_ = false;
   std::optional<int64_t> bytes_ = 0;
-  int64_t largest_ = 0;
+  int64_t largest_ = 0, others_ = 0;
   int64_t time_ = 0;
 };
 

@@ -75,9 +75,17 @@ def test_the_pool_keeps_slots_and_small_ones_make_way():
     assert one == ([64], [128], 64, 128)
     assert two == ([64, 64], [128], 128, 128), "the second layer's first shard is sent ahead"
     assert footprint(sized(32, 32), ranks=2, in_place=True) == one, "not where it travels in place"
-    assert footprint(sized(32, 32), ranks=2, prefetch=2) == ([64] * 3, [128], 192, 128), "the backward's first one too"
-    assert footprint(sized(32, 32, 32), ranks=2, prefetch=2) == ([64] * 3, [128], 192, 128), "two layers ahead"
-    assert footprint(sized(32), ranks=2, prefetch=2) == ([64, 64], [128], 128, 128), "the backward's, sent ahead"
+    for ahead in (63, 64, 127, 128, 192):  # a shard beside those that are ahead
+        slots = 2 if ahead < 128 else 1 + ahead // 64
+        expected = ([64] * slots, [128], 64 * slots, 128)
+        assert footprint(sized(32, 32, 32), ranks=2, look_ahead=ahead) == expected, "into the backward, too"
+    assert footprint(sized(32), ranks=2, look_ahead=64) == ([64, 64], [128], 128, 128), "the backward's, sent ahead"
+    assert footprint(sized(32), ranks=2, look_ahead=64, prefetch=False) == one
+    whole = footprint(sized(*[32] * 6), look_ahead=None)
+    assert whole == footprint(sized(*[32] * 6), look_ahead=2 * 64) == ([64] * 3, [128, 128], 192, 256), "of a layer"
+    assert footprint(sized(*[32] * 6), ranks=4, look_ahead=None, route="direct")[0] == [64] * 4
+    cast = footprint(sized(*[32] * 6), cast=True, look_ahead=None)[0]
+    assert len(cast) == 1 + 3, "a shard in use, and two shards and a staged copy ahead"
     for layers, late in ((2, 1), (3, 1), (4, 2)):
         _, gradients, _, most = footprint(sized(*[32] * layers), late=late)
         assert (gradients, most) == ([128] * (2 + 2 * late), 256 + 256 * late), "two more for each that lands late"

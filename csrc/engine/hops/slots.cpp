@@ -59,7 +59,9 @@ struct TransportMemory {
   std::shared_ptr<Slot> allocate(int64_t bytes) const {
     at::Tensor memory = preferred ? preferred(bytes) : at::Tensor();
     if (!memory.defined()) memory = transport.allocate(channel, bytes);
-    return std::make_shared<Slot>(Slot{std::move(memory), {}, false, number});
+    auto slot = std::make_shared<Slot>(Slot{std::move(memory), {}, false, number});
+    slot->usage.record_write(transport.streams().record_compute());  // it may have been freed on the compute stream
+    return slot;
   }
   bool before(const std::shared_ptr<Slot>& a, const std::shared_ptr<Slot>& b) const {
     return fixed && a->number < b->number;

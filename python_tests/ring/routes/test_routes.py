@@ -190,7 +190,7 @@ def test_the_pool_is_the_footprint():
                     ],
                     **dict(ranks=ranks, in_place=False, sends_anywhere=True, receives_anywhere=True, slot_cap=0),
                     **dict(cast=dtype != torch.float32, compute_bytes=dtype.itemsize, reduce_bytes=dtype.itemsize),
-                    **dict(route=route, gradient_route=gradients, group=group, gradients_apart=True),
+                    **dict(route=route, gradient_route=gradients, group=group, gradients_apart=True, look_ahead=None),
                 )
                 for channel in ("weight", "gradient"):
                     count, expected = ring.slot_count(channel), getattr(planned, channel)
