@@ -44,7 +44,8 @@ PassWeights::PassWeights(const RingParts& ring, const Schedule& schedule, Weight
       bundle_(std::move(bundle)),
       operation_(std::move(operation)),
       sent_(sent),
-      contents_(schedule.contents.size()) {}
+      contents_(schedule.contents.size()),
+      settles_(ring.pool.settles()) {}
 
 void PassWeights::begin(const PassHandle& pass, const Schedule& schedule) {
   take(schedule);
@@ -74,9 +75,13 @@ std::vector<at::Tensor> PassWeights::views(const Buffer& buffer, int owner, int 
 
 void PassWeights::lease(int content, int64_t bytes) {
   Content& leased = contents_[static_cast<size_t>(content)];
-  leased.slot = ring_.pool.lease(Channel::weight, bytes);
+  SlotPool& pool = ring_.pool;
+  leased.slot = pool.lease(Channel::weight, bytes);
+  Usage& usage = leased.slot->usage;
+  const bool used = usage.arrived || usage.written || !usage.sending.empty() || !usage.read.empty();
+  if (!used && settles_ != pool.settles()) usage.record_write(pool.settled());
   const int shards = schedule().contents[static_cast<size_t>(content)].shards;
-  if (shards > 1) leased.places.assign(static_cast<size_t>(shards), std::exchange(leased.slot->usage, {}));
+  if (shards > 1) leased.places.assign(static_cast<size_t>(shards), std::exchange(usage, {}));
 }
 
 void PassWeights::release(int content) {

@@ -71,6 +71,7 @@ class PassWeights : public WeightMoves {
   std::shared_ptr<Slot> staged_;  // copy of the local tensors, if a copy travels
   Usage home_;                    // of the local tensors, or their copy
   int hops_made_ = 0;
+  int64_t settles_;  // of the pool when it was made: other passes may end while this one runs
   PassHandle begun_;
   bool begins_ = false;
   std::vector<EventHandle> traced_;  // events before the pass begins

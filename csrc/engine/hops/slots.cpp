@@ -289,6 +289,8 @@ void SlotPool::clear() {
 
 void SlotPool::settle(Channel channel) {
   for (const auto& slot : ledger(channel).free()) slot->usage.wait_for_all(transport_->streams());
+  settled_ = transport_->streams().record_compute();
+  ++settles_;
 }
 
 void SlotPool::reset_peak() {

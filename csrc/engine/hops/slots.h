@@ -128,8 +128,11 @@ class SlotPool {
   std::shared_ptr<Slot> lease(Channel channel, int64_t bytes);
   void give_back(Channel channel, std::shared_ptr<Slot> slot) { ledger(channel).give_back(std::move(slot)); }
   void clear();
-  // Orders the compute stream after the uses of all slots of a channel, none of which is leased.
+  // Orders the compute stream after the uses of all free slots of a channel. A pass that goes on after it and leases
+  // such a slot is ordered after settled(); settles() counts.
   void settle(Channel channel);
+  const StreamEvent& settled() const { return settled_; }
+  int64_t settles() const { return settles_; }
   // Scratch memory that no hop uses, so its amount may differ between ranks.
   std::shared_ptr<Slot> lease_scratch(int64_t bytes);
   void give_back_scratch(std::shared_ptr<Slot> slot) { scratch_.give_back(std::move(slot)); }
@@ -155,6 +158,8 @@ class SlotPool {
   std::array<Ledger, 2> ledgers_;
   Ledger scratch_;
   bool fixed_ = false;
+  StreamEvent settled_;
+  int64_t settles_ = 0;
 };
 
 // Posts and counts the hops of one ring.
