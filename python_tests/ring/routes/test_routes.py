@@ -179,7 +179,7 @@ def test_the_pool_is_the_footprint():
                 model = torch.nn.Sequential(*(torch.nn.Linear(features, out) for out, features in layers))
                 policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype) if dtype != torch.float32 else None
                 rtp_ext.fully_rotate(model, mesh=ring, **({"mp_policy": policy} if policy else {}))
-                for _ in range(3):
+                for _ in range(4):
                     model(torch.ones(3, 11, requires_grad=True)).sum().backward()
                 planned = rtp_ext._native.footprint(
                     [
