@@ -227,6 +227,47 @@ def test_the_look_ahead_in_bytes(route):
     assert most == {"auto": (3, 1), "lean": (1, 1), 64: (1, 1), 130: (2, 1), 320: (5, 2), 639: (9, 3)}
 
 
+GROUPED = (  # routes, groups and bytes that are ahead; of one group, whole layers are
+    {"route": "ring", "group": 2},
+    {"route": "direct", "group": 3, "buffers": 4000},
+    {"route": "direct", "group": 4},
+    {"route": "gather", "buffers": 1 << 20},
+    {"route": "ring", "buffers": 1000},
+    {"route": "direct"},
+)
+
+
+def _grouped(rank, ranks):
+    """Each ring with hops that are late by a random time: the bits of a ring that sends nothing ahead."""
+    cases = Cases()
+    for options in GROUPED:
+        results = []
+        for ahead in ({"prefetch": False}, {"transport_options": {"delay_us": 1000}}):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(*pair) for pair in ((8, 24), (24, 40), (40, 8), (8, 8), (8, 16))))
+            ring = rtp_ext.Ring(transport="shm", timeout=60.0, **{**options, **ahead})
+            model = rtp_ext.fully_rotate(model, mesh=ring, bundle=False)
+            optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+            for step in range(4):
+                x = torch.randn(3 + rank, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+                y = model(x.requires_grad_())
+                y.square().sum().backward()
+                found += [y.detach(), x.grad, *(full(parameter.grad) for parameter in model.parameters())]
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(found)
+            counts = ring.prefetched()
+            ring.close()
+        with cases.case(str(options)):
+            assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+            assert 0 < counts[1] == counts[0]
+    cases.finish()
+
+
+def test_groups_ahead_with_hops_that_are_late():
+    run_ranks(_grouped, 4)
+
+
 @on_ranks(3)
 def test_channels_last(rank, ranks, ring):
     """Convolutions in another memory format; one rank has no shard."""

@@ -99,6 +99,25 @@ def test_the_pool_keeps_slots_and_small_ones_make_way():
     assert footprint(sized(32, 64), cast=True) == ([128] * 3, [256, 256], 384, 512)
 
 
+def test_what_is_ahead_takes_its_bytes_and_no_more():
+    """Layers of R shards of 64 bytes: the look-ahead comes on top of the slots in use, one at least."""
+    for ranks in range(1, 17):
+        layers = [operation((1, 32))] * 5
+        for route, group in (("ring", 1), ("direct", 1), ("ring", 2), ("direct", 3), ("gather", 1)):
+            ways = {"route": route, "group": min(group, ranks)}
+            shards = ranks if route == "gather" else min(group, ranks)
+            lean = sum(footprint(layers, ranks, **ways)[0])
+            for shards_ahead in (1, 2, 5, 20):
+                held = sum(footprint(layers, ranks, look_ahead=64 * shards_ahead, **ways)[0])
+                ahead = shards_ahead // shards * shards
+                assert lean <= held <= max(lean, 64 * (2 * shards + shards_ahead)), (ranks, ways, shards_ahead)
+                most = 9 * ranks if route == "gather" or group > 1 else 9 * (ranks - 1)
+                if ranks > 1 and route != "ring" and group == 1 and ahead <= most:
+                    assert held >= 64 * ahead, (ranks, ways, shards_ahead)
+                if ranks == 1:
+                    assert held == lean
+
+
 def test_an_operation_of_nothing_is_refused():
     with pytest.raises(ValueError, match="at least one parameter"):
         footprint([operation()])

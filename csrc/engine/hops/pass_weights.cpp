@@ -120,25 +120,27 @@ void PassWeights::move(int position) {
   if (!begins_ && made() == 1) {
     ring_.transport->order_hops_after(Channel::weight, ring_.streams().record_compute());
   }
-  const EventHandle traced = begins_ ? ring_.sink.begin(begun_, position, step)
-                                     : ring_.sink.announce(operation_, TraceKind::step, position, step);
-  if (!begins_) traced_.push_back(traced);
-  step.action == Action::hop ? hop(step, traced) : copy(step, traced);
+  step.action == Action::hop ? hop(position, step) : copy(position, step);
 }
 
-void PassWeights::hop(const Step& step, const EventHandle& traced) {
+EventHandle PassWeights::begin_event(int position, const Step& step) {
+  if (begins_) return ring_.sink.begin(begun_, position, step);
+  return traced_.emplace_back(ring_.sink.announce(operation_, TraceKind::step, position, step));
+}
+
+void PassWeights::hop(int position, const Step& step) {
   const auto send = views(step.send, step.send_owner), receive = views(step.receive, step.receive_owner);
   Hop hop = hop_of(schedule(), step, operation_, hops_made_++);
   set_memory(hop, schedule(), step, *bundle_, send, receive);
   hop.send_slot = slot_start(step.send), hop.receive_slot = slot_start(step.receive);
   const Range range([&] { return concat(operation_, ": ", label(step)); });
   const int ranks = schedule().ranks;
-  ring_.hops.post(hop, usage(reads(step, ranks).front()), usage(writes(step, ranks).front()), traced, poster_,
-                  poster_position_);
+  ring_.hops.post(hop, usage(reads(step, ranks).front()), usage(writes(step, ranks).front()),
+                  begin_event(position, step), poster_, poster_position_);
   if (!begins_) ++sent_;
 }
 
-void PassWeights::copy(const Step& step, const EventHandle& traced) {
+void PassWeights::copy(int position, const Step& step) {
   Streams& streams = ring_.streams();
   const int ranks = schedule().ranks;
   Usage& source = usage(reads(step, ranks).front());
@@ -147,6 +149,7 @@ void PassWeights::copy(const Step& step, const EventHandle& traced) {
   const auto after_compute = [&](const StreamEvent& event) { streams.order_compute_after(event); };
   source.before_read(after_hop, after_compute);
   target.before_write(after_hop, after_compute);
+  const EventHandle traced = begin_event(position, step);
   dequantize_into(streams, views(step.receive, step.receive_owner), {views(step.send, step.send_owner)}, false);
   const StreamEvent copied = streams.record_compute();
   source.record_read(copied), target.record_write(copied);

@@ -59,8 +59,9 @@ class PassWeights : public WeightMoves {
   void lease_staged(int64_t bytes) override;
   void release_staged() override;
   void move(int position) override;
-  void hop(const Step& step, const EventHandle& traced);
-  void copy(const Step& step, const EventHandle& traced);
+  void hop(int position, const Step& step);
+  void copy(int position, const Step& step);
+  EventHandle begin_event(int position, const Step& step);
   std::byte* slot_start(const Buffer& buffer) const;  // null for a local tensor that was not staged
 
   const RingParts& ring_;
