@@ -81,7 +81,7 @@ class RingKeywords(TypedDict, total=False):
     travel: Travel | None
     timeout: float | datetime.timedelta
     slot_cap: int
-    prefetch: int
+    prefetch: bool
     gradient_halves: bool | None
     late_gradients: int | None
     gradient_route: GradientRoute
@@ -116,7 +116,7 @@ class RingOptions:
             each of two slots, in one if they are all. In linear layers cut along their outputs, MLPs, experts and
             fused vocabulary heads, but for frozen blocks; other operations, and linear layers and heads whose shards
             exceed `slot_cap`, are computed shard by shard, as None: 1. Not on route two-level, not in place, and not
-            with travel; of one group, prefetch sends nothing ahead.
+            with travel.
         gradient_route: `chain` (a partial sum of each gradient travels from rank to rank), `direct` (each contribution
             goes straight to its owner, who adds them up in float32; not on route two-level), or `auto`: direct where
             gradients travel in fewer than 32 bits and every rank reaches every other as cheaply as its neighbour.
@@ -125,18 +125,20 @@ class RingOptions:
         buffers: what an operation may hold beyond slots of one shard. `auto`: the route planner gathers a linear layer
             where that is fastest by prediction (its weights and gradients are at most what `fully_shard` holds of its
             block); on gradient route direct every contribution arrives in a slot of its own, R - 1 slots of a shard,
-            and one addition reads and writes the gradient once. `lean`: nothing; layers rotate, and contributions
-            arrive and are added one after the other in one slot. A number: what takes more bytes is as with `lean`.
+            and one addition reads and writes the gradient once; shards are sent ahead (see prefetch) up to the bytes
+            that the largest pass receives, R - 1 shards. `lean`: nothing; layers rotate, contributions arrive and are
+            added one after the other in one slot, and one shard is ahead, in a slot that the layer before has left. A
+            number: what takes more bytes is as with `lean`; shards are ahead in what groups and contributions leave.
         embedding: how ranks get the rows of an embedding. `rotate`: the table travels, and its gradient. `rows`: every
             rank sends its ids to the owners of the table, who answer with rows, and in backward the gradients of these
             rows, by collectives of torch.distributed. `auto`: rows in converted models where they save 1 MiB at least
             of what a rank sends for the largest number of tokens on any rank, as of the model's forwards 2, 4, 8, ...;
             elsewhere `rotate`. Rows are not rounded, so not with `travel`.
         timeout: seconds (or a timedelta); a neighbour that does not answer for so long is an error, RingTimeout.
-        prefetch: send the first shard of the next layer while the last GEMM of this one runs; the order is learned from
-            the forward or backward before. 2: of the next two layers, and of the first layers of a backward during the
-            last ones of its forward, for ranks that run unevenly; takes a third weight slot, and a second staged copy
-            where shards are cast. 0 turns it off.
+        prefetch: whether shards of the next layers are sent while this one computes, in the order of use, within the
+            look-ahead in bytes of `buffers`, and into a backward; the order is learned from the forward or backward
+            before. Not in place. On route ring a shard that was passed on waits for its arrival, so that the look-ahead
+            grows by one shard a layer.
         gradient_halves: gradients of linear layers and bundles travel in two halves, each a chain of its own; None:
             those of linear layers, where a gradient hop outlasts a dgrad. Not on route two-level.
         late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
@@ -153,7 +155,7 @@ class RingOptions:
             (where the transport supports them: `ce`, and emulated rings), `on` (elsewhere a ValueError), or `off`, the
             default until a graph has run on a GPU. A pass is captured once for its shapes, after it has run, and
             replayed where its tensors have the same addresses; otherwise it is enqueued hop by hop. With graphs
-            `prefetch` is 0. See `graphs`.
+            nothing is sent ahead. See `graphs`.
         in_place: local shards themselves travel and return to their owners, with one slot instead of two. Where a cast
             copy travels anyway, and over shm, whose hops arrive in slots only, this saves nothing and copies travel.
             Not on route two-level, and not with travel.
@@ -170,7 +172,7 @@ class RingOptions:
     travel: Travel | None = None
     timeout: datetime.timedelta = 600.0  # type: ignore[assignment]
     slot_cap: int = SLOT_CAP
-    prefetch: int = 1
+    prefetch: bool = True
     gradient_halves: bool | None = None
     late_gradients: int | None = None
     gradient_route: GradientRoute = "auto"
@@ -207,8 +209,9 @@ class RingOptions:
         check_buffers(self.buffers)
         if self.slot_cap < 0:
             raise ValueError(f"Ring: expected slot_cap >= 0, got {self.slot_cap}")
-        if self.prefetch not in (0, 1, 2):
-            raise ValueError(f"Ring: expected prefetch 0, 1 or 2, got {self.prefetch!r}")
+        if self.prefetch not in (False, True):
+            raise ValueError(f"Ring: expected prefetch True or False, got {self.prefetch!r}")
+        object.__setattr__(self, "prefetch", bool(self.prefetch))
         late = self.late_gradients
         if late is not None and (isinstance(late, bool) or late < 0):
             raise ValueError(f"Ring: expected late_gradients >= 0 or None, got {late!r}")
@@ -222,6 +225,11 @@ class RingOptions:
         check_group(self.group, self.route, self.travel, self.in_place)
         if self.in_place:
             check_in_place("Ring", self.travel, self.route)
+
+    @property
+    def look_ahead(self) -> int | None:
+        """Bytes that may be sent ahead, beyond slots that are left; None: what the largest pass receives."""
+        return {"auto": None, "lean": 0}[self.buffers] if isinstance(self.buffers, str) else self.buffers
 
     def __str__(self) -> str:
         return ", ".join(f"{each.name} {getattr(self, each.name)}" for each in fields(self))

@@ -84,8 +84,8 @@ def _rotate(**choices: Any) -> Callable[..., nn.Module]:
     return convert
 
 
-def _rotate_ahead(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None, **ways: Any) -> nn.Module:
-    return _rotate()(model, rtp_ext.Ring(mesh, prefetch=2, **ways), policy)
+def _rotate_lean(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None, **ways: Any) -> nn.Module:
+    return _rotate()(model, rtp_ext.Ring(mesh, buffers="lean", **ways), policy)
 
 
 def _shard(*, reshard: bool | None = None) -> Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]:
@@ -143,7 +143,7 @@ STRATEGIES = {
     "rtp-inplace": Strategy(_rotate(in_place=True), follows_policy=True),
     "rtp-unbundled": Strategy(_rotate(bundle=False), follows_policy=True),
     "rtp-recompute": Strategy(_rotate(bundle="recompute"), follows_policy=True),
-    "rtp-ahead": Strategy(_rotate_ahead, follows_policy=True),
+    "rtp-lean": Strategy(_rotate_lean, follows_policy=True),
     "rtp-fused": Strategy(_rotate(bundle="recompute", loss_head="fused"), follows_policy=True, language=True),
     "rtp-2rings": Strategy(_rotate_replicas, follows_policy=True, replicas=2),
     "fsdp2": Strategy(_shard(), follows_policy=True, muon="stock"),

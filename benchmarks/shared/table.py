@@ -19,7 +19,8 @@ NAMES = {  # of strategies, in tables and figures
     "rtp-int8": "rtp",
     "rtp-nf4": "rtp",
     "rtp-exact": "rtp, unrounded",
-    "rtp-ahead": "rtp, `prefetch=2`",
+    "rtp-ahead": "rtp, `prefetch=2`",  # of runs before look-ahead counted bytes
+    "rtp-lean": "rtp, `buffers=lean`",
     "rtp-flat": 'rtp, `route="ring"`',
     "rtp-inplace": "rtp, `in_place=True`",
     "rtp-unbundled": "rtp, `bundle=False`",

@@ -126,7 +126,7 @@ def measure_sockets(place: Place, rate: str | None, times: int) -> Sockets:
     return Sockets(taken, max(taken, lost))
 
 
-_RINGS = ("rtp", "rtp-ahead", "rtp-exact", "rtp-c10d", "rtp-unbundled", "rtp-gram", "rtp-whole")
+_RINGS = ("rtp", "rtp-lean", "rtp-exact", "rtp-c10d", "rtp-unbundled", "rtp-gram", "rtp-whole")
 
 
 class Counter:

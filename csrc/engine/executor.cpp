@@ -18,7 +18,7 @@ Executor::Executor(std::shared_ptr<Transport> transport, int rank, int ranks, at
       pool_(transport_, device),
       sink_(transport_),
       hops_(transport_, sink_),
-      prefetcher_(transport_, pool_, hops_, sink_, rank),
+      prefetcher_({transport_, pool_, hops_, sink_, rank}),
       late_(transport_, pool_, sink_),
       pulls_(pool_) {}
 
@@ -76,12 +76,11 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
                      std::optional<ShardBundle> gradient, std::string operation)
     : executor_(executor),
       schedule_(schedule),
-      weight_(std::move(weight)),
       gradient_(std::move(gradient)),
       operation_(std::move(operation)) {
   executor_.check_alive(operation_);
   range_.begin([&] { return operation_; });
-  for (auto* bundle : {&weight_, &gradient_}) {
+  for (auto* bundle : {&weight, &gradient_}) {
     if (!*bundle) continue;
     const size_t layouts = (*bundle)->layouts.size(), most = executor_.transport().most_tensors();
     RTP_CHECK_VALUE(layouts <= most, operation_, ": expected at most ", most, " tensors that travel together, got ",
@@ -99,13 +98,14 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
     streams.order_compute_after(executor_.last_);
     Sink& sink = executor_.sink_;
     begun_ = sink.begin_pass(operation_, schedule_);
-    std::optional<PrefetchedHop> prefetched = executor_.prefetcher_.begin(schedule_, weight_, operation_);
+    const int64_t slot = schedule_.gradient_slots.empty() ? 0 : this->gradient().slot_bytes();
+    weights_ = executor_.prefetcher_.begin(schedule_, std::move(weight), slot, operation_);
+    weights_->begin(begun_, schedule_);
     const EventHandle waiting = sink.begin(begun_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "start");
-    if (prefetched) use_prefetched(std::move(*prefetched));
     try {
       lease_slots();
       sink.end(waiting);
-      stage_local();
+      weights_->stage();
     } catch (...) {
       return_slots();
       throw;
@@ -118,78 +118,25 @@ Execution::Execution(Executor& executor, const Schedule& schedule, std::optional
   });
 }
 
-void Execution::use_prefetched(PrefetchedHop prefetched) {
-  prefetched_ = true;
-  slots_[0].push_back(std::move(prefetched.landing));  // the first hop arrives in slot 0
-  staged_ = std::move(prefetched.staged);
-  weight_->local = std::move(prefetched.local);
-  for (const EventHandle& event : prefetched.traced) {
-    if (event) event->pass = begun_.traced;
-  }
-  usage_[kLocalWeight] = std::move(prefetched.local_usage);
-}
-
 void Execution::lease_slots() {
   SlotPool& pool = executor_.pool();
   if (schedule_.options.narrow) {
-    quantizer_.emplace(pool, executor_.streams(), bundle(Channel::gradient), schedule_.options.group);
+    quantizer_.emplace(pool, executor_.streams(), gradient(), schedule_.options.group);
   }
-  for (const Channel channel : {Channel::weight, Channel::gradient}) {
-    auto& slots = slots_[static_cast<size_t>(channel)];
-    const std::vector<int>& shards = schedule_.slots(channel);
-    for (size_t slot = slots.size(); slot < shards.size(); ++slot) {
-      const bool halved = channel == Channel::gradient && schedule_.options.halves;
-      slots.push_back(pool.lease(channel, bundle(channel).slot_bytes(shards[slot], halved)));
-      // The parts of a slot are followed one by one in this pass, but not those of earlier passes.
-      if (shards[slot] > 1 || halved) slots.back()->usage.wait_for_all(executor_.streams());
-    }
+  const bool halved = schedule_.options.halves;
+  for (const int shards : schedule_.gradient_slots) {
+    slots_.push_back(pool.lease(Channel::gradient, gradient().slot_bytes(shards, halved)));
+    // The parts of a slot are followed one by one in this pass, but not those of earlier passes.
+    if (shards > 1 || halved) slots_.back()->usage.wait_for_all(executor_.streams());
   }
-}
-
-void Execution::give_back(std::shared_ptr<Slot>& slot, Channel channel) {
-  if (slot) executor_.pool().give_back(channel, std::exchange(slot, nullptr));
 }
 
 void Execution::return_slots() {
   quantizer_.reset();
-  give_back(staged_, Channel::weight);
+  weights_->give_back();
   dequantized_.give_back(executor_.pool());
   sourced_.give_back(executor_.pulls());
-  for (const Channel channel : {Channel::weight, Channel::gradient}) {
-    auto& slots = slots_[static_cast<size_t>(channel)];
-    for (auto& slot : slots) give_back(slot, channel);
-    slots.clear();
-  }
-}
-
-void Execution::stage_local() {
-  // The shard may be used only where it is copied into a group.
-  if (!weight_ || prefetched_ || !schedule_.uses_home || schedule_.options.sourced) return;
-  if (!executor_.movement(*weight_).staged(schedule_.hops(Channel::weight) > 0)) return;
-  RTP_ASSERT(!schedule_.options.in_place, operation_, " cannot move a copy in place");
-  staged_ = executor_.pool().lease(Channel::weight, weight_->slot_bytes());
-  Sink& sink = executor_.sink_;
-  const EventHandle waiting = sink.begin_slot(begun_, TraceEvent::kNoStep, "home");
-  staged_->usage.wait_for_all(executor_.streams());
-  sink.end(waiting);
-  const EventHandle staging = sink.begin(begun_, TraceKind::stage, TraceEvent::kNoStep, Lane::compute, "home");
-  weight_->stage(executor_.streams(), staged_->memory, executor_.rank());
-  sink.end(staging);
-}
-
-// Prefetches for the next pass once this pass uses its last slot. The weight slots that the remaining steps do not use
-// are returned first.
-void Execution::prefetch_next_pass() {
-  if (hop_index_[0] < schedule_.hops(Channel::weight) || !executor_.prefetcher_.expects()) return;
-  const std::optional<FreedSlots> freed = freed_before(schedule_, position_ - 1, staged_ != nullptr);
-  if (!freed) return;
-  for (const int slot : freed->slots) give_back(slots_[0][static_cast<size_t>(slot)], Channel::weight);
-  if (freed->staged) {
-    staged_->usage = std::move(usage_[kLocalWeight]);
-    usage_.erase(kLocalWeight);
-    give_back(staged_, Channel::weight);
-  }
-  while (executor_.prefetcher_.expects()) executor_.prefetcher_.prefetch(begun_, position());
+  for (auto& slot : std::exchange(slots_, {})) executor_.pool().give_back(Channel::gradient, std::move(slot));
 }
 
 Execution::~Execution() {
@@ -199,53 +146,30 @@ Execution::~Execution() {
   }
 }
 
-const ShardBundle& Execution::bundle(Channel channel) const {
-  const auto& bundle = channel == Channel::weight ? weight_ : gradient_;
-  RTP_ASSERT(bundle.has_value(), operation_, " moves a ", rtp::name(channel), " that it was not given");
-  return *bundle;
-}
-
-const std::shared_ptr<Slot>& Execution::slot(Buffer buffer) const {
-  return slots_[static_cast<size_t>(buffer.channel)][static_cast<size_t>(buffer.slot)];
+const ShardBundle& Execution::gradient() const {
+  RTP_ASSERT(gradient_.has_value(), operation_, " moves a gradient that it was not given");
+  return *gradient_;
 }
 
 Usage& Execution::usage(const Access& access) {
   const Buffer& buffer = access.buffer;
+  if (buffer.channel == Channel::weight) return weights_->usage(access);
   if (!buffer.is_home() && !buffer.has_parts()) return slot(buffer)->usage;
-  return usage_[{buffer.channel, buffer.slot, access.place, access.half}];
-}
-
-std::byte* Execution::slot_start(Buffer buffer) const {
-  if (!buffer.is_home()) return slot(buffer)->data();
-  return buffer.channel == Channel::weight && staged_ ? staged_->data() : nullptr;
-}
-
-Place Execution::place(Buffer buffer, int owner, int owners) const {
-  const int shards = buffer.is_home() ? 1 : schedule_.slots(buffer.channel)[static_cast<size_t>(buffer.slot)];
-  const int ranks = executor_.ranks();
-  return {owner, owners, shards, buffer.is_group() ? buffer.place(owner + owners > ranks ? 0 : owner, ranks) : 0};
-}
-
-// The offset of a shard in the same buffer of another rank.
-size_t Execution::remote_offset(Buffer buffer, int peer, Half half, int owner, size_t index) const {
-  const Buffer there = buffer.moved(peer - executor_.rank(), executor_.ranks());
-  const ShardBundle& bundle = this->bundle(buffer.channel);
-  if (buffer.halves == Halves::apart) return static_cast<size_t>(bundle.half_offset(half, index));
-  return static_cast<size_t>(bundle.offset(place(there, owner), index) +
-                             bundle.layouts[index].bytes_before(owner, half));
+  return usage_[{buffer.slot, access.place, access.half}];
 }
 
 std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half, int owners) const {
   std::vector<at::Tensor> views;
   if (!buffer.exists()) return views;
-  const ShardBundle& bundle = this->bundle(buffer.channel);
+  const ShardBundle& bundle = gradient();
   for (size_t index = 0; index < bundle.layouts.size(); ++index) {
     if (buffer.is_home()) {
       views.push_back(half_of(bundle.local_view(owner, executor_.rank(), index), half));
     } else if (buffer.halves == Halves::apart) {
       views.push_back(bundle.half_in_slot(slot(buffer)->memory, owner, half, index));
     } else {
-      views.push_back(half_of(bundle.in_slot(slot(buffer)->memory, place(buffer, owner, owners), index), half));
+      const Place place = place_of(schedule_, buffer, owner, owners);
+      views.push_back(half_of(bundle.in_slot(slot(buffer)->memory, place, index), half));
     }
   }
   return views;
@@ -260,19 +184,20 @@ std::vector<at::Tensor> Execution::pieces(Buffer buffer, int owner, Half half) c
 
 std::vector<at::Tensor> Execution::weight() {
   Sink& sink = executor_.sink_;
+  const auto& bundle = weights_->bundle();
   std::vector<at::Tensor> arrived;
   if (schedule_.options.sourced) {
     const bool pulled = sourced_.waits(executor_.pulls(), *current_);
     sink.before_product(
         pulled ? computing_ : EventHandle(), TraceKind::wait, [&] { return "wait: " + label(*current_); },
-        [&] { arrived = sourced_.of(executor_.pulls(), schedule_, *weight_, schedule_.steps[position_ - 1]); });
+        [&] { arrived = sourced_.of(executor_.pulls(), schedule_, *bundle, schedule_.steps[position_ - 1]); });
   } else {
-    arrived = views(current_->weight, current_->owner, Half::whole, current_->owners);
+    arrived = weights_->views(current_->weight, current_->owner, current_->owners);
   }
-  const bool converts = dequantized_.converts(weight_, *current_);
+  const bool converts = dequantized_.converts(bundle, *current_);
   sink.before_product(
       converts ? computing_ : EventHandle(), TraceKind::stage, [] { return "dequantize"; },
-      [&] { arrived = dequantized_.of(executor_.pool(), weight_, std::move(arrived), *current_); });
+      [&] { arrived = dequantized_.of(executor_.pool(), bundle, std::move(arrived), *current_); });
   return arrived;
 }
 std::vector<at::Tensor> Execution::gradient_in() const {
@@ -280,7 +205,7 @@ std::vector<at::Tensor> Execution::gradient_in() const {
 }
 std::vector<at::Tensor> Execution::gradient_out() const {
   const Buffer out = current_->gradient_out;
-  if (quantizer_ && !out.is_home()) return quantizer_->views(place(out, current_->owner, current_->owners));
+  if (quantizer_ && !out.is_home()) return quantizer_->views(place_of(schedule_, out, current_->owner, current_->owners));
   return views(out, current_->owner, current_->half, current_->owners);
 }
 
@@ -297,14 +222,17 @@ const Step* Execution::next() {
     current_ = nullptr;
     while (position_ < schedule_.steps.size()) {
       const Step& step = schedule_.steps[position_++];
-      if (step.action == Action::hop) {
+      if (step.action != Action::compute && step.channel == Channel::weight) {
+        executor_.prefetcher_.make(*weights_, begun_, position());
+        weights_->end_step(position());
+      } else if (step.action == Action::hop) {
         hop(step);
       } else if (schedule_.ends_late() && position_ == schedule_.steps.size()) {
         leave_late(step);
       } else if (step.action == Action::copy || step.action == Action::add) {
         copy_or_add(step);
       } else {
-        prefetch_next_pass();
+        executor_.prefetcher_.look_ahead(*weights_, begun_, position());
         before_compute(step);
         product_ = wraps_ ? step : step.product(0, executor_.ranks());
         products_left_ = wraps_ ? 0 : step.products(executor_.ranks()) - 1;
@@ -360,7 +288,7 @@ void Execution::after_compute(const Step& step) {
     const EventHandle rounding = sink.begin(begun_, TraceKind::stage, position(), lane, "round");
     for (int each = 0; each < step.owners; ++each) {
       const int owner = (step.owner + each) % executor_.ranks();
-      quantizer_->round(views(step.gradient_out, owner), place(step.gradient_out, owner));
+      quantizer_->round(views(step.gradient_out, owner), place_of(schedule_, step.gradient_out, owner));
     }
     sink.end(rounding);
   }
@@ -369,22 +297,18 @@ void Execution::after_compute(const Step& step) {
   const StreamEvent event = streams.record_compute();
   for (const Access& access : accesses().reads) usage(access).record_read(event);
   for (const Access& access : accesses().writes) usage(access).record_write(event);
+  weights_->end_step(position());
   if (step.lane > 0) side_ = event;
   streams.select_compute_stream(0);
 }
 
 void Execution::hop(const Step& step) {
-  int& index = hop_index_[static_cast<size_t>(step.channel)];
-  if (index++ == 0 && step.channel == Channel::weight && prefetched_) return;
   const auto send = views(step.send, step.send_owner, step.half);
   const auto receive = views(step.receive, step.receive_owner, step.half);
-  Hop hop = hop_of(step, schedule_.options.route, operation_, index - 1, schedule_.hops(step.channel));
-  hop.send = spans_of(send), hop.receive = spans_of(receive);
-  hop.send_slot = slot_start(step.send), hop.receive_slot = slot_start(step.receive);
-  for (size_t index = 0; index < send.size(); ++index) {
-    hop.remote_receive_offsets.push_back(remote_offset(step.receive, step.to, step.half, step.send_owner, index));
-    hop.remote_send_offsets.push_back(remote_offset(step.send, step.from, step.half, step.receive_owner, index));
-  }
+  Hop hop = hop_of(schedule_, step, operation_, gradient_hops_++);
+  set_memory(hop, schedule_, step, gradient(), send, receive);
+  hop.send_slot = step.send.is_home() ? nullptr : slot(step.send)->data();
+  hop.receive_slot = step.receive.is_home() ? nullptr : slot(step.receive)->data();
   const Range range([&] { return concat(operation_, ": ", label(step)); });
   executor_.hops().post(hop, usage(accesses().reads.front()), usage(accesses().writes.front()),
                         executor_.sink_.begin(begun_, position(), step), begun_, position());
@@ -404,7 +328,7 @@ void Execution::copy_or_add(const Step& step) {
   const bool own = step.send.is_group() && step.send.at == Buffer::kAnywhere;
   const bool wide = quantizer_ && step.action == Action::copy && own;
   auto from = arrivals(step);
-  if (wide) from = {quantizer_->views(place(step.send, step.send_owner))};
+  if (wide) from = {quantizer_->views(place_of(schedule_, step.send, step.send_owner))};
   auto to = pieces(step.receive, step.receive_owner, step.half);
   dequantize_into(executor_.streams(), std::move(to), std::move(from), step.action == Action::add);
   after_compute(step);
@@ -414,15 +338,12 @@ void Execution::copy_or_add(const Step& step) {
 void Execution::leave_late(const Step& step) {
   auto arriving = arrivals(step);
   auto local = pieces(step.receive, step.receive_owner, step.half);
-  auto& slots = slots_[static_cast<size_t>(Channel::gradient)];
   std::vector<Usage> uses;
   for (auto& [key, usage] : usage_) {
-    if (std::get<0>(key) == Channel::gradient && std::get<1>(key) != Buffer::kHome) {
-      uses.push_back(std::exchange(usage, Usage()));
-    }
+    if (std::get<0>(key) != Buffer::kHome) uses.push_back(std::exchange(usage, Usage()));
   }
   executor_.late_.add(
-      {std::exchange(slots, {}), std::move(uses), std::move(arriving), std::move(local), begun_, position(), step});
+      {std::exchange(slots_, {}), std::move(uses), std::move(arriving), std::move(local), begun_, position(), step});
 }
 
 // Orders the compute stream after every hop except late ones, so that later work on it can use the local tensors,
@@ -433,12 +354,10 @@ void Execution::end() {
   Sink& sink = executor_.sink_;
   const EventHandle waiting = sink.begin(begun_, TraceKind::wait, TraceEvent::kNoStep, Lane::compute, "end");
   Range range([&] { return concat(operation_, ": wait: end"); });
+  weights_->wait_for_home();
+  if (executor_.prefetcher_.empty()) executor_.pool().settle(Channel::weight);
   for (auto& [key, usage] : usage_) usage.wait_for_all(streams);
-  for (const auto& slots : slots_) {
-    for (const auto& slot : slots) {
-      if (slot) slot->usage.wait_for_all(streams);
-    }
-  }
+  for (const auto& slot : slots_) slot->usage.wait_for_all(streams);
   range.end();
   sink.end(waiting);
   streams.order_compute_after(side_);

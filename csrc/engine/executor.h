@@ -11,7 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "base/checks.h"
@@ -189,23 +189,15 @@ class Execution {
   std::vector<at::Tensor> gradient_out() const;
 
  private:
-  // key of a local tensor, or of a part of a slot: see Access
-  using Key = std::tuple<Channel, int, int, Half>;
-  static constexpr Key kLocalWeight{Channel::weight, Buffer::kHome, 0, Half::whole};
+  // key of a local gradient, or of a part of a slot of gradients: see Access
+  using Key = std::tuple<int, int, Half>;
 
-  const ShardBundle& bundle(Channel channel) const;
+  const ShardBundle& gradient() const;
   Usage& usage(const Access& access);
   void lease_slots();
-  void give_back(std::shared_ptr<Slot>& slot, Channel channel);
   void return_slots();
-  void stage_local();
-  void use_prefetched(PrefetchedHop prefetched);
-  void prefetch_next_pass();
 
-  const std::shared_ptr<Slot>& slot(Buffer buffer) const;
-  std::byte* slot_start(Buffer buffer) const;  // null for a local tensor that was not staged
-  Place place(Buffer buffer, int owner, int owners = 1) const;
-  size_t remote_offset(Buffer buffer, int peer, Half half, int owner, size_t index) const;
+  const std::shared_ptr<Slot>& slot(Buffer buffer) const { return slots_[static_cast<size_t>(buffer.slot)]; }
   std::vector<at::Tensor> views(Buffer buffer, int owner, Half half = Half::whole, int owners = 1) const;
 
   int position() const { return static_cast<int>(position_) - 1; }  // position of the current step
@@ -226,27 +218,25 @@ class Execution {
 
   Executor& executor_;
   const Schedule& schedule_;
-  std::optional<ShardBundle> weight_;
+  std::unique_ptr<PassWeights> weights_;
   std::optional<ShardBundle> gradient_;
   std::string operation_;
   std::optional<StreamsPass> streams_pass_;
   std::optional<SmCarveout> carveout_;
-  std::array<std::vector<std::shared_ptr<Slot>>, 2> slots_;
-  std::shared_ptr<Slot> staged_;                // copy of the local tensors, if a copy travels
+  std::vector<std::shared_ptr<Slot>> slots_;    // of gradients
   std::optional<GradientQuantizer> quantizer_;  // set if contributions travel in fewer bits
   DequantizedWeights dequantized_;              // holds memory if weights travel in fewer bits
   SourcedWeights sourced_;                      // the shards in use, if they come from a source
   std::map<Key, Usage> usage_;
-  StreamEvent start_;        // start of this pass on the caller's stream
-  StreamEvent side_;         // newest compute on compute stream 1
-  bool prefetched_ = false;  // the first hop was prefetched
+  StreamEvent start_;  // start of this pass on the caller's stream
+  StreamEvent side_;   // newest compute on compute stream 1
   size_t position_ = 0;
   Step product_;  // the current compute, or the current one of its two products
   const Step* current_ = nullptr;
   int products_left_ = 0;
   bool wraps_ = false;
   bool ended_ = false;
-  std::array<int, 2> hop_index_{};
+  int gradient_hops_ = 0;  // posted so far
   PassHandle begun_;
   EventHandle computing_;
   Range range_, compute_range_;  // for profilers

@@ -1,16 +1,15 @@
 #include "engine/prefetch.h"
 
-#include <algorithm>
+#include <utility>
+
+#include "base/checks.h"
 
 namespace rtp {
 
 bool Prefetcher::Record::same(const Record& other) const {
   return serial != 0 && serial == other.serial && index == other.index && name == other.name &&
-         options.same_hops(other.options);
+         schedule->options.same_hops(other.schedule->options);
 }
-
-Prefetcher::Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Sink& sink, int rank)
-    : transport_(std::move(transport)), pool_(pool), hops_(hops), sink_(sink), rank_(rank) {}
 
 void Prefetcher::enter(Context context) {
   context_ = std::move(context);
@@ -20,110 +19,107 @@ void Prefetcher::enter(Context context) {
 
 Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::optional<ShardBundle>& weight,
                                          const std::string& name) {
-  Record record{context_.serial, index_++, schedule.options, name, Step{}, 0, schedule.hops(Channel::weight), {}, {},
-                context_.watched};
-  const auto first = std::find_if(schedule.steps.begin(), schedule.steps.end(), [](const Step& step) {
-    return step.action == Action::hop && step.channel == Channel::weight;
-  });
-  if (!weight || first == schedule.steps.end() || schedule.options.in_place || first->receive.is_group()) return record;
-  record.first_hop = *first;
-  record.position = static_cast<int>(first - schedule.steps.begin());
+  Record record{context_.serial, index_++, &schedule, name, ring_.sizes(schedule, weight), {}, {}, context_.watched};
+  if (!weight || schedule.moves.empty()) return record;
   record.layouts = weight->layouts;
   for (const at::Tensor& local : weight->local) record.local.emplace_back(local);
   return record;
 }
 
-std::optional<PrefetchedHop> Prefetcher::begin(const Schedule& schedule, const std::optional<ShardBundle>& weight,
-                                               const std::string& name) {
-  captured_ = captured_ || transport_->streams().capture() != 0;
-  if (allowed_ == 0 && pending_.empty()) return std::nullopt;
-  const bool known = allowed_ > 0 && context_.phase != 0 && context_.serial != 0;
+std::unique_ptr<PassWeights> Prefetcher::begin(const Schedule& schedule, std::optional<ShardBundle> weight,
+                                               int64_t gradient, const std::string& name) {
+  captured_ = captured_ || ring_.streams().capture() != 0;
+  std::unique_ptr<PassWeights> weights;
+  const auto fresh = [&](const WeightSizes& sizes) {
+    return std::make_unique<PassWeights>(ring_, schedule, sizes, std::move(weight), name, sent_);
+  };
+  if (!look_ahead_.on() && pending_.empty()) return fresh(ring_.sizes(schedule, weight));
+  const bool known = this->known();
   Record record = record_of(schedule, weight, name);
-  std::optional<PrefetchedHop> prefetched;
   if (!pending_.empty() && known && valid(pending_.front(), record)) {
-    prefetched = std::move(pending_.front().prefetched);
+    weights = std::move(pending_.front().weights);
     pending_.pop_front();
-    ++used_;
+    used_ += weights->hops();
+    if (weights->made() == 0) weights = fresh(record.sizes);
   } else {
     drain();
+    weights = fresh(record.sizes);
   }
   if (known && history().size() == 0) {
     if (!context_.backward) turns_ = turned_;
     turned_ = context_.backward;
   }
-  known ? history().add(std::move(record)) : history().interrupt();
-  return prefetched;
+  if (known) {
+    look_ahead_.meet(schedule, record.sizes, gradient);
+    history().add(std::move(record));
+  } else {
+    history().interrupt();
+  }
+  return weights;
 }
 
-Prefetcher::Upcoming Prefetcher::upcoming() const {
-  if (captured_ || pending_.size() >= allowed_) return {};
+Prefetcher::Upcoming Prefetcher::upcoming(size_t later) const {
   const PassHistory<Record>& now = histories_[context_.backward ? 1 : 0];
-  Upcoming found{now.upcoming(context_.phase, pending_.size()), std::nullopt};
-  if (allowed_ > 1 && !context_.backward && turns_) {
-    found.position = now.beyond(context_.phase, pending_.size());
+  Upcoming found{now.upcoming(context_.phase, later), std::nullopt};
+  if (look_ahead_.bytes() > 0 && !context_.backward && turns_) {
+    found.position = now.beyond(context_.phase, later);
     if (found.position) found.record = histories_[1].recorded(*found.position);
   }
-  const bool possible = found.record != nullptr && found.record->first_hop.receive.exists();
+  const bool possible = found.record != nullptr && !found.record->schedule->options.in_place;
   return possible ? found : Upcoming{};
 }
 
-bool Prefetcher::expects() const { return upcoming().record != nullptr; }
+void Prefetcher::look_ahead(PassWeights& current, const PassHandle& pass, int position) {
+  if (!known() || captured_ || !history().expected(context_.phase) || current.schedule().options.in_place) return;
+  const auto post_from = [&](PassWeights& weights) { weights.post_from(pass, position); };
+  post_from(current);
+  for (Pending& each : pending_) post_from(*each.weights);
+  const auto next = [&](size_t later) {
+    const Record* record = upcoming(later).record;
+    return record ? std::pair(record->schedule, &record->sizes)
+                  : std::pair<const Schedule*, const WeightSizes*>(nullptr, nullptr);
+  };
+  look_ahead_.run(current, position, pending_, next, [&](size_t later) {
+    open(later);
+    post_from(*pending_.back().weights);
+  });
+}
 
-void Prefetcher::prefetch(const PassHandle& pass, int position) {
-  const Upcoming next = upcoming();
-  Record record = *next.record;
-  Transport& transport = *transport_;
-  ShardBundle bundle{record.layouts, {}};
-  bool cast = false, alive = true;
-  for (size_t index = 0; index < record.local.size(); ++index) {
-    bundle.local.push_back(record.local[index].lock());
-    alive = alive && bundle.local.back().defined();
-    cast = cast || record.layouts[index].casts(record.local[index].dtype());
-  }
-  // If the memory has been freed, the pass will not run, but every rank must post the hop: its contents do not matter.
-  const bool stage = !alive || Movement{cast, transport.sends_anywhere()}.staged(true);
+void Prefetcher::make(PassWeights& current, const PassHandle& pass, int position) {
+  if (current.made(position)) return;
+  current.post_from(pass, position);
+  current.make(look_ahead_.time());
+}
 
-  Pending pending{
-      {}, record, context_.phase, next.position, versions_of(record.watched), transport.streams().capture()};
-  PrefetchedHop& prefetched = pending.prefetched;
-  prefetched.landing = pool_.lease(Channel::weight, bundle.slot_bytes());
-  if (stage) {
-    prefetched.staged = pool_.lease(Channel::weight, bundle.slot_bytes());
-    const EventHandle waiting = sink_.begin_slot(pass, position, label(record.first_hop));
-    prefetched.staged->usage.wait_for_all(transport.streams());
-    sink_.end(waiting);
-    prefetched.traced.push_back(sink_.announce(record.name, TraceKind::stage, TraceEvent::kNoStep, record.first_hop));
-    bundle.stage(transport.streams(), prefetched.staged->memory, rank_);
-    sink_.end(prefetched.traced.back());
+void Prefetcher::open(size_t later) {
+  const Upcoming next = upcoming(later);
+  const Record& record = *next.record;
+  std::optional<ShardBundle> bundle;
+  if (!record.layouts.empty()) {
+    bundle.emplace(ShardBundle{record.layouts, {}});
+    for (size_t index = 0; index < record.local.size(); ++index) {
+      at::Tensor local = record.local[index].lock();
+      // If the memory has been freed, the pass will not run, but every rank must post the hop: its contents do not
+      // matter.
+      if (!local.defined()) local = record.local[index].like();
+      bundle->local.push_back(std::move(local));
+    }
   }
-  prefetched.local = bundle.local;
-  transport.order_hops_after(Channel::weight, transport.streams().record_compute());
-  const Step& step = record.first_hop;
-  Hop hop = hop_of(step, record.options.route, record.name, 0, record.hops);
-  hop.send = spans_of(bundle.local);
-  std::vector<at::Tensor> landing;
-  for (size_t index = 0; index < bundle.layouts.size(); ++index) {
-    landing.push_back(bundle.in_slot(prefetched.landing->memory, {step.receive_owner}, index));
-    hop.remote_receive_offsets.push_back(static_cast<size_t>(bundle.offset({step.send_owner}, index)));
-    hop.remote_send_offsets.push_back(static_cast<size_t>(bundle.offset({step.receive_owner}, index)));
-  }
-  hop.receive = spans_of(landing);
-  hop.send_slot = prefetched.staged ? prefetched.staged->data() : nullptr;
-  hop.receive_slot = prefetched.landing->data();
-  prefetched.traced.push_back(sink_.announce(record.name, TraceKind::step, record.position, step));
-  hops_.post(hop, prefetched.local_usage, prefetched.landing->usage, prefetched.traced.back(), pass, position);
-  pending_.push_back(std::move(pending));
-  ++sent_;
+  auto weights =
+      std::make_unique<PassWeights>(ring_, *record.schedule, record.sizes, std::move(bundle), record.name, sent_);
+  pending_.push_back({std::move(weights), record, context_.phase, next.position, versions_of(record.watched),
+                      ring_.streams().capture()});
 }
 
 bool Prefetcher::valid(const Pending& pending, const Record& record) const {
-  if (pending.capture != transport_->streams().capture()) return false;
+  if (pending.capture != ring_.streams().capture()) return false;
   if (pending.position) {
     if (!context_.backward || histories_[1].size() != *pending.position) return false;
   } else if (pending.phase != context_.phase) {
     return false;
   }
   if (!pending.record.same(record)) return false;
+  if (pending.weights->made() == 0) return true;
   if (pending.record.local.size() != record.local.size()) return false;
   for (size_t index = 0; index < record.local.size(); ++index) {
     const at::Tensor local = record.local[index].lock();
@@ -133,22 +129,20 @@ bool Prefetcher::valid(const Pending& pending, const Record& record) const {
 }
 
 void Prefetcher::drain() {
-  while (!pending_.empty()) finish_front();
-}
-
-// The hop stays pending until it has ended: if it fails, its target memory must outlive the abort of the transport.
-void Prefetcher::finish_front() {
-  PrefetchedHop& prefetched = pending_.front().prefetched;
-  const Record& record = pending_.front().record;
-  const EventHandle waiting = sink_.begin_outside(record.name, concat("unused: ", label(record.first_hop)));
-  prefetched.local_usage.wait_for_all(transport_->streams());
-  for (const auto& slot : {prefetched.landing, prefetched.staged}) {
-    if (!slot) continue;
-    slot->usage.wait_for_all(transport_->streams());
-    pool_.give_back(Channel::weight, slot);
+  if (pending_.empty()) return;
+  for (; !pending_.empty(); pending_.pop_front()) {
+    // The hops stay pending until they have ended: if one fails, its target memory must outlive the abort of the
+    // transport.
+    PassWeights& weights = *pending_.front().weights;
+    const Schedule& schedule = weights.schedule();
+    if (weights.made() == 0) continue;
+    const Step& first = schedule.steps[static_cast<size_t>(schedule.moves.front())];
+    const EventHandle waiting =
+        ring_.sink.begin_outside(pending_.front().record.name, concat("unused: ", label(first)));
+    weights.drain();
+    ring_.sink.end(waiting);
   }
-  sink_.end(waiting);
-  pending_.pop_front();
+  ring_.pool.settle(Channel::weight);
 }
 
 void Prefetcher::forget() { pending_.clear(); }

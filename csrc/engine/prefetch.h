@@ -1,9 +1,9 @@
-// Sends the first shard of the next pass, or of the next two, while the last GEMM of the current pass runs.
+// Sends shards of the following passes while a pass computes: see [Note: look-ahead].
 //
 // The prefetcher predicts passes from history: the passes of a forward (or backward) are expected in the order of the
-// previous one. With two passes ahead, the first passes of a backward are expected after the last ones of a forward if
-// a backward followed the previous forward. Only facts that are equal on all ranks decide whether a hop is prefetched,
-// so that either all ranks send it or none does.
+// previous one. If more than slots that are left may be used, the first passes of a backward are expected after the
+// last ones of a forward, if a backward followed the previous forward. Only facts that are equal on all ranks decide
+// whether a hop is prefetched, so that either all ranks send it or none does.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "engine/hops/history.h"
+#include "engine/hops/pass_weights.h"
 #include "engine/hops/slots.h"
 #include "engine/hops/weak_tensor.h"
 
@@ -31,33 +32,25 @@ struct Context {
   std::vector<c10::VariableVersion> watched;
 };
 
-// A first hop that was posted before its pass began.
-struct PrefetchedHop {
-  std::shared_ptr<Slot> landing;
-  std::shared_ptr<Slot> staged;   // null: the hop sends from the local tensors
-  std::vector<at::Tensor> local;  // the sent tensors, staged or not
-  Usage local_usage;
-  std::vector<EventHandle> traced;  // trace events of the hop
-};
-
 class Prefetcher {
  public:
-  Prefetcher(std::shared_ptr<Transport> transport, SlotPool& pool, Hops& hops, Sink& sink, int rank);
+  explicit Prefetcher(RingParts ring) : ring_(std::move(ring)) {}
 
-  // Sets the number of passes whose first hop may be in flight before they begin. 0: none are prefetched.
-  void allow(size_t passes) { allowed_ = passes; }
+  // Sets how far ahead hops are posted: see LookAhead.
+  void allow(bool on, std::optional<int64_t> bytes) { look_ahead_.allow(on, bytes); }
   void enter(Context context);
   const Context& context() const { return context_; }
 
-  // Registers the pass that starts now, and returns the prefetched hop for it, if any. Drains a hop that was prefetched
-  // for another pass, or from parameters that have been written since.
-  std::optional<PrefetchedHop> begin(const Schedule& schedule, const std::optional<ShardBundle>& weight,
+  // Registers the pass that starts now, and returns its weights, of which some hops may have been prefetched. Drains
+  // hops that were prefetched for another pass, or from parameters that have been written since. `gradient`: bytes of a
+  // slot of gradients.
+  std::unique_ptr<PassWeights> begin(const Schedule& schedule, std::optional<ShardBundle> weight, int64_t gradient,
                                      const std::string& name);
-
-  // Returns whether a hop can be prefetched now; prefetch() posts it. `pass`, `position`: of the step that does, in the
-  // trace.
-  bool expects() const;
-  void prefetch(const PassHandle& pass, int position);
+  // Posts what may be posted before the product at `position` of a pass.
+  void look_ahead(PassWeights& current, const PassHandle& pass, int position);
+  // Makes the next move of the pass that runs, whose turn it is.
+  void make(PassWeights& current, const PassHandle& pass, int position);
+  bool empty() const { return pending_.empty(); }
 
   // Waits for the pending prefetched hops and returns their slots.
   void drain();
@@ -71,11 +64,9 @@ class Prefetcher {
   struct Record {
     int64_t serial;
     int index;  // index among the passes of one call
-    ScheduleOptions options;
+    const Schedule* schedule;
     std::string name;
-    Step first_hop;  // kNoBuffer: the pass has no hop that can be prefetched
-    int position;    // position of first_hop in the schedule
-    int hops;
+    WeightSizes sizes;
     std::vector<TensorLayout> layouts;
     std::vector<WeakTensor> local;
     std::vector<c10::VariableVersion> watched;
@@ -83,7 +74,7 @@ class Prefetcher {
     bool same(const Record& other) const;
   };
   struct Pending {
-    PrefetchedHop prefetched;
+    std::unique_ptr<PassWeights> weights;
     Record record;
     int64_t phase;                   // of the pass; not known yet if it is one of the next backward
     std::optional<size_t> position;  // in the next backward
@@ -93,21 +84,19 @@ class Prefetcher {
 
   Record record_of(const Schedule& schedule, const std::optional<ShardBundle>& weight, const std::string& name);
   PassHistory<Record>& history() { return histories_[context_.backward ? 1 : 0]; }
-  // The pass whose first hop can be prefetched now, and its position if it is one of the next backward.
+  // A pass that is expected, and its position if it is one of the next backward.
   struct Upcoming {
     const Record* record = nullptr;  // null: none
     std::optional<size_t> position;
   };
-  Upcoming upcoming() const;
-  void finish_front();
+  Upcoming upcoming(size_t later) const;
+  void open(size_t later);
   bool valid(const Pending& pending, const Record& record) const;
 
-  std::shared_ptr<Transport> transport_;
-  SlotPool& pool_;
-  Hops& hops_;
-  Sink& sink_;
-  int rank_;
-  size_t allowed_ = 0;
+  bool known() const { return look_ahead_.on() && context_.phase != 0 && context_.serial != 0; }
+
+  const RingParts ring_;
+  LookAhead look_ahead_;
   // the user captures graphs: one may run between two passes and use the slots of a pending hop
   bool captured_ = false;
   Context context_;
@@ -115,7 +104,7 @@ class Prefetcher {
   std::array<PassHistory<Record>, 2> histories_;  // of forwards and of backwards
   bool turned_ = false;                           // a backward has followed the newest forward
   bool turns_ = false;                            // a backward followed the forward before the newest one
-  std::deque<Pending> pending_;                   // of the next passes, in order
+  std::deque<Pending> pending_;                   // the next passes, in order
   int64_t sent_ = 0;
   int64_t used_ = 0;
 };

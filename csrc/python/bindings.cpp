@@ -197,7 +197,11 @@ void bind_executor(py::module_& m) {
           },
           py::arg("phase"), py::arg("backward"), py::arg("serial"), py::arg("watched"), py::call_guard<NoGil>())
       .def(
-          "prefetch", [](Executor& e, size_t passes) { e.prefetcher().allow(passes); }, py::arg("passes"))
+          "prefetch",
+          [](Executor& e, bool on, std::optional<int64_t> bytes) { e.prefetcher().allow(on && e.ranks() > 1, bytes); },
+          py::arg("on"), py::arg("bytes") = 0,
+          "Whether hops of weights are posted ahead, and of how many bytes beyond slots that are left; None: what the "
+          "largest pass receives.")
       .def(
           "allow_late", [](Executor& e, size_t passes) { e.late_gradients().allow(passes); }, py::arg("passes"),
           "Maximum number of gradient reductions that may finish after their pass.")

@@ -115,12 +115,14 @@ class Builder {
   }
 
   Schedule finish() {
+    find_contents();
     for (const Step& step : schedule_.steps) {
       schedule_.accesses.push_back({reads(step, schedule_.ranks), writes(step, schedule_.ranks)});
       const Buffer& read = step.action == Action::hop ? step.send : step.weight;
       const bool weight = read.channel == Channel::weight && read.is_home();
-      schedule_.uses_home =
-          schedule_.uses_home || (weight && step.action != Action::copy && step.action != Action::add);
+      if (!weight || step.action == Action::copy || step.action == Action::add) continue;
+      schedule_.uses_home = true;
+      schedule_.last_of_home = static_cast<int>(&step - schedule_.steps.data());
     }
     return std::move(schedule_);
   }
@@ -128,6 +130,34 @@ class Builder {
  private:
   Halves halves(Channel channel) const {
     return channel == Channel::gradient && options().halves ? Halves::together : Halves::none;
+  }
+  // Numbers the contents of the slots of weights: a hop into a slot brings a new one, in a slot of a group the first.
+  void find_contents() {
+    struct Held {
+      int content = -1, first = -1;
+    };
+    std::vector<Held> held(schedule_.weight_slots.size());
+    const auto in_slot = [](const Buffer& buffer) { return buffer.channel == Channel::weight && buffer.slot >= 0; };
+    for (int position = 0; position < static_cast<int>(schedule_.steps.size()); ++position) {
+      Step& step = schedule_.steps[static_cast<size_t>(position)];
+      for (Buffer* read : {&step.send, &step.weight}) {
+        if (!in_slot(*read)) continue;
+        read->content = held[static_cast<size_t>(read->slot)].content;
+        Schedule::Content& content = schedule_.contents[static_cast<size_t>(read->content)];
+        content.last_use = position;
+        if (read == &step.weight) content.first_product = std::min(content.first_product, position);
+      }
+      if (step.action == Action::compute || step.channel != Channel::weight) continue;
+      schedule_.moves.push_back(position);
+      if (!in_slot(step.receive)) continue;
+      Held& slot = held[static_cast<size_t>(step.receive.slot)];
+      if (!step.receive.is_group() || slot.first != step.receive.first) {
+        slot = {static_cast<int>(schedule_.contents.size()), step.receive.is_group() ? step.receive.first : -1};
+        schedule_.contents.push_back({schedule_.weight_slots[static_cast<size_t>(step.receive.slot)],
+                                      static_cast<int>(schedule_.steps.size()), position});
+      }
+      step.receive.content = slot.content;
+    }
   }
 
   Schedule schedule_;

@@ -4,6 +4,10 @@
 #include <array>
 #include <deque>
 #include <map>
+#include <memory>
+#include <utility>
+
+#include "schedule/look_ahead.h"
 
 namespace rtp {
 namespace {
@@ -12,8 +16,6 @@ constexpr int64_t kAlignment = 64;
 constexpr int64_t kPage = 4096;
 constexpr int64_t kMailboxHeaders = 3;  // pages of a mailbox beside its entries
 constexpr int kMostSteps = 16;          // steps until the slots are stable, at most
-
-bool weight_hop(const Step& step) { return step.action == Action::hop && step.channel == Channel::weight; }
 
 // Returns the numbers of a shard, of a chunk of its rows, or of a half of these.
 int64_t numbers_of(std::vector<int64_t> shard, const Chunks& chunks, int64_t chunk, Half half = Half::whole) {
@@ -73,25 +75,41 @@ struct Sizes {
   bool before(int64_t, int64_t) const { return false; }
 };
 
-// The memory of one pass: the slots that it leases, and those that it can return early.
+// The memory of one pass.
 struct PassSize {
   const Schedule* schedule;
   std::optional<int64_t> weight, gradient;  // bytes of a slot of one shard; none if nothing of the kind travels
-  std::vector<int64_t> weights, gradients;  // bytes of every slot
-  std::optional<int64_t> sum;  // bytes of the slot in which contributions are summed before they are rounded
-  int64_t scratch;             // bytes of dequantized tensors
-  bool staged;
-  std::optional<FreedSlots> freed;
-
-  bool prefetched() const {
-    return weight && schedule->hops(Channel::weight) > 0 && !schedule->options.in_place && schedule->options.group == 1;
-  }
+  WeightSizes weights;
+  std::vector<int64_t> gradients;  // bytes of every slot
+  std::optional<int64_t> sum;      // bytes of the slot in which contributions are summed before they are rounded
+  int64_t scratch;                 // bytes of dequantized tensors
 };
 
-// Runs the passes of a step on pools of sizes, like Execution and Prefetcher.
+// The weights of one pass in slots that are sizes.
+class SizedWeights : public WeightMoves {
+ public:
+  SizedWeights(SlotLedger<int64_t>& slots, const PassSize& pass)
+      : WeightMoves(*pass.schedule, pass.weights), slots_(slots), contents_(pass.schedule->contents.size()) {}
+
+ private:
+  void lease(int content, int64_t bytes) override {
+    contents_[static_cast<size_t>(content)] = slots_.lease(bytes, Sizes{});
+  }
+  void release(int content) override { slots_.give_back(contents_[static_cast<size_t>(content)]); }
+  void lease_staged(int64_t bytes) override { staged_ = slots_.lease(bytes, Sizes{}); }
+  void release_staged() override { slots_.give_back(staged_); }
+  void move(int) override {}
+
+  SlotLedger<int64_t>& slots_;
+  std::vector<int64_t> contents_;
+  int64_t staged_ = 0;
+};
+
+// Runs the passes of a step on pools of sizes, like Execution.
 class Walk {
  public:
   Walk(const std::vector<OperationFacts>& operations, const StepSize& step) : step_(step) {
+    look_ahead_.allow(step.prefetch && step.ranks > 1, step.look_ahead);
     for (const OperationFacts& operation : operations) {
       const Chunks chunks = operation.chunks(step.ranks, step.widest(), step.slot_cap);
       std::vector<PassSize> forward, backward;
@@ -111,7 +129,7 @@ class Walk {
       const auto found = left();
       for (const size_t phase : {0, 1}) {
         for (size_t index = 0; index < passes_[phase].size(); ++index) {
-          run(passes_[phase][index], [&]() { return round > 0 ? next(phase, index + 1) : nullptr; });
+          run(passes_[phase][index], round > 0, [&](size_t ahead) { return next(phase, index + 1 + ahead); });
         }
         finish_all_but(0);
       }
@@ -121,9 +139,8 @@ class Walk {
   }
 
  private:
-  struct Held {
-    std::vector<int64_t> slots;
-    std::optional<int64_t> staged;
+  struct Ahead {
+    std::unique_ptr<SizedWeights> weights;
   };
 
   // The sizes of all slots between two steps.
@@ -166,9 +183,12 @@ class Walk {
       return travel_bytes(numbers, step_.gradient_travel(), step_.reduce_bytes);
     };
     pass.weight = slot_bytes(operation, chunks, chunk, travels, weight_bytes);
-    for (const int shards : pass.weight ? known.weight_slots : std::vector<int>()) {
-      pass.weights.push_back(*slot_bytes(operation, chunks, chunk, travels, weight_bytes, shards));
+    if (pass.weight && !known.weight_slots.empty()) {
+      pass.weights.slot = *slot_bytes(operation, chunks, chunk, travels, weight_bytes, known.weight_slots.front());
     }
+    const bool stages =
+        pass.weight && known.uses_home && movement_of(operation, step_, known.options).staged(known.hops(Channel::weight) > 0);
+    pass.weights.staged = stages ? *pass.weight : 0;
     pass.scratch = slot_bytes(operation, chunks, chunk, travels, [&](size_t place, int64_t numbers) {
                      const bool made = operation.parameters[place].frozen || quantized(place);
                      return made ? numbers * step_.compute_bytes : 0;
@@ -190,11 +210,6 @@ class Walk {
       int64_t& most = small_[{hop.channel, hop.from}];
       most = std::max(most, std::min(bytes, kMostSmall));  // the last shard or half a gradient may be small
     }
-    pass.staged = pass.weight && known.uses_home &&
-                  movement_of(operation, step_, known.options).staged(known.hops(Channel::weight) > 0);
-    for (size_t position = 0; position < known.steps.size() && !pass.freed; ++position) {
-      if (known.steps[position].action == Action::compute) pass.freed = freed_before(known, position, pass.staged);
-    }
     return pass;
   }
 
@@ -207,63 +222,60 @@ class Walk {
     return pages * kPage;
   }
 
-  // Leases slots of these sizes for the first hops of a pass or for all, and for the staged copy of a shard.
-  void lease(Held& held, const PassSize& pass, size_t slots) {
-    for (size_t slot = held.slots.size(); slot < slots; ++slot) {
-      held.slots.push_back(weights_.lease(pass.weights[slot], Sizes{}));
-    }
-    if (pass.staged && !held.staged) held.staged = weights_.lease(*pass.weight, Sizes{});
-  }
-
   void finish_all_but(int most) {
     for (; static_cast<int>(late_.size()) > most; late_.pop_front()) {
       for (const int64_t slot : late_.front()) gradients_.give_back(slot);
     }
   }
 
-  // Returns the pass whose first hop can be prefetched before the pass at `index`, or those after it; null if none can.
+  // Returns the pass at `index` of a phase, or of the backward after a forward; null if there is none.
   const PassSize* next(size_t phase, size_t index) const {
-    if (static_cast<int>(ahead_.size()) >= step_.prefetched) return nullptr;
-    index += ahead_.size();
-    if (index >= passes_[phase].size() && phase == 0 && step_.prefetched > 1) {
+    if (index >= passes_[phase].size() && phase == 0 && look_ahead_.bytes() > 0) {
       index -= passes_[0].size();
       phase = 1;
     }
-    const bool exists = index < passes_[phase].size() && passes_[phase][index].prefetched();
+    const bool exists = index < passes_[phase].size() && !passes_[phase][index].schedule->options.in_place;
     return exists ? &passes_[phase][index] : nullptr;
   }
 
-  // `next`: returns the pass that is prefetched next; null if none is.
+  // `expected`: hops are posted ahead. `next(ahead)`: returns the pass that comes `ahead` passes after the next one;
+  // null if there is none.
   template <typename Next>
-  void run(const PassSize& pass, Next&& next) {
-    Held held;
-    if (!ahead_.empty()) {
-      held = std::move(ahead_.front());
+  void run(const PassSize& pass, bool expected, Next&& next) {
+    std::unique_ptr<SizedWeights> weights;
+    if (ahead_.empty()) {
+      weights = std::make_unique<SizedWeights>(weights_, pass);
+    } else {
+      weights = std::move(ahead_.front().weights);
       ahead_.pop_front();
     }
-    if (pass.weight) lease(held, pass, pass.weights.size());
+    look_ahead_.meet(*pass.schedule, pass.weights, pass.gradient.value_or(0));
+    weights->stage();
     std::optional<int64_t> sum, scratch;
     if (pass.sum) sum = gradients_.lease(*pass.sum, Sizes{});
     if (pass.scratch > 0) scratch = scratch_.lease(pass.scratch, Sizes{});
     std::vector<int64_t> gradients;
     for (const int64_t bytes : pass.gradients) gradients.push_back(gradients_.lease(bytes, Sizes{}));
-    if (next() != nullptr && pass.freed) {
-      std::vector<bool> freed(held.slots.size(), false);
-      for (const int slot : pass.freed->slots) freed[static_cast<size_t>(slot)] = true;
-      std::vector<int64_t> kept;
-      for (size_t slot = 0; slot < held.slots.size(); ++slot) {
-        freed[slot] ? weights_.give_back(held.slots[slot]) : kept.push_back(held.slots[slot]);
+    const std::vector<Step>& steps = pass.schedule->steps;
+    for (int position = 0; position < static_cast<int>(steps.size()); ++position) {
+      const Step& step = steps[static_cast<size_t>(position)];
+      if (step.action == Action::compute && expected && !pass.schedule->options.in_place) {
+        const auto sizes = [&](size_t count) {
+          const PassSize* found = next(count);
+          return found ? std::pair(found->schedule, &found->weights)
+                       : std::pair<const Schedule*, const WeightSizes*>(nullptr, nullptr);
+        };
+        const auto open = [&](size_t count) {
+          ahead_.push_back({std::make_unique<SizedWeights>(weights_, *next(count))});
+        };
+        look_ahead_.run(*weights, position, ahead_, sizes, open);
+      } else if (step.action != Action::compute && step.channel == Channel::weight && !weights->made(position)) {
+        weights->make(look_ahead_.time());
       }
-      held.slots = std::move(kept);
-      if (pass.freed->staged && held.staged) weights_.give_back(*std::exchange(held.staged, std::nullopt));
-      while (const PassSize* following = next()) {
-        lease(ahead_.emplace_back(), *following, 1);
-      }
+      weights->end_step(position);
     }
     if (sum) gradients_.give_back(*sum);
     if (scratch) scratch_.give_back(*scratch);
-    if (held.staged) weights_.give_back(*held.staged);
-    for (const int64_t slot : held.slots) weights_.give_back(slot);
     if (pass.schedule->ends_late()) {
       late_.push_back(std::move(gradients));
     } else {
@@ -277,37 +289,14 @@ class Walk {
   std::vector<PassSize> passes_[2];
   SlotLedger<int64_t> weights_, gradients_, scratch_;
   std::map<std::pair<Channel, int>, int64_t> small_;  // bytes of a small message from each sender, at most
-  std::deque<Held> ahead_;                            // slots of the prefetched hops of the next passes
+  LookAhead look_ahead_;
+  std::deque<Ahead> ahead_;                           // the next passes, as far as they are ahead
   std::deque<std::vector<int64_t>> late_;             // slots of passes whose reductions are late
 };
 
 }  // namespace
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-std::optional<FreedSlots> freed_before(const Schedule& schedule, size_t position, bool staged) {
-  bool home = false;
-  std::vector<bool> named(schedule.weight_slots.size(), false);
-  for (; position < schedule.steps.size(); ++position) {
-    const Step& step = schedule.steps[position];
-    if (weight_hop(step)) return std::nullopt;
-    for (const Buffer& buffer : {step.send, step.receive, step.weight}) {
-      if (buffer.channel != Channel::weight || buffer.slot < Buffer::kHome) continue;
-      if (buffer.is_home()) {
-        home = true;
-      } else {
-        named[static_cast<size_t>(buffer.slot)] = true;
-      }
-    }
-  }
-  const bool staged_named = staged && home;
-  if (std::count(named.begin(), named.end(), true) + (staged_named ? 1 : 0) > 1) return std::nullopt;
-  FreedSlots freed{{}, staged && !home};
-  for (size_t slot = 0; slot < named.size(); ++slot) {
-    if (!named[slot]) freed.slots.push_back(static_cast<int>(slot));
-  }
-  return freed;
-}
 
 Footprint footprint(const std::vector<OperationFacts>& operations, const StepSize& step) {
   return Walk(operations, step).run();

@@ -45,15 +45,6 @@ struct Movement {
   bool staged(bool hops) const { return cast || (hops && !sends_anywhere); }
 };
 
-// The slots that a pass no longer needs before its compute at `position`: the weight slots that no remaining step uses,
-// and whether the staged copy of the local shard is among them. Returns nothing while weight hops are due or more than
-// one slot is in use: the first shard of the next pass would leave too early.
-struct FreedSlots {
-  std::vector<int> slots;
-  bool staged = false;
-};
-std::optional<FreedSlots> freed_before(const Schedule& schedule, size_t position, bool staged);
-
 struct SlotCount {
   int64_t slots = 0;        // existing slots
   int64_t bytes = 0;        // their bytes
@@ -139,7 +130,8 @@ struct StepSize {
   int64_t reduce_bytes = 4;   // bytes of an element of a travelling gradient
   int64_t slot_cap = kSlotCap;
   int late = 0;        // number of gradient reductions that may finish after their pass
-  int prefetched = 1;  // number of passes whose first hop may be in flight before they begin; 2: also into a backward
+  bool prefetch = true;  // whether hops of weights are posted ahead
+  std::optional<int64_t> look_ahead = 0;  // bytes ahead: see LookAhead; nothing: what the largest pass receives
   Route route = Route::ring;
   int group = 1;  // shards in a product, at most, of operations that take groups
   int hosts = 1;  // number of hosts, for route two_level

@@ -51,6 +51,7 @@ struct Buffer {
   int count = 1;
   int at = kAnywhere;  // or it holds contributions of `count` ranks to one gradient: the place of this one
   Halves halves = Halves::none;
+  int content = -1;  // of a slot of weights: see Schedule::contents
 
   static constexpr int kAnywhere = -1;
   static constexpr int kHome = -1;
@@ -171,6 +172,13 @@ struct Schedule {
     std::vector<Access> reads, writes;
   };
 
+  // What a slot of weights holds, from the first step that writes it to the last that uses it, as positions of steps. A
+  // pass that is ahead has each of its contents in memory of its own.
+  struct Content {
+    int shards;
+    int first_product, last_use;
+  };
+
   int ranks = 1;
   int rank = 0;
   ScheduleOptions options;
@@ -180,7 +188,10 @@ struct Schedule {
   int gradient_hops = 0;
   std::vector<int> weight_slots;  // by slot: the number of shards that it holds
   std::vector<int> gradient_slots;
-  bool uses_home = false;  // whether a hop or product reads the local weight
+  std::vector<Content> contents;  // in the order in which they are written
+  std::vector<int> moves;         // positions of the steps that move weights: hops and copies
+  bool uses_home = false;         // whether a hop or product reads the local weight
+  int last_of_home = -1;          // position of the last step that does
 
   // Returns whether the last step adds the last arriving gradient to the local tensor and no other step waits for it:
   // it may run after the pass.

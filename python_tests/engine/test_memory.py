@@ -69,13 +69,14 @@ def test_against_other_strategies():
 
 
 def a_quarter_of_the_parameters_and_the_documented_slots():
-    rtp = memory_of("rtp-fused")
+    rtp = memory_of("rtp-lean")
     # parameters, gradients, two moments; a shard is at most one row longer than a quarter
     assert persistent(rtp) <= 4 * WHOLE / RANKS * 1.005
     assert 4 * WHOLE <= persistent(memory_of("ddp", 2)) <= 4 * WHOLE * 1.005, "control: whole copies"
     # two weight and two gradient slots, each for the largest shard: here the vocabulary head's
     largest = max(VOCABULARY * HIDDEN, 3 * HIDDEN * INNER) * FLOAT // RANKS
     assert 4 * largest <= rtp.slots <= 4 * largest * 1.01
+    assert memory_of("rtp-fused").slots <= (4 + RANKS) * largest, "and what the largest pass receives, in slots of many sizes"
 
 
 def peak_below_fully_shard_by_two_blocks():

@@ -196,6 +196,7 @@ class Case:
     transport: dict[str, Any] = field(default_factory=dict)
     ring: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    ahead: int | None = 0  # bytes
 
 
 LANES = {"multiprocessors": 132}  # on which every product of these sizes wastes a wave
@@ -274,6 +275,17 @@ CASES = {
     "vocabulary, widened": Case(vocabulary, SLOTS, WIDENED),
     "layers, lanes, widened": Case(layers, LANES, WIDENED),
     "layers, two levels, widened": Case(layers, SLOTS, LEVELS | WIDENED),
+    "layers, all ahead": Case(layers, ahead=1 << 20),
+    "layers, lanes, ahead": Case(layers, LANES, ahead=None),
+    "layers, slots, ahead, direct": Case(layers, SLOTS, {"route": "direct"}, ahead=700),
+    "layers, groups, ahead": Case(layers, SLOTS, {"group": 3}, ahead=None),
+    "layers, groups, ahead, direct": Case(layers, ring={"route": "direct", "group": 2}, ahead=1 << 20),
+    "layers, gather, ahead": Case(layers, LANES, {"route": "gather"}, ahead=None),
+    "layers, two levels, ahead": Case(layers, SLOTS, LEVELS, ahead=None),
+    "layers, cast, ahead": Case(
+        layers, LANES, {"route": "direct"}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, None
+    ),
+    "mixed, slots, ahead": Case(mixed, SLOTS, ahead=1 << 20),
     "mixed, lanes": Case(mixed, LANES),
     "mixed, slots": Case(mixed, SLOTS),
 }
@@ -289,7 +301,7 @@ def run(case, size=RANKS, recorded=True):
         module.transport(**case.transport, rank=ring.rank, per_host=ring.per_host),
         *(ring.rank, size, ring.device, ring.hosts),
     )
-    ring.communicator.executor.prefetch(True)
+    ring.communicator.executor.prefetch(True, case.ahead)
     module.start()
     try:
         results = list(case.program(ring, **case.options))
@@ -335,8 +347,12 @@ def test_what_is_recorded_is_what_is_run(recordings):
         )
         assert (1 in computes) == bool(beside and case.ring.get("route") != "gather"), name
         if case.program is layers:
-            ahead = case.ring.get("route") != "gather" and not case.ring.get("in_place")
-            assert ring.prefetched() == ((16, 16) if ahead else (0, 0)), name  # 4 layers of 5, 2 steps of 3, 2 phases
+            sent, used = ring.prefetched()
+            lean = case.ring.get("route") != "gather" and not case.ring.get("in_place")
+            if case.ahead == 0:
+                assert sent == used == (16 if lean else 0), name  # 4 layers of 5, 2 steps of 3, 2 phases
+            else:
+                assert sent == used > 16, name
 
 
 SIZED = (linear, frozen, three, late, mlp, vocabulary, primitives)  # programs for any number of ranks

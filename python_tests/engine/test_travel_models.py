@@ -107,8 +107,8 @@ def test_policies(rank, cases):
 def test_two_levels(rank, cases):
     pretend_hosts(rank, 2)
     for travel in TRAVELS:
-        prefetch = 2 if travel == "int8" else 1
-        with rtp_ext.Ring(transport="c10d", timeout=60.0, travel=travel, prefetch=prefetch) as ring:
+        buffers = "auto" if travel == "int8" else "lean"
+        with rtp_ext.Ring(transport="c10d", timeout=60.0, travel=travel, buffers=buffers) as ring:
             assert ring.route == "two-level"
             for name, operation in _operations().items():
                 with cases.case(f"{travel} {name}"):

@@ -89,7 +89,7 @@ def _compares(rank, ranks, file):
             run(*lora, "--no-memory")
         models.FrozenWeight = right
     with cases.case("bfloat16"):
-        told = run("--dtype", "bfloat16", "--strategies", "rtp,rtp-ahead,tp,fsdp2", "--no-memory")
+        told = run("--dtype", "bfloat16", "--strategies", "rtp,rtp-lean,tp,fsdp2", "--no-memory")
         assert rank or ("autocast" in told and "rtp by a mixed-precision policy" in told)
     with cases.case("fewer bits on the wire"):
         fewer = ("--travel", "int8", "--reduce-dtype", "bfloat16")

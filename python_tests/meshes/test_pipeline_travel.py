@@ -17,7 +17,7 @@ import rtp_ext
 PARTS, PLACES = 4, 3
 LATE = {"gradient_route": "direct", "late_gradients": 2, "transport": "tcp"}
 TRAINED = [
-    (ScheduleZBVZeroBubble, {"travel": "int8", "prefetch": 2, **LATE}, True),
+    (ScheduleZBVZeroBubble, {"travel": "int8", **LATE}, True),
     (ScheduleInterleavedZeroBubble, {"travel": "bfloat16", **LATE, "transport": "c10d"}, False),
 ]
 ROUNDED = [

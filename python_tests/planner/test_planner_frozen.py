@@ -117,7 +117,7 @@ def _converted(rank, ranks):
             model = rtp_ext.fully_rotate(_model(RANK, spec), mesh=ring, frozen=frozen, loss_head=head)
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
             ids = torch.arange(32).view(2, 16) % SPEC.vocab
-            for _ in range(2):
+            for _ in range(4):
                 model(input_ids=ids, labels=ids).loss.backward()
                 optimizer.step()
             rotations, others = rotations_of(spec, frozen=frozen, lora_rank=RANK, fused_loss=fused)

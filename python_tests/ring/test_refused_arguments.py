@@ -40,7 +40,7 @@ def _calls(rank, odd, group):
     one = make_model().norm.weight
     return {
         "expected buffers 'auto', 'lean' or a number of bytes": rotate(buffers=-1 if odd else 1),
-        "expected prefetch 0, 1 or 2, got 9": lambda: rtp_ext.Ring(prefetch=9 if odd else 1, timeout=TIMEOUT),
+        "expected prefetch True or False, got 9": lambda: rtp_ext.Ring(prefetch=9 if odd else 1, timeout=TIMEOUT),
         "expected a positive timeout": rotate(timeout=-1.0 if odd else TIMEOUT),
         "expected a timeout below 1e14": rotate(timeout=1e300 if odd else TIMEOUT),
         "expected mp_policy to be": rotate(mp_policy="bfloat16" if odd else None),

@@ -138,13 +138,13 @@ class _Convolved(nn.Module):
         return self.inner.head(self.inner.norm(x)) * self.inner.temperature
 
 
-def _model(rank, ranks, per_host, prefetch):
+def _model(rank, ranks, per_host, buffers):
     """Prefetch records the order in the first step, and from then on sends the first hop, to the other host, ahead."""
     pretend_hosts(rank, per_host)
     cases, steps = Cases(), 3
     plain = _Convolved()
     expected = train_model(plain, lambda step: mean_loss(plain, ranks, step), steps)
-    ring = rtp_ext.Ring(route="two-level", prefetch=prefetch, timeout=PATIENT)
+    ring = rtp_ext.Ring(route="two-level", buffers=buffers, timeout=PATIENT)
     model = rtp_ext.fully_rotate(_Convolved(), mesh=ring)
     assert (ring.route, ring.transport) == ("two-level", "shm+tcp")
     losses = train_model(model, lambda step: batch_loss(model, rank, step), steps)
@@ -172,9 +172,9 @@ def _model(rank, ranks, per_host, prefetch):
     ring.close()
 
 
-@pytest.mark.parametrize(("hosts", "per_host", "prefetch"), [(2, 2, 1), (2, 3, 2)])
-def test_a_model_is_that_of_one_process(hosts, per_host, prefetch):
-    run_ranks(_model, hosts * per_host, per_host, prefetch, timeout=240.0)
+@pytest.mark.parametrize(("hosts", "per_host", "buffers"), [(2, 2, "lean"), (2, 3, "auto")])
+def test_a_model_is_that_of_one_process(hosts, per_host, buffers):
+    run_ranks(_model, hosts * per_host, per_host, buffers, timeout=240.0)
 
 
 def _bytes(rank, ranks, per_host):

@@ -75,9 +75,17 @@ def test_the_pool_keeps_slots_and_small_ones_make_way():
     assert one == ([64], [128], 64, 128)
     assert two == ([64, 64], [128], 128, 128), "the second layer's first shard is sent ahead"
     assert footprint(sized(32, 32), ranks=2, in_place=True) == one, "not where it travels in place"
-    assert footprint(sized(32, 32), ranks=2, prefetch=2) == ([64] * 3, [128], 192, 128), "the backward's first one too"
-    assert footprint(sized(32, 32, 32), ranks=2, prefetch=2) == ([64] * 3, [128], 192, 128), "two layers ahead"
-    assert footprint(sized(32), ranks=2, prefetch=2) == ([64, 64], [128], 128, 128), "the backward's, sent ahead"
+    for ahead in (63, 64, 127, 128, 192):  # a shard beside those that are ahead
+        slots = 2 if ahead < 128 else 1 + ahead // 64
+        expected = ([64] * slots, [128], 64 * slots, 128)
+        assert footprint(sized(32, 32, 32), ranks=2, look_ahead=ahead) == expected, "into the backward, too"
+    assert footprint(sized(32), ranks=2, look_ahead=64) == ([64, 64], [128], 128, 128), "the backward's, sent ahead"
+    assert footprint(sized(32), ranks=2, look_ahead=64, prefetch=False) == one
+    whole = footprint(sized(*[32] * 6), look_ahead=None)
+    assert whole == footprint(sized(*[32] * 6), look_ahead=2 * 64) == ([64] * 3, [128, 128], 192, 256), "of a layer"
+    assert footprint(sized(*[32] * 6), ranks=4, look_ahead=None, route="direct")[0] == [64] * 4
+    cast = footprint(sized(*[32] * 6), cast=True, look_ahead=None)[0]
+    assert len(cast) == 1 + 3, "a shard in use, and two shards and a staged copy ahead"
     for layers, late in ((2, 1), (3, 1), (4, 2)):
         _, gradients, _, most = footprint(sized(*[32] * layers), late=late)
         assert (gradients, most) == ([128] * (2 + 2 * late), 256 + 256 * late), "two more for each that lands late"
@@ -89,6 +97,25 @@ def test_the_pool_keeps_slots_and_small_ones_make_way():
     assert footprint(sized(32, 64)) == footprint(sized(64, 32)) == ([128, 128], [256, 256], 256, 512)
     assert footprint(sized(32, 64), ranks=2) == ([128, 128], [256], 256, 256)
     assert footprint(sized(32, 64), cast=True) == ([128] * 3, [256, 256], 384, 512)
+
+
+def test_what_is_ahead_takes_its_bytes_and_no_more():
+    """Layers of R shards of 64 bytes: the look-ahead comes on top of the slots in use, one at least."""
+    for ranks in range(1, 17):
+        layers = [operation((1, 32))] * 5
+        for route, group in (("ring", 1), ("direct", 1), ("ring", 2), ("direct", 3), ("gather", 1)):
+            ways = {"route": route, "group": min(group, ranks)}
+            shards = ranks if route == "gather" else min(group, ranks)
+            lean = sum(footprint(layers, ranks, **ways)[0])
+            for shards_ahead in (1, 2, 5, 20):
+                held = sum(footprint(layers, ranks, look_ahead=64 * shards_ahead, **ways)[0])
+                ahead = shards_ahead // shards * shards
+                assert lean <= held <= max(lean, 64 * (2 * shards + shards_ahead)), (ranks, ways, shards_ahead)
+                most = 9 * ranks if route == "gather" or group > 1 else 9 * (ranks - 1)
+                if ranks > 1 and route != "ring" and group == 1 and ahead <= most:
+                    assert held >= 64 * ahead, (ranks, ways, shards_ahead)
+                if ranks == 1:
+                    assert held == lean
 
 
 def test_an_operation_of_nothing_is_refused():

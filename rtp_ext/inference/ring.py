@@ -94,7 +94,7 @@ class InferenceRing:
         timeout: float | datetime.timedelta,
         offload: bool = False,
     ) -> None:
-        fixed = {"transport": transport, "route": "direct", "slot_cap": 0, "prefetch": 0, "late_gradients": 0}
+        fixed = {"transport": transport, "route": "direct", "slot_cap": 0, "prefetch": False, "late_gradients": 0}
         fixed["embedding"] = "rotate"  # no rank waits for another's ids
         keep_compilers_out()
         meshes = resolve_mesh(mesh_or_group)

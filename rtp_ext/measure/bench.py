@@ -224,9 +224,9 @@ def check_losses(losses: dict[str, list[float]], tolerance: float = LOSS_TOLERAN
 def measure(plan: Plan, mesh: Any) -> dict[str, Any]:
     """Measures on one rank; `mesh` is None for an emulated ring. See `run`. Collective."""
     if mesh is None:
-        ring = Ring.emulated(plan.ranks, device=plan.device, prefetch=0, **plan.ways)
+        ring = Ring.emulated(plan.ranks, device=plan.device, prefetch=False, **plan.ways)
     else:
-        ring = Ring(mesh, prefetch=0, **plan.ways)
+        ring = Ring(mesh, prefetch=False, **plan.ways)
     ring.slot_cap = 0
     ring.gate.link = None  # measures rotation itself: without a link the RoutePlanner chooses no other route
     try:

@@ -64,7 +64,6 @@ _DEGREES = {
     "replicate": "groups of zero=3 that each hold all shards",
     "lora_rank": "of adapters around all linear layers, which alone are trained",
     "late_gradients": "passes of a rotation whose gradients may arrive during the next one; 0 on GPUs",
-    "prefetch": "layers of a rotation whose first shard is sent before they begin, 1 or 2",
 }
 
 

@@ -156,7 +156,7 @@ class Ring:
         route: PassRoute = "ring",
         travel: Travel | None = None,
         hosts: int = 1,
-        prefetch: int = 1,
+        prefetch: bool = True,
         gradient_halves: bool | None = None,
         gradient_route: PassGradientRoute = "chain",
         gradient_travel: GradientTravel | None = None,
@@ -246,8 +246,8 @@ class Ring:
         self.graphs = choose_graphs(
             executor, options, ring, connection.name, late_gradients=late, tensor_parallel=self.tensor_mesh is not None
         )
-        self.prefetch = 0 if self.graphs.on else options.prefetch
-        executor.prefetch(self.prefetch)
+        self.prefetch = options.prefetch and not self.graphs.on
+        executor.prefetch(self.prefetch, options.look_ahead)
         self.common = Prepared()
         self.agreement = agreement(ring)
         self.telemetry = Telemetry(ring, connection, token)
@@ -395,5 +395,5 @@ class Ring:
             self.host_memory = host_memory(policy, self.device)
         self.offload_policy = policy
         if self.host_memory is not None:  # a shard has no memory on the device until its layer runs
-            self.prefetch, self.traceable = 0, False
-            self.communicator.executor.prefetch(0)
+            self.prefetch, self.traceable = False, False
+            self.communicator.executor.prefetch(False)

@@ -125,7 +125,7 @@ class Telemetry:
         return self._communicator.executor.landed_late()
 
     def prefetched(self) -> tuple[int, int]:
-        """Returns the number of first hops that were posted before their layer was called, and of those that the layer
+        """Returns the number of weight hops that were posted before their layer was called, and of those that the layer
         used."""
         return self._communicator.executor.prefetched()
 

@@ -30,15 +30,17 @@ class PassHistory {
   // A pass starts that belongs to no known forward: the rest of this one is not expected any more.
   void interrupt() { matches_ = false; }
 
+  // Returns whether the passes of `phase` have been those of an earlier one so far.
+  bool expected(int64_t phase) const { return matches_ && phase == phase_ && !last_.empty(); }
   // Returns the pass that is expected next in `phase`, or `later` passes after it; null if none is.
   const Record* upcoming(int64_t phase, size_t later = 0) const {
-    if (!matches_ || phase != phase_ || now_.size() + later >= last_.size()) return nullptr;
+    if (!expected(phase) || now_.size() + later >= last_.size()) return nullptr;
     return &last_[now_.size() + later];
   }
   // Returns how many of `later` passes after the next one lie beyond the expected end of this phase; nothing if the
   // end is not expected, or later.
   std::optional<size_t> beyond(int64_t phase, size_t later) const {
-    if (!matches_ || phase != phase_ || now_.size() + later < last_.size()) return std::nullopt;
+    if (!expected(phase) || now_.size() + later < last_.size()) return std::nullopt;
     return now_.size() + later - last_.size();
   }
   // Returns a pass of the newest phase; null if it had fewer.

@@ -59,7 +59,9 @@ struct TransportMemory {
   std::shared_ptr<Slot> allocate(int64_t bytes) const {
     at::Tensor memory = preferred ? preferred(bytes) : at::Tensor();
     if (!memory.defined()) memory = transport.allocate(channel, bytes);
-    return std::make_shared<Slot>(Slot{std::move(memory), {}, false, number});
+    auto slot = std::make_shared<Slot>(Slot{std::move(memory), {}, false, number});
+    slot->usage.record_write(transport.streams().record_compute());  // it may have been freed on the compute stream
+    return slot;
   }
   bool before(const std::shared_ptr<Slot>& a, const std::shared_ptr<Slot>& b) const {
     return fixed && a->number < b->number;
@@ -200,6 +202,14 @@ at::Tensor ShardBundle::local_view(int owner, int rank, size_t index) const {
   return tensor.as_strided(shape, contiguous_strides(shape), tensor.storage_offset());
 }
 
+std::vector<at::Tensor> ShardBundle::views(const Place& place, int rank, const Slot* slot) const {
+  std::vector<at::Tensor> views;
+  for (size_t index = 0; index < layouts.size(); ++index) {
+    views.push_back(slot == nullptr ? local_view(place.first, rank, index) : in_slot(slot->memory, place, index));
+  }
+  return views;
+}
+
 void ShardBundle::stage(Streams& streams, const at::Tensor& memory, int rank) {
   std::vector<PackItem> items;
   for (size_t index = 0; index < layouts.size(); ++index) {
@@ -236,16 +246,36 @@ std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors) {
   return spans;
 }
 
-Hop hop_of(const Step& step, Route route, std::string operation, int index, int count) {
+Hop hop_of(const Schedule& schedule, const Step& step, std::string operation, int index) {
   Hop hop;
   hop.channel = step.channel;
   hop.in_parts = step.send.has_parts() || step.receive.has_parts();
-  hop.two_level = route == Route::two_level;
+  hop.two_level = schedule.options.route == Route::two_level;
   hop.to = step.to, hop.from = step.from;
   hop.send_shard = step.send_owner, hop.receive_shard = step.receive_owner;
   hop.operation = std::move(operation);
-  hop.index = index, hop.count = count;
+  hop.index = index, hop.count = schedule.hops(step.channel);
   return hop;
+}
+
+Place place_of(const Schedule& schedule, const Buffer& buffer, int owner, int owners) {
+  const int shards = buffer.is_home() ? 1 : schedule.slots(buffer.channel)[static_cast<size_t>(buffer.slot)];
+  const bool wraps = owner + owners > schedule.ranks;
+  return {owner, owners, shards, buffer.is_group() ? buffer.place(wraps ? 0 : owner, schedule.ranks) : 0};
+}
+
+void set_memory(Hop& hop, const Schedule& schedule, const Step& step, const ShardBundle& bundle,
+                const std::vector<at::Tensor>& send, const std::vector<at::Tensor>& receive) {
+  hop.send = spans_of(send), hop.receive = spans_of(receive);
+  const auto offset = [&](const Buffer& buffer, int peer, int owner, size_t index) {
+    if (buffer.halves == Halves::apart) return static_cast<size_t>(bundle.half_offset(step.half, index));
+    const Place place = place_of(schedule, buffer.moved(peer - schedule.rank, schedule.ranks), owner);
+    return static_cast<size_t>(bundle.offset(place, index) + bundle.layouts[index].bytes_before(owner, step.half));
+  };
+  for (size_t index = 0; index < send.size(); ++index) {
+    hop.remote_receive_offsets.push_back(offset(step.receive, step.to, step.send_owner, index));
+    hop.remote_send_offsets.push_back(offset(step.send, step.from, step.receive_owner, index));
+  }
 }
 
 void wait(Transfer& transfer, End end) { transfer.wait(end); }
@@ -280,6 +310,12 @@ void SlotPool::clear() {
   for (const Channel channel : {Channel::weight, Channel::gradient}) {
     ledger(channel).clear(TransportMemory{*transport_, channel, 0, false, memory_});
   }
+}
+
+void SlotPool::settle(Channel channel) {
+  for (const auto& slot : ledger(channel).free()) slot->usage.wait_for_all(transport_->streams());
+  settled_ = transport_->streams().record_compute();
+  ++settles_;
 }
 
 void SlotPool::reset_peak() {

@@ -73,6 +73,8 @@ struct ShardBundle {
   at::Tensor half_in_slot(const at::Tensor& memory, int owner, Half half, size_t index) const;
   // View of a local tensor as the shard of `owner`, while that shard passes through it.
   at::Tensor local_view(int owner, int rank, size_t index) const;
+  // Views of all tensors in a slot; null: the local tensors.
+  std::vector<at::Tensor> views(const Place& place, int rank, const struct Slot* slot) const;
   // View of a dequantized tensor in scratch memory.
   at::Tensor dequantized(const at::Tensor& place, int owner, size_t index) const;
 
@@ -87,9 +89,13 @@ at::Tensor half_of(const at::Tensor& whole, Half half);
 
 std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors);
 
-// Returns the hop of a step of a schedule with this route, without its memory. `index`, `count`: of the hop in its
-// pass.
-Hop hop_of(const Step& step, Route route, std::string operation, int index, int count);
+// Returns the hop of a step, the `index`-th of its channel in its pass, without its memory.
+Hop hop_of(const Schedule& schedule, const Step& step, std::string operation, int index);
+// Returns where the shards of `owners` owners from `owner` on are in a buffer.
+Place place_of(const Schedule& schedule, const Buffer& buffer, int owner, int owners = 1);
+// Sets the memory of a hop on this rank, and its offsets in the buffers of the neighbours.
+void set_memory(Hop& hop, const Schedule& schedule, const Step& step, const ShardBundle& bundle,
+                const std::vector<at::Tensor>& send, const std::vector<at::Tensor>& receive);
 
 // The uses of a memory region since it was last overwritten.
 struct Usage : Uses<std::shared_ptr<Transfer>, StreamEvent> {
@@ -128,6 +134,11 @@ class SlotPool {
   std::shared_ptr<Slot> lease(Channel channel, int64_t bytes);
   void give_back(Channel channel, std::shared_ptr<Slot> slot) { ledger(channel).give_back(std::move(slot)); }
   void clear();
+  // Orders the compute stream after the uses of all free slots of a channel. A pass that goes on after it and leases
+  // such a slot is ordered after settled(); settles() counts.
+  void settle(Channel channel);
+  const StreamEvent& settled() const { return settled_; }
+  int64_t settles() const { return settles_; }
   // Scratch memory that no hop uses, so its amount may differ between ranks.
   std::shared_ptr<Slot> lease_scratch(int64_t bytes);
   void give_back_scratch(std::shared_ptr<Slot> slot) { scratch_.give_back(std::move(slot)); }
@@ -153,6 +164,8 @@ class SlotPool {
   std::array<Ledger, 2> ledgers_;
   Ledger scratch_;
   bool fixed_ = false;
+  StreamEvent settled_;
+  int64_t settles_ = 0;
 };
 
 // Posts and counts the hops of one ring.

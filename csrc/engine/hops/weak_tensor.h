@@ -17,27 +17,27 @@ class WeakTensor {
         sizes_(tensor.sizes().vec()),
         strides_(tensor.strides().vec()),
         offset_(tensor.storage_offset()),
-        dtype_(tensor.scalar_type()) {}
+        options_(tensor.options().requires_grad(std::nullopt)) {}
 
   // Undefined if the memory has been freed.
   at::Tensor lock() const {
     const c10::intrusive_ptr<c10::StorageImpl> alive = storage_.lock();
     if (!alive) return {};
-    const at::TensorOptions options = at::TensorOptions().dtype(dtype_).device(alive->device());
-    return at::empty({0}, options).set_(c10::Storage(alive), offset_, sizes_, strides_);
+    return at::empty({0}, options_).set_(c10::Storage(alive), offset_, sizes_, strides_);
   }
   bool is(const at::Tensor& tensor) const {
     return storage_._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl() && !storage_.expired() &&
-           offset_ == tensor.storage_offset() && dtype_ == tensor.scalar_type() &&
+           offset_ == tensor.storage_offset() && options_.dtype() == tensor.dtype() &&
            tensor.sizes() == at::IntArrayRef(sizes_) && tensor.strides() == at::IntArrayRef(strides_);
   }
-  at::ScalarType dtype() const { return dtype_; }
+  // A tensor of this kind with other contents.
+  at::Tensor like() const { return at::empty(sizes_, options_); }
 
  private:
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
   std::vector<int64_t> sizes_, strides_;
   int64_t offset_;
-  at::ScalarType dtype_;
+  at::TensorOptions options_;
 };
 
 inline std::vector<int64_t> versions_of(const std::vector<c10::VariableVersion>& watched) {

@@ -34,7 +34,7 @@ class PeerFlags {
     done,   // raised by the peer: it has accessed the slot
   };
 
-  static constexpr int kSlots = 16;  // maximum slots per channel
+  static constexpr int kSlots = 64;  // maximum slots per channel: as many as may be ahead (LookAhead), and more
 
   // Collective, on the current device; all flags are 0. `side`: a stream on which the constructor runs raise_all()
   // once. The first use of a copy may make the driver load code, which waits for all streams; later, such a wait could

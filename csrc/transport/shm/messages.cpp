@@ -7,7 +7,7 @@
 namespace rtp {
 namespace {
 
-constexpr size_t kMappingsPerPeer = 6;  // mapped slots per peer and channel
+constexpr size_t kMappingsPerPeer = 40;  // mapped slots per peer and channel, as many as may be ahead and more
 
 }  // namespace
 

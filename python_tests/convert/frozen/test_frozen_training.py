@@ -17,7 +17,7 @@ import rtp_ext
 from rtp_ext.optim import Muon, matrices
 
 TOLERANCE, STEPS = 2e-5, 3  # of the largest gradient; a sum in another order may round to another one of 255 values
-AHEAD = {"travel": "int8", "prefetch": 2, "transport": "tcp"}
+AHEAD = {"travel": "int8", "transport": "tcp"}
 OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 ROUNDED = [("nf4", AHEAD, {}), ("int8", {"travel": "int8", "transport": "shm"}, OFFLOADED)]
 
@@ -71,7 +71,7 @@ def test_other_weights_travel_in_8_bits(rank, ranks, cases):
 def test_muon_on_adapters(rank, ranks, cases):
     """Adapters from before the conversion, whose matrices are cut, and from after it, which are whole."""
     for later in (False, True):
-        with rtp_ext.Ring(timeout=60.0, transport="shm", prefetch=2) as ring:
+        with rtp_ext.Ring(timeout=60.0, transport="shm") as ring:
             plain = _model()
             model = copy.deepcopy(plain)
             if later:

@@ -79,7 +79,7 @@ OPTIONS = {
 # In `make test` several at once.
 MANY = "travel int8, two hops ahead, gradient_travel int8, checksum, autocast"
 OPTIONS[MANY] = (
-    {"travel": "int8", "prefetch": 2, "gradient_route": "direct", "gradient_travel": "int8", "checksum": True},
+    {"travel": "int8", "gradient_route": "direct", "gradient_travel": "int8", "checksum": True},
     True,
 )
 ENOUGH = ["mp_policy", "gathered layers", MANY]

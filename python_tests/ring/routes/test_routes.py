@@ -183,7 +183,7 @@ def test_the_pool_is_the_footprint():
                 model = torch.nn.Sequential(*(torch.nn.Linear(features, out) for out, features in layers))
                 policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype) if dtype != torch.float32 else None
                 rtp_ext.fully_rotate(model, mesh=ring, **({"mp_policy": policy} if policy else {}))
-                for _ in range(3):
+                for _ in range(4):
                     model(torch.ones(3, 11, requires_grad=True)).sum().backward()
                 planned = rtp_ext._native.footprint(
                     [
@@ -194,7 +194,7 @@ def test_the_pool_is_the_footprint():
                     ],
                     **dict(ranks=ranks, in_place=False, sends_anywhere=True, receives_anywhere=True, slot_cap=0),
                     **dict(cast=dtype != torch.float32, compute_bytes=dtype.itemsize, reduce_bytes=dtype.itemsize),
-                    **dict(ways, gradients_apart=True, halves=halves),
+                    **dict(ways, gradients_apart=True, halves=halves, look_ahead=None),
                 )
                 for channel in ("weight", "gradient"):
                     count, expected = ring.slot_count(channel), getattr(planned, channel)

@@ -128,7 +128,7 @@ class Program:
                 options["gradient_route"] = "chain"
         for options in self.options:
             if options["prefetch"]:
-                options["prefetch"] = draw.choice((1, 2))
+                options["buffers"] = draw.choice(("auto", "lean", 1000))
 
     @property
     def ring(self) -> int:

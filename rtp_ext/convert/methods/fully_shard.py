@@ -84,7 +84,7 @@ def _in_scope(module: nn.Module, call: Any, arguments: tuple, keywords: dict) ->
 
 _READY = "leave it out: every backward ends with gradients that are ready for use"
 _NOTHING_WHOLE = "leave it out: a weight is never whole, so that there is nothing to free and nothing to keep"
-_LEARNED = "leave it out: what to send ahead is learned from the pass before; `Ring(prefetch=0)` turns it off"
+_LEARNED = "leave it out: what to send ahead is learned from the pass before; `Ring(prefetch=False)` turns it off"
 _TRANSPORT = "choose what shards travel by: `fully_rotate(model, transport=...)`"
 _FACTOR = "call `rtp_ext.set_gradient_divide_factor(model, factor)`, and for each part that was converted before"
 

@@ -87,7 +87,7 @@ def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int, hosts: int 
     sizes = (strategy.rtp, strategy.tp, strategy.param_bytes, strategy.reduce_bytes, moments)
     layers, ends = stage_layers(model, strategy, stage), (stage == 0, stage == strategy.pp - 1, strategy.pp > 1)
     ways = (strategy.travel, strategy.gradient_route, strategy.gradient_travel)
-    ahead = (strategy.late_gradients, strategy.prefetch, strategy.buffers != "lean")
+    ahead = (strategy.late_gradients, strategy.buffers != "lean")
     frozen = (strategy.frozen, strategy.lora_rank)
     return _rotation_bytes(
         model, sizes, strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends, hosts, ways, ahead, frozen
@@ -105,7 +105,7 @@ def _rotation_bytes(
     ends: tuple[bool, bool, bool],
     hosts: int,
     ways: tuple[str | None, str, str | None],
-    ahead: tuple[int, int, bool],
+    ahead: tuple[int, bool],
     frozen: tuple[str | None, int],
 ) -> RotationBytes:
     """Returns `rtp_bytes`, computed from a few layers: further layers add their shards and need no further slots."""
@@ -139,8 +139,8 @@ def _rotation_bytes(
             gradient_route=ways[1],
             gradient_travel=ways[2],
             late_gradients=ahead[0],
-            prefetch=ahead[1],
-            gradients_apart=ahead[2],
+            look_ahead=0,  # plans of whole blocks count their own
+            gradients_apart=ahead[1],
         )
 
     if layers <= _FEW_LAYERS:

@@ -180,7 +180,7 @@ def rtp_bytes(
     gradients_apart: bool = True,
     hosts: int = 1,
     late_gradients: int = 0,
-    prefetch: int = 1,
+    look_ahead: int | None = None,
 ) -> RotationBytes:
     """Computes slots and states of one rank that trains with rotation.
 
@@ -203,14 +203,14 @@ def rtp_bytes(
         hosts: number of hosts of a two-level ring; 1: a flat ring.
         late_gradients: of the ring: passes whose gradients may still be arriving while the next one runs, each with
             its own slots. 0 on GPUs, 1 on CPUs over a network.
-        prefetch: of the ring: layers whose first shard is sent before they begin, 1 or 2.
+        look_ahead: bytes that are sent ahead, beyond slots that are left: `buffers` of the ring, 0 for `lean`; None:
+            what the largest pass receives, as for `auto`.
 
     Slots: up to two for weights (one in place) and two for gradients, each of the largest shard of the operation, its
-    parts aligned to 64 bytes; one more weight slot where shards are cast, or can be sent from slots only. Gradient
-    route direct takes three for gradients, R + 1 with gradients_apart (a ring's buffers), and one in the dtype of their
-    sum where they travel quantized. The pool
-    keeps slots and replaces those that are too small. Source: csrc/schedule/footprint.cpp, which the engine itself
-    runs.
+    parts aligned to 64 bytes; one more weight slot where shards are cast, or can be sent from slots only; and those of
+    shards that are ahead. Gradient route direct takes three for gradients, R + 1 with gradients_apart (a ring's
+    buffers), and one in the dtype of their sum where they travel quantized. The pool keeps slots and replaces those
+    that are too small. Source: csrc/schedule/footprint.cpp, which the engine itself runs.
     """
     check_at_least("rtp_bytes", 1, ranks=ranks, param_bytes=param_bytes, reduce_bytes=reduce_bytes)
     if in_place and travel is not None:
@@ -244,7 +244,7 @@ def rtp_bytes(
         route="two-level" if hosts > 1 else "ring",
         hosts=hosts,
         late=late_gradients,
-        prefetch=prefetch,
+        look_ahead=look_ahead,
         **reach,
     )
     held = pools([rotation.facts for rotation in steps])

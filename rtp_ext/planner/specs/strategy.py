@@ -68,7 +68,7 @@ class Strategy:
         travel: dtype in which rotating weights travel; None: the compute dtype. gradient_travel: `int8` on the gradient
             route `direct`; None: reduce_dtype.
         late_gradients: of rotation, as in `rtp_ext.Ring`: 0 on GPUs; a ring of CPUs over a network defaults to 1.
-            It takes slots; the predicted time does not include it. prefetch: likewise, 1 or 2.
+            It takes slots; the predicted time does not include it.
         outer: policy between replicas of a ring (`rtp_ext.outer`), and the `period` in steps of policies that do not
             act in every step. topology: of gossip.
         replicate: of `zero=3`: number of groups of data-parallel ranks that each hold all shards; gradients are summed
@@ -122,7 +122,6 @@ class Strategy:
     travel: str | None = None
     gradient_travel: str | None = None
     late_gradients: int = 0
-    prefetch: int = 1
     buffers: str = "auto"
     to_come: str = ""
     frozen: str | None = None
@@ -149,9 +148,6 @@ class Strategy:
                     f"pipelines stage by stage, got {getattr(self, degree)}"
                 )
         check_at_least("strategy", 0, late_gradients=self.late_gradients, lora_rank=self.lora_rank)
-        check_at_least("strategy", 1, prefetch=self.prefetch)
-        if self.prefetch > 2:
-            raise ValueError(f"strategy: expected prefetch of at most 2, got {self.prefetch}")
         check_known("schedule", self.schedule, SCHEDULES)
         check_known("recompute", self.recompute, RECOMPUTE)
         check_known("optimizer", self.optimizer, OPTIMIZER_MOMENTS)
@@ -221,7 +217,7 @@ class Strategy:
     def _check_rotation(self) -> None:
         """Raises ValueError for rotation options without a ring, and for contradictory ones."""
         own = (
-            *("in_place", "route", "gradient_route", "travel", "gradient_travel", "late_gradients", "prefetch"),
+            *("in_place", "route", "gradient_route", "travel", "gradient_travel", "late_gradients"),
             *("buffers", "to_come"),
             *("frozen", "lora_rank", "outer", "period"),
         )

@@ -1,0 +1,204 @@
+// The weights of passes on their way through slots, and how far ahead of the products they may be. The engine moves
+// them, the footprint counts them. No torch, no CUDA.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "schedule/schedule.h"
+
+namespace rtp {
+
+// What the weights of one pass take: bytes of a slot, and of the copy of the local shard that travels in its place (0:
+// none does).
+struct WeightSizes {
+  int64_t slot = 0;
+  int64_t staged = 0;
+};
+
+// The weights of one pass: the moves of its schedule that have been made, and the slots that it holds. A content gets a
+// slot with its first move and leaves it after its last use, whenever its moves are made.
+class WeightMoves {
+ public:
+  WeightMoves(const Schedule& schedule, WeightSizes sizes)
+      : schedule_(&schedule), sizes_(sizes), held_(schedule.contents.size(), false) {}
+  WeightMoves(const WeightMoves&) = delete;
+  WeightMoves& operator=(const WeightMoves&) = delete;
+  virtual ~WeightMoves() = default;
+
+  const Schedule& schedule() const { return *schedule_; }
+  size_t made() const { return made_; }
+  bool done() const { return made_ == schedule_->moves.size(); }
+  bool made(int position) const { return made_ > 0 && schedule_->moves[made_ - 1] >= position; }
+
+  // What the next move of a pass leases, of which `made` have been made; `moves`: null if the pass has not begun.
+  struct Need {
+    int slots = 0;
+    int64_t bytes = 0;
+  };
+  static Need need(const Schedule& schedule, const WeightSizes& sizes, const WeightMoves* moves) {
+    const size_t made = moves == nullptr ? 0 : moves->made_;
+    if (made == schedule.moves.size()) return {};
+    const int content = schedule.steps[static_cast<size_t>(schedule.moves[made])].receive.content;
+    Need need;
+    if (content >= 0 && (moves == nullptr || !moves->held_[static_cast<size_t>(content)])) need = {1, sizes.slot};
+    const bool stages = sizes.staged > 0 && made == 0 && (moves == nullptr || !moves->staged_);
+    if (stages) ++need.slots, need.bytes += sizes.staged;
+    return need;
+  }
+  Need need() const { return need(*schedule_, sizes_, this); }
+  // Returns whether the next move forwards to another slot what the newest one has brought, where that was made at
+  // `time`: it would wait for the arrival.
+  bool forwards(int64_t time) const {
+    const Step& next = schedule_->steps[static_cast<size_t>(schedule_->moves[made_])];
+    return newest_ == time && next.send.content >= 0 && next.send.content != next.receive.content;
+  }
+  // Makes the next move, at `time`.
+  void make(int64_t time) {
+    stage();
+    newest_ = time;
+    const int position = schedule_->moves[made_++];
+    const int content = schedule_->steps[static_cast<size_t>(position)].receive.content;
+    if (content >= 0 && !held_[static_cast<size_t>(content)]) {
+      lease(content, sizes_.slot);
+      held_[static_cast<size_t>(content)] = true;
+    }
+    move(position);
+  }
+  // Copies the local shard, if a copy travels.
+  void stage() {
+    if (sizes_.staged == 0 || staged_ || made_ > 0) return;
+    staged_ = true;
+    lease_staged(sizes_.staged);
+  }
+  // Ends the step at `position`: gives back what no later one uses; the copy of the local shard once all moves are made,
+  // so that they need not wait until the next rank has taken it.
+  void end_step(int position) {
+    for (size_t content = 0; content < held_.size(); ++content) {
+      if (held_[content] && schedule_->contents[content].last_use <= position) drop(content);
+    }
+    if (staged_ && done() && schedule_->last_of_home <= position) drop_staged();
+  }
+  // Gives back everything.
+  void give_back() {
+    for (size_t content = 0; content < held_.size(); ++content) {
+      if (held_[content]) drop(content);
+    }
+    if (staged_) drop_staged();
+  }
+
+  // What is ahead of the product at `position`: no product up to it takes it. A copy of the local shard is ahead only
+  // until its pass begins (position >= 0).
+  Need ahead_of(int position) const {
+    Need ahead;
+    for (size_t content = 0; content < held_.size(); ++content) {
+      if (!held_[content] || schedule_->contents[content].first_product <= position) continue;
+      ++ahead.slots, ahead.bytes += sizes_.slot;
+    }
+    if (staged_ && position < 0) ++ahead.slots, ahead.bytes += sizes_.staged;
+    return ahead;
+  }
+  int64_t slots() const { return std::count(held_.begin(), held_.end(), true) + (staged_ ? 1 : 0); }
+
+ protected:
+  // The pass begins with this schedule, which may differ in lanes from the one before.
+  void take(const Schedule& schedule) { schedule_ = &schedule; }
+
+ private:
+  virtual void lease(int content, int64_t bytes) = 0;
+  virtual void release(int content) = 0;
+  virtual void lease_staged(int64_t bytes) = 0;
+  virtual void release_staged() = 0;
+  virtual void move(int position) = 0;
+
+  void drop(size_t content) {
+    held_[content] = false;
+    release(static_cast<int>(content));
+  }
+  void drop_staged() {
+    staged_ = false;
+    release_staged();
+  }
+
+  const Schedule* schedule_;
+  WeightSizes sizes_;
+  std::vector<bool> held_;  // by content
+  bool staged_ = false;
+  size_t made_ = 0;
+  int64_t newest_ = -1;  // time of the newest move
+};
+
+// [Note: look-ahead]
+// Hops of weights are posted ahead of their products, in the order of use: those of the pass that runs, then those of
+// the passes that follow, as long as what has been posted or has landed, and no product has taken, fits in a number of
+// bytes, which all passes share. Beyond that, the first shard of the next pass may come into the slots that the pass
+// before has left. A hop that forwards what another one brought is posted one product later at the earliest, so that
+// posting waits no longer than the schedule does.
+class LookAhead {
+ public:
+  // At most so many slots, which the transports can tell apart.
+  static constexpr int kMostSlots = 32;
+
+  // `bytes`: together with the slots of groups, and of contributions that arrive apart, of any pass so far; nothing:
+  // what the largest pass so far receives.
+  void allow(bool on, std::optional<int64_t> bytes) { on_ = on, bytes_ = bytes; }
+  bool on() const { return on_; }
+  int64_t bytes() const { return bytes_ ? std::max<int64_t>(*bytes_ - others_, 0) : largest_; }
+  // A pass begins. `gradient`: bytes of a slot of gradients.
+  void meet(const Schedule& schedule, const WeightSizes& sizes, int64_t gradient) {
+    const auto contents = static_cast<int64_t>(schedule.contents.size());
+    if (contents > 0) largest_ = std::max(largest_, contents * sizes.slot + sizes.staged);
+    int64_t others = schedule.options.apart ? static_cast<int64_t>(schedule.gradient_slots.size()) * gradient : 0;
+    if (schedule.options.group > 1) others += static_cast<int64_t>(schedule.weight_slots.size()) * sizes.slot;
+    others_ = std::max(others_, others);
+  }
+  int64_t time() const { return time_; }
+
+  // Called before the product at `position` of `current`. `pending`: the passes that are ahead, in order, with their
+  // `weights`. Beyond them, `next(count)` returns the schedule and sizes of the `count`-th pass after `current`, or null
+  // pointers where none is expected, and `open(count)` appends it to `pending`.
+  template <typename Pending, typename Next, typename Open>
+  void run(WeightMoves& current, int position, Pending& pending, Next&& next, Open&& open) {
+    ++time_;
+    if (!on_) return;
+    WeightMoves::Need ahead = current.ahead_of(position);
+    for (const auto& each : pending) {
+      const WeightMoves::Need more = each.weights->ahead_of(-1);
+      ahead.slots += more.slots, ahead.bytes += more.bytes;
+    }
+    const auto fits = [&](const Schedule& schedule, const WeightMoves::Need& need, bool other) {
+      if (need.slots == 0) return true;
+      const bool left = other && ahead.slots == 0 && current.done() && current.slots() <= 1;
+      if (left && schedule.weight_slots.front() == 1) return true;
+      return ahead.bytes + need.bytes <= bytes() && ahead.slots + need.slots <= kMostSlots;
+    };
+    const auto make_all = [&](WeightMoves& pass, bool other) {
+      while (!pass.done()) {
+        const WeightMoves::Need need = pass.need();
+        if (pass.forwards(time_) || !fits(pass.schedule(), need, other)) return false;
+        pass.make(time_);
+        ahead.slots += need.slots, ahead.bytes += need.bytes;
+      }
+      return true;
+    };
+    if (!make_all(current, false)) return;
+    for (size_t count = 0;; ++count) {
+      if (count == pending.size()) {
+        const auto [schedule, sizes] = next(count);
+        if (schedule == nullptr || !fits(*schedule, WeightMoves::need(*schedule, *sizes, nullptr), true)) return;
+        open(count);
+      }
+      if (!make_all(*pending[count].weights, true)) return;
+    }
+  }
+
+ private:
+  bool on_ = false;
+  std::optional<int64_t> bytes_ = 0;
+  int64_t largest_ = 0, others_ = 0;
+  int64_t time_ = 0;
+};
+
+}  // namespace rtp
