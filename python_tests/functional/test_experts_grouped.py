@@ -8,6 +8,7 @@ from harness import on_ranks
 from reference import chunk
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import rtp_ext
 from rtp_ext._native import kernels
 from rtp_ext.functional import rotated_experts
 
@@ -90,6 +91,16 @@ def test_the_grouped_product_gives_what_the_loop_gives(rank, ranks, ring, cases)
             made, grouped = results(ring, *sizes, transposed=False, capability=9, **more)
             assert grouped == products * ranks
             assert all(torch.equal(mine, expected) for mine, expected in zip(made, loop, strict=True))
+
+
+@on_ranks([2, 3])
+def test_a_group_of_shards_is_one_grouped_product(ranks, ring, cases):
+    sizes = (2 * ranks, 16, 24)
+    loop, _ = results(ring, *sizes, transposed=False, biased=False, capability=0)
+    with rtp_ext.Ring(timeout=30.0, group=ranks) as grouping, cases.case("all experts"):
+        made, grouped = results(grouping, *sizes, transposed=False, biased=False, capability=9)
+        assert grouped == 4
+        assert all(torch.equal(mine, expected) for mine, expected in zip(made, loop, strict=True))
 
 
 def test_what_is_grouped():

@@ -33,7 +33,7 @@ BUDGET = {
     "python_tests/engine": 2760,
     "python_tests/examples": 750,
     "python_tests/families": 3000,
-    "python_tests/functional": 2700,
+    "python_tests/functional": 2720,
     "python_tests/gpu": 1870,
     "python_tests/hosts": 450,
     "python_tests/house": 2030,

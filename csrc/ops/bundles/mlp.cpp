@@ -36,6 +36,7 @@ struct MlpWeights : Weights {
   at::Tensor matrix(const std::vector<at::Tensor>& shards, int weight) const {
     return outputs_first(as_stored(weight, shards[static_cast<size_t>(weight)]), weight == down_weight ? down : up);
   }
+
   LinearShape up, down;  // the gate has the shape of up
   int gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias;
 };

@@ -38,7 +38,8 @@ CASES = {
     "plain": Case(mode="mixed"),
     "weights in bfloat16": Case({"travel": "bfloat16"}),
     "bfloat16, gradients too": Case({"compute_dtype": BF16, "reduce_dtype": BF16}),
-    "gathered": Case({"route": "gather"}, linears_only=True),
+    "gathered": Case({"route": "gather"}),
+    "groups": Case({**DIRECT, "group": 2}),
     "straight home": Case(DIRECT, mode="mixed"),
     "straight home in bfloat16": Case({**DIRECT, "compute_dtype": BF16, "reduce_dtype": BF16}),
     "straight": Case({**DIRECT, "route": "direct"}, mode="pull"),
@@ -189,7 +190,7 @@ def check(sim, ranks, cases):
 @pytest.mark.parametrize("ranks", few([3], [2, 3]))
 def test_replays_give_the_bits_of_passes_that_are_enqueued(sim, ranks):
     names = few(
-        ["plain", "straight home in bfloat16", "straight", "gathered"],
+        ["plain", "straight home in bfloat16", "straight", "gathered", "groups"],
         list(CASES),
     )
     check(sim, ranks, {name: CASES[name] for name in names})
