@@ -33,22 +33,15 @@ class WeightMoves {
   bool done() const { return made_ == schedule_->moves.size(); }
   bool made(int position) const { return made_ > 0 && schedule_->moves[made_ - 1] >= position; }
 
-  // What the next move of a pass leases, of which `made` have been made; `moves`: null if the pass has not begun.
-  struct Need {
-    int slots = 0;
-    int64_t bytes = 0;
-  };
-  static Need need(const Schedule& schedule, const WeightSizes& sizes, const WeightMoves* moves) {
-    const size_t made = moves == nullptr ? 0 : moves->made_;
-    if (made == schedule.moves.size()) return {};
-    const int content = schedule.steps[static_cast<size_t>(schedule.moves[made])].receive.content;
-    Need need;
-    if (content >= 0 && (moves == nullptr || !moves->held_[static_cast<size_t>(content)])) need = {1, sizes.slot};
-    const bool stages = sizes.staged > 0 && made == 0 && (moves == nullptr || !moves->staged_);
-    if (stages) ++need.slots, need.bytes += sizes.staged;
-    return need;
+  // The number of slots that the next move leases, and that the first one of a pass does.
+  int need() const {
+    const int content = schedule_->steps[static_cast<size_t>(schedule_->moves[made_])].receive.content;
+    const bool leases = content >= 0 && !held_[static_cast<size_t>(content)];
+    return (leases ? 1 : 0) + (sizes_.staged > 0 && made_ == 0 && !staged_ ? 1 : 0);
   }
-  Need need() const { return need(*schedule_, sizes_, this); }
+  static int first_need(const Schedule& schedule, const WeightSizes& sizes) {
+    return schedule.moves.empty() ? 0 : 1 + (sizes.staged > 0 ? 1 : 0);
+  }
   // Returns whether the next move forwards to another slot what the newest one has brought, where that was made at
   // `time`: it would wait for the arrival.
   bool forwards(int64_t time) const {
@@ -89,15 +82,13 @@ class WeightMoves {
     if (staged_) drop_staged();
   }
 
-  // What is ahead of the product at `position`: no product up to it takes it. A copy of the local shard is ahead only
-  // until its pass begins (position >= 0).
-  Need ahead_of(int position) const {
-    Need ahead;
+  // The number of slots that are ahead of the product at `position`: no product up to it takes what they hold. A copy of
+  // the local shard is ahead only until its pass begins (position >= 0).
+  int ahead_of(int position) const {
+    int ahead = staged_ && position < 0 ? 1 : 0;
     for (size_t content = 0; content < held_.size(); ++content) {
-      if (!held_[content] || schedule_->contents[content].first_product <= position) continue;
-      ++ahead.slots, ahead.bytes += sizes_.slot;
+      if (held_[content] && schedule_->contents[content].first_product > position) ++ahead;
     }
-    if (staged_ && position < 0) ++ahead.slots, ahead.bytes += sizes_.staged;
     return ahead;
   }
   int64_t slots() const { return std::count(held_.begin(), held_.end(), true) + (staged_ ? 1 : 0); }
@@ -133,7 +124,8 @@ class WeightMoves {
 // [Note: look-ahead]
 // Hops of weights are posted ahead of their products, in the order of use: those of the pass that runs, then those of
 // the passes that follow, as long as what has been posted or has landed, and no product has taken, fits in a number of
-// bytes, which all passes share. Beyond that, the first shard of the next pass may come into the slots that the pass
+// bytes, which all passes share. Each slot counts as the largest one, which it may become, so that the pool grows by no
+// more. Beyond that, the first shard of the next pass may come into the slots that the pass
 // before has left. A hop that forwards what another one brought is posted one product later at the earliest, so that
 // posting waits no longer than the schedule does.
 class LookAhead {
@@ -150,6 +142,7 @@ class LookAhead {
   void meet(const Schedule& schedule, const WeightSizes& sizes, int64_t gradient) {
     const auto contents = static_cast<int64_t>(schedule.contents.size());
     if (contents > 0) largest_ = std::max(largest_, contents * sizes.slot + sizes.staged);
+    slot_ = std::max({slot_, sizes.slot, sizes.staged});
     int64_t others = schedule.options.apart ? static_cast<int64_t>(schedule.gradient_slots.size()) * gradient : 0;
     if (schedule.options.group > 1) others += static_cast<int64_t>(schedule.weight_slots.size()) * sizes.slot;
     others_ = std::max(others_, others);
@@ -163,23 +156,20 @@ class LookAhead {
   void run(WeightMoves& current, int position, Pending& pending, Next&& next, Open&& open) {
     ++time_;
     if (!on_) return;
-    WeightMoves::Need ahead = current.ahead_of(position);
-    for (const auto& each : pending) {
-      const WeightMoves::Need more = each.weights->ahead_of(-1);
-      ahead.slots += more.slots, ahead.bytes += more.bytes;
-    }
-    const auto fits = [&](const Schedule& schedule, const WeightMoves::Need& need, bool other) {
-      if (need.slots == 0) return true;
-      const bool left = other && ahead.slots == 0 && current.done() && current.slots() <= 1;
+    int ahead = current.ahead_of(position);
+    for (const auto& each : pending) ahead += each.weights->ahead_of(-1);
+    const auto fits = [&](const Schedule& schedule, int need, bool other) {
+      if (need == 0) return true;
+      const bool left = other && ahead == 0 && current.done() && current.slots() <= 1;
       if (left && schedule.weight_slots.front() == 1) return true;
-      return ahead.bytes + need.bytes <= bytes() && ahead.slots + need.slots <= kMostSlots;
+      return (ahead + need) * slot_ <= bytes() && ahead + need <= kMostSlots;
     };
     const auto make_all = [&](WeightMoves& pass, bool other) {
       while (!pass.done()) {
-        const WeightMoves::Need need = pass.need();
+        const int need = pass.need();
         if (pass.forwards(time_) || !fits(pass.schedule(), need, other)) return false;
         pass.make(time_);
-        ahead.slots += need.slots, ahead.bytes += need.bytes;
+        ahead += need;
       }
       return true;
     };
@@ -187,7 +177,7 @@ class LookAhead {
     for (size_t count = 0;; ++count) {
       if (count == pending.size()) {
         const auto [schedule, sizes] = next(count);
-        if (schedule == nullptr || !fits(*schedule, WeightMoves::need(*schedule, *sizes, nullptr), true)) return;
+        if (schedule == nullptr || !fits(*schedule, WeightMoves::first_need(*schedule, *sizes), true)) return;
         open(count);
       }
       if (!make_all(*pending[count].weights, true)) return;
@@ -197,7 +187,7 @@ class LookAhead {
  private:
   bool on_ = false;
   std::optional<int64_t> bytes_ = 0;
-  int64_t largest_ = 0, others_ = 0;
+  int64_t largest_ = 0, others_ = 0, slot_ = 0;  // bytes: see bytes(); of the largest slot
   int64_t time_ = 0;
 };
 
