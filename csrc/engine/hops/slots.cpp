@@ -242,6 +242,7 @@ Hop hop_of(const Step& step, Route route, std::string operation, int index, int 
   hop.two_level = route == Route::two_level;
   hop.to = step.to, hop.from = step.from;
   hop.send_shard = step.send_owner, hop.receive_shard = step.receive_owner;
+  hop.second_half = step.half == Half::second;
   hop.operation = std::move(operation);
   hop.index = index, hop.count = count;
   return hop;
