@@ -45,6 +45,7 @@ struct Hop {
   std::vector<size_t> remote_send_offsets;
   int send_shard = 0;  // the shards that leave and arrive, by owner
   int receive_shard = 0;
+  bool second_half = false;  // of these
   // for messages
   std::string operation;
   int index = 0;

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import rtp_ext
+from rtp_ext.options import RingOptions
+from rtp_ext.ring.bootstrap import late_passes
 
 TOLERANCE = 1e-9
 STEPS = 3
@@ -36,6 +38,16 @@ class Uses(nn.Module):
         return x + whole.sum()  # a use that does not rotate
 
 
+WAYS = {
+    "groups": {"group": 2},
+    "halves": {"gradient_halves": True},
+    "halves of groups": {"gradient_halves": True, "group": 2},
+    "direct": {"gradient_route": "direct"},
+    "direct, one slot": {"gradient_route": "direct", "buffers": "lean"},
+    "direct, groups": {"gradient_route": "direct", "group": 2},
+}
+
+
 def _ring(late, transport="c10d", **options):
     return rtp_ext.Ring(transport=transport, late_gradients=late, timeout=60.0, transport_options=DELAY, **options)
 
@@ -55,8 +67,19 @@ def _trains(rank, ranks):
                 most = 2 + 2 * late  # as many passes as that, and the one that runs, have two slots each
                 peak = ring.slot_count("gradient").peak_slots
                 assert (most - 1 if late else 1) <= peak <= most, f"{peak} gradient slots, expected {most}"
+    for way, options in WAYS.items():
+        with _ring(2, "shm", **options) as ring:
+            model = rtp_ext.fully_rotate(make_model(), mesh=ring)
+            train(model, lambda step, model=model: batch_loss(model, rank, step), STEPS)
+            with cases.case(way):
+                assert ring.landed_late() == landed["shm", 2], "as many as whole gradients on the chain"
+                for name, parameter in plain.named_parameters():
+                    assert_same(full(model.get_parameter(name)), parameter, TOLERANCE, name)
     with rtp_ext.Ring(transport="c10d", timeout=60.0) as ring:
         assert ring.options.late_gradients == 1, "hops of c10d cross a network"
+    cuda = torch.device("cuda")
+    for options, default in (({}, 1), ({"buffers": "lean"}, 0), ({"graphs": "auto"}, 0), ({"late_gradients": 2}, 2)):
+        assert late_passes(RingOptions(**options), cuda, "ce") == default
     cases.finish()
     return landed
 

@@ -20,6 +20,7 @@ FORMS = [
     {"pass_": "backward"},
     {"pass_": "backward", "receive_in_slots": 1},
     {"pass_": "backward", "bundle": 1},
+    {"pass_": "backward", "late": 1},
 ]
 PARTS = [
     {"pass_": "forward", "two_lanes": 1},
@@ -54,6 +55,7 @@ def test_every_schedule_is_right(variant):
         buffers = {name for step in first.steps for name in step.reads(first.ranks) + step.writes(first.ranks)}
         slots = {kind: sum(name.startswith(f"{kind} slot") for name in buffers) for kind in ("weight", "gradient")}
         assert slots == {"weight": first.weight_slots, "gradient": first.gradient_slots}
+        assert not this.late or first.steps[-1].label == "add G0 to home", "nothing waits for it"
         landing = [step.receive for step in first.steps if step.action == "hop" and step.channel == "weight"]
         assert landing[:1] in ([], ["weight slot 0"]), "where a hop that is sent ahead lands"
 

@@ -94,11 +94,11 @@ def schedule_of(
         receive_in_slots: gradients arrive in slots only, as shared memory requires.
         halves: the gradients of a backward travel in two halves of their rows, each as an independent chain.
         two_lanes: forwards alternate between two streams, dgrads and wgrads have one each.
-        late: the last gradient that arrives in a backward is added at its end, or after it; not if gradients travel in
-            halves, and not in groups.
+        late: the last gradient that arrives in a backward is added at its end, or after it.
         hosts: number of hosts of the route two-level, with equal numbers of neighbouring ranks.
         gradient_route: ``"chain"`` (a partial sum of each gradient travels along the ring) or ``"direct"`` (each
             contribution travels directly to its owner, which adds it; not on two ranks or two levels).
+        apart: for the gradient route ``"direct"``: contributions arrive in a place each, and are added at the end.
         narrow: for the gradient route ``"direct"``: contributions travel in fewer bits than their sum has, and two
             ranks take this route too.
         group: shards in one product, 1 to `ranks`; a larger number means all. Not in place and on two levels.
@@ -162,12 +162,12 @@ def _ignored(schedule: Schedule, *, op: str, pass_: str, halves: bool, two_lanes
     wanted = {"halves": halves and not schedule.halves, "two lanes": two_lanes and not schedule.two_lanes}
     if pass_ == "forward" and wanted["halves"]:
         why = "to a forward"
-    elif op in BUNDLES:
-        why = "to a bundle"
     elif schedule.route == "two-level":
         why = "on two levels"
-    elif schedule.gradient_route == "direct":
+    elif wanted["halves"] and schedule.gradient_route == "direct":
         why = "where gradients go straight home"
+    elif op in BUNDLES and schedule.halves == halves:
+        why = "to a bundle"
     else:
         why = "in groups" if schedule.group > 1 else "without a weight gradient"
     names = " and ".join(name for name, ignored in wanted.items() if ignored)

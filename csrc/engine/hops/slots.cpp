@@ -253,6 +253,7 @@ Hop hop_of(const Schedule& schedule, const Step& step, std::string operation, in
   hop.two_level = schedule.options.route == Route::two_level;
   hop.to = step.to, hop.from = step.from;
   hop.send_shard = step.send_owner, hop.receive_shard = step.receive_owner;
+  hop.second_half = step.half == Half::second;
   hop.operation = std::move(operation);
   hop.index = index, hop.count = schedule.hops(step.channel);
   return hop;

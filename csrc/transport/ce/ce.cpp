@@ -157,8 +157,8 @@ class CopyEngineTransport : public CeTransport {
     cudaStream_t returns = push ? stream : returns_[index(hop.channel)].get();
     // A slot has the same number on every rank, so the number of the slot here is that of the owner's, too.
     const int number = slot(hop.channel, push ? hop.receive_slot : hop.send_slot).number;
-    const PeerFlags::Place here{hop.channel, number, push ? hop.receive_shard : hop.send_shard};
-    const PeerFlags::Place there{hop.channel, number, push ? hop.send_shard : hop.receive_shard};
+    const PeerFlags::Place here{hop.channel, number, push ? hop.receive_shard : hop.send_shard, hop.second_half};
+    const PeerFlags::Place there{hop.channel, number, push ? hop.send_shard : hop.receive_shard, hop.second_half};
     const bool captured = streams_.capture() != 0;
     if (owns) flags_->raise(Kind::offer, here, peer, engine_, offers, captured);
     if (copies) {

@@ -50,7 +50,7 @@ std::optional<std::string> stream_wait_refusal() {
   return "the CUDA driver lacks cuStreamBatchMemOp, or rtp_ext was built with CUDA before 12.5";
 }
 
-int64_t PeerFlags::count(int ranks, int shards) { return int64_t{2} * 2 * kSlots * shards * ranks; }
+int64_t PeerFlags::count(int ranks, int shards) { return int64_t{2} * 2 * kSlots * shards * 2 * ranks; }
 
 int64_t PeerFlags::bytes(int ranks, int shards) {
   return 2 * count(ranks, shards) * static_cast<int64_t>(sizeof(uint32_t));
@@ -76,7 +76,7 @@ PeerFlags::PeerFlags(const PeerMemory& peers, const at::Tensor& memory, int rank
 int64_t PeerFlags::flag(Kind kind, const Place& place, int raiser) const {
   const int64_t group = static_cast<int64_t>(place.channel) * 2 + static_cast<int64_t>(kind);
   RTP_ASSERT(place.shard < shards_, "a shard without flags");
-  return ((group * kSlots + place.slot) * shards_ + place.shard) * ranks_ + raiser;
+  return (((group * kSlots + place.slot) * shards_ + place.shard) * 2 + (place.second ? 1 : 0)) * ranks_ + raiser;
 }
 
 void PeerFlags::raise(Kind kind, const Place& place, int peer, const CopyEngine& engine, cudaStream_t stream,

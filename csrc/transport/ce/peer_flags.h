@@ -18,7 +18,7 @@ std::optional<std::string> stream_wait_refusal();
 
 // The flags of one rank, each 0 or 1. A flag is identified by its channel, its kind, the shard and its slot that the
 // peer accesses, and the raising rank, so that no two conversations share a flag: neither weights and gradients, nor
-// hops of one slot with different peers (route direct), nor shards that one slot holds at the same time (route gather),
+// hops of one slot with different peers (route direct), nor shards, or halves, that one slot holds at the same time,
 // nor the two directions between two ranks.
 class PeerFlags {
  public:
@@ -27,6 +27,7 @@ class PeerFlags {
     Channel channel;
     int slot;
     int shard;
+    bool second = false;  // the second half of a gradient that travels in halves
   };
 
   enum class Kind : uint8_t {

@@ -78,6 +78,9 @@ std::unique_ptr<Transfer> HostTransport::post(const Hop& hop) {
     // A late gradient, or a shard that is ahead, is waited for after later hops, whose sender needs its entry.
     HostTransfer* earlier = receives_[mailbox_index(hop.channel, hop.from)][sequence % kDepth];
     if (earlier != nullptr) earlier->wait_received();
+    // A small message may have come already.
+    const auto missing = static_cast<int32_t>(sequence - inbox.done.load());
+    RTP_ASSERT(missing <= static_cast<int32_t>(kDepth), hop.describe(), " outruns its mailbox");
     Landing& landing = inbox.landing[sequence % kDepth];
     const auto filled =
         std::find_if(hop.receive.begin(), hop.receive.end(), [](const Span& part) { return part.bytes > 0; });

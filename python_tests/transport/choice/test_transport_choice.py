@@ -1,6 +1,7 @@
 """The transport, route and mode that a ring of GPUs selects if support is missing on this rank, on another, or between
 them. No GPU is needed: the calls of the extension that need one are replaced."""
 
+import copy
 import logging
 from datetime import timedelta
 from types import SimpleNamespace
@@ -169,6 +170,18 @@ def test_direct_over_nvlink_only(case):
     assert choose_route(ring, "c10d", "auto") == "ring"
     gradients = choose_gradient_route(ring, "ce", route, "auto", None)
     assert gradients.route == (BY_DTYPE if joined else "chain")
+    wide = {dtype: gradients.direct(route, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    assert wide == dict.fromkeys(wide, joined)
+    # not where contributions of all ranks have no room, in halves or with lean buffers, and on CPUs
+    halves, host = choose_gradient_route(ring, "ce", route, "auto", None, False), copy.copy(ring)
+    host.device = torch.device("cpu")
+    for other, room in (
+        (gradients, False),
+        (halves, True),
+        (choose_gradient_route(host, "shm", route, "auto", None), True),
+    ):
+        assert not other.direct(route, torch.float32, room)
+        assert other.direct(route, torch.bfloat16, room) == (other.route == BY_DTYPE)
 
 
 def test_links_are_those_that_torch_counts(gpus, monkeypatch):

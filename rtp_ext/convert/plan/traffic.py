@@ -121,6 +121,7 @@ class RingFacts:
         gradient_travel: str | None = None,
         travel: str | None = None,
         in_place: bool = False,
+        buffers: str | int = "auto",
     ) -> RingFacts:
         """Returns the facts of a new ring with these options, with all ranks on one host. No communication."""
         if transport == "auto":
@@ -133,7 +134,9 @@ class RingFacts:
         elif gradient_travel is not None:
             gradients = GradientRoutes("direct", gradient_travel)
         else:
-            gradients = GradientRoutes("by-dtype" if reaches_all else "chain", None, wide=device == "cuda")
+            gradients = GradientRoutes(
+                "by-dtype" if reaches_all else "chain", None, wide=device == "cuda" and buffers != "lean"
+            )
         return cls(
             ranks=ranks,
             rank=rank,

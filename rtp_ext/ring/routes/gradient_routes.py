@@ -72,10 +72,10 @@ class LateGradients:
 
 
 def choose_gradient_route(
-    ring: Communicator, transport: str, hop_route: str, requested: str, travel: str | None, halves: bool | None = None
+    ring: Communicator, transport: str, hop_route: str, requested: str, travel: str | None, wide: bool = True
 ) -> GradientRoutes:
-    """Selects the route of gradients for the `requested` one, the same on every rank. Collective. `halves`: whether
-    they are to travel in two halves, which the chain does.
+    """Selects the route of gradients for the `requested` one, the same on every rank. Collective. `wide`: whether those
+    of more than 16 bits may take the direct route: not in halves, and not where buffers are to be lean.
 
     Raises:
         ValueError: the route direct is requested on two levels; or int8 is requested, and `auto` selects the chain.
@@ -97,7 +97,7 @@ def choose_gradient_route(
         return GradientRoutes("direct", travel, f"gradients travel in {travel}")
     else:
         # On CPUs the chain stays: one rank would add the contributions of all, which has not been measured.
-        wide = ring.device.type == "cuda" and not halves
+        wide = wide and ring.device.type == "cuda"
         return GradientRoutes(BY_DTYPE, None, "every rank reaches every other at the cost of a neighbour", wide)
     if travel is not None:
         raise ValueError(f"Ring: {PARTIAL_SUMS}; here they take the chain, because {selected.reason}")

@@ -104,7 +104,6 @@ def plan_routes(ring: Communicator, transport: str, options: RingOptions) -> Rou
     )
     if ring.device.type == "cuda" and hop_route != "two-level" and ring.rank == 0:
         warn_of_flat_ring(ring, hop_route, missed)
-    gradients = choose_gradient_route(
-        *(ring, transport, hop_route, options.gradient_route, options.gradient_travel, options.gradient_halves)
-    )
+    wide = options.buffers != "lean" and not options.gradient_halves
+    gradients = choose_gradient_route(ring, transport, hop_route, options.gradient_route, options.gradient_travel, wide)
     return RoutePlan.of(options, hop_route, gradients, missed)
