@@ -15,7 +15,7 @@ from rtp_ext.planner.constants import TimeConstants, host_constant
 from rtp_ext.planner.native import engine, travel_bytes
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
-from rtp_ext.planner.time.links import Group, hop_bytes_per_s, taken_s
+from rtp_ext.planner.time.links import Group, hop_bytes_per_s, hop_s, taken_s
 from rtp_ext.planner.time.work import Product, product_s, traffic_s
 
 if TYPE_CHECKING:
@@ -92,15 +92,6 @@ class RotationTime:
     host_calls: tuple[float, float]
     host_s: tuple[float, float]
     simulated: tuple[tuple[Lockstep, Mapping[str, float]], ...] = ()
-
-
-def hop_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
-    """Returns the seconds of one hop: the latency of a message, and its bytes over the slowest link of the ring.
-
-    Source: nccl-tests, doc/PERFORMANCE.md (send and receive); latency: NVIDIA/nccl@5067397, src/graph/tuning.cc.
-    """
-    step = constants.nccl_intra_step_s if group.nodes == 1 else constants.nccl_inter_step_s
-    return constants.nccl_base_s + step + size_bytes / hop_bytes_per_s(group, constants)
 
 
 def rotation_seconds(
@@ -215,8 +206,7 @@ def rotation_seconds(
     inner = chunks * (ranks - hosts)
     busy = (inner * hops["weight"], inner * (backward_durations["weight"] * bool(back) + hops["gradient"] * wgrad))
     outer = chunks * (hosts - 1)
-    over_ce = cluster.peer_access and inside.nodes == 1
-    links = [] if over_ce else [(inside, busy)]
+    links = [] if inside.over_ce else [(inside, busy)]
     if hosts > 1:
         outward = backward_durations["outer weight"] * bool(back) + hops["outer gradient"] * wgrad
         links.append((between, (outer * hops["outer weight"], outer * outward)))
@@ -226,9 +216,9 @@ def rotation_seconds(
     ]
     parts = wgrad + halves  # of a gradient
     passes = (1, bool(back) + parts)  # of the ring
-    hop_calls = inner * _hop_calls(inside) + outer * host_constant("nccl_hop_calls")
+    of_hops = inner * hop_calls(inside) + outer * host_constant("nccl_hop_calls")
     computes = chunks * ranks - 1
-    calls = [count * hop_calls + n * computes * host_constant("compute_calls") for n, count in enumerate(passes, 1)]
+    calls = [count * of_hops + n * computes * host_constant("compute_calls") for n, count in enumerate(passes, 1)]
     products = computes * sum(not weight.is_bias for weight in rotation.weights) * constants.engine_product_s
     first = max(0.0, constants.kernel_s - constants.engine_launch_s)
     return RotationTime(
@@ -289,11 +279,10 @@ def casts_s(
     return traffic_s(forward, cluster, constants), traffic_s(backward, cluster, constants)
 
 
-def _hop_calls(group: Group) -> float:
+def hop_calls(group: Group) -> float:
     """Returns the calls of the CUDA driver for a hop, as `benchmarks/gpu/driver_calls.py` counts them: over `ce` inside
     a node, else over NCCL, whose own calls are not counted."""
-    over_ce = group.nodes == 1 and group.cluster.peer_access
-    return host_constant("ce_hop_calls" if over_ce else "nccl_hop_calls")
+    return host_constant("ce_hop_calls" if group.over_ce else "nccl_hop_calls")
 
 
 def _two_lanes(rotation: RotatedOperation, tokens: int, parts: int, cluster: Cluster) -> tuple[bool, bool]:

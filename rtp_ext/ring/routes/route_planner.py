@@ -19,6 +19,7 @@ import torch
 from rtp_ext._native import shard_sizes
 from rtp_ext.cost import Operation, Rates, block_ends, group_sizes, product_seconds
 from rtp_ext.embedding_rows import rows_traffic
+from rtp_ext.gpu_rates import POST_SECONDS
 from rtp_ext.ring.links.gpu_links import Wiring
 from rtp_ext.ring.routes.gpus import Device, Link, device_of, link_of
 from rtp_ext.words import Budget, EmbeddingWay
@@ -89,8 +90,6 @@ class TablePlan:
     reason: str
 
 
-_POST_SECONDS = 3e-6  # a hop without its synchronization
-
 
 def gemm_seconds(device: Device, rows: int, columns: int, depth: int, sum_bytes: float = 0) -> float:
     """Returns the time of a product [rows, depth] x [depth, columns], with the last wave of tiles counted whole.
@@ -130,7 +129,7 @@ def predict(ranks: int, tokens: int, layer: LayerSize, link: Link, device: Devic
         return block_ends([forward], 0)[0] + max(block_ends([chain], 0)[0], link_s)
 
     sums = 2 * max(layer.weight_bytes, 4), 2 * layer.gradient_bytes
-    behind = max(_POST_SECONDS, weight)  # a hop of several whose latency hides behind the one before
+    behind = max(POST_SECONDS, weight)  # a hop of several whose latency hides behind the one before
     whole = seconds(ranks, layer.outputs, behind, layer.weight_bytes, layer.gradient_bytes)
     return {
         "rotate": seconds(1, rows, link.seconds_per_hop + weight, *sums),
