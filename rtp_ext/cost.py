@@ -87,12 +87,12 @@ class Operation:
         products: of every group: of the forward, or of the input gradient.
         hop, outer_hop: of a weight shard inside a host and, on two levels, between hosts; 0: none travels.
         shard_bytes: of a weight shard in a slot.
-        call: before the hops of every group, where they are posted at once: the latency that they share.
         gradients: route of the gradients: `chain`, `halves` (two independent chains), `direct` (contributions of every
             group are sent to their owners, and added up to one block late); empty: none.
         wgrads: of every group (direct), or of one shard in each place.
-        gradient_hop, outer_gradient_hop, gradient_call: as of weights; `direct` alone posts several at once.
+        gradient_hop, outer_gradient_hop: as `hop`.
         add: of the kernel that adds what arrived.
+        call, gradient_call: before the hops of every group, where they are posted at once: the latency that they share.
     """
 
     before: float
@@ -101,13 +101,13 @@ class Operation:
     hop: float
     shard_bytes: float
     outer_hop: float = 0.0
-    call: float = 0.0
     gradients: str = ""
     wgrads: tuple[float, ...] = ()
     gradient_hop: float = 0.0
     outer_gradient_hop: float = 0.0
-    gradient_call: float = 0.0
     add: float = 0.0
+    call: float = 0.0
+    gradient_call: float = 0.0
 
     @property
     def calls(self) -> int:

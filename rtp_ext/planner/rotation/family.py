@@ -17,9 +17,9 @@ from rtp_ext.embedding_rows import rows_traffic
 from rtp_ext.planner.constants import TimeConstants, host_constant
 from rtp_ext.planner.native import travel_bytes
 from rtp_ext.planner.rotation.operations import RotatedOperation
-from rtp_ext.planner.rotation.seconds import RotationTime, casts_s, hop_calls, shard_values, step_seconds
+from rtp_ext.planner.rotation.seconds import RotationTime, casts_s, hop_calls, products_of, shard_values, step_seconds
 from rtp_ext.planner.specs.strategy import Strategy
-from rtp_ext.planner.time.links import Group, called_s, hop_bytes_per_s, hop_s, posted_s, ring_latency_s, taken_s
+from rtp_ext.planner.time.links import Group, called_s, hop_bytes_per_s, hop_s, message_latency_s, posted_s, taken_s
 from rtp_ext.planner.time.work import traffic_s
 
 # joined: weights with one input are one operand, where that is faster. groups: several shards a product. halves:
@@ -57,8 +57,8 @@ class BlockPlan:
 
     Attributes:
         groups: shards per product, of every operation in the order of forward.
-        gradients: `chain`, `halves` or `direct` (`rtp_ext.cost.Operation`), or `scatter`: a reduce-scatter of whole
-            gradients.
+        gradients: `chain`, `halves` or `direct` (`rtp_ext.cost.Operation`), or `scatter`: a reduce-scatter of the whole
+            gradient of each product.
         ahead: blocks whose weights fit into the look-ahead.
         kept: a block that is computed again keeps its weights for the backward that follows.
         called: all weights of a block arrive with one call, into buffers of two blocks, on one level.
@@ -77,7 +77,7 @@ class BlockTime:
 
     Attributes:
         computes_s: of the products, and of adding what arrived.
-        exposed_s: in which products wait for hops.
+        exposed_s: in which neither products nor casts run, since hops are not there.
         casts_s: of local shards, of float32 sums, and of packing gradients for joined operands.
         lost_s: by how much computes take longer beside hops over NCCL, beyond what is exposed.
         host_s: of the host, for hops and products.
@@ -221,13 +221,19 @@ def block_time(
         call, hop = _weights_s(inside, of_weights, constants, plan, place, hosts)
         outer = hop_s(between, of_weights, constants) if hosts > 1 else 0.0
         first = tuple(of(count, False)["forward"] for count in groups)
-        forward.append(Operation(between_s[0][place], groups, first, hop, of_weights, outer, call))
+        cast = casts_s(
+            rotation, tokens, ranks, sizes.compute_bytes, True, cluster, constants, sums=not alone, joined=sizes.joined
+        )
+        casts[0] += cast[0]
+        casts[1] += cast[1]
+        forward.append(Operation(between_s[0][place] + cast[0], groups, first, hop, of_weights, outer, call=call))
         ways: dict[str, object] = {}
         if rotation.trains:
             one = of(1, True)["wgrad"]
             route, posted, sent = plan.gradients, 0.0, hop_s(inside, of_gradients, constants)
             if scatters:
                 route, (posted, sent) = "direct", called_s(inside, of_gradients, constants)
+                posted *= len(products_of(rotation, sizes.joined))
             elif direct and inside.reaches_all and hosts == 1:
                 posted, sent = posted_s(inside, of_gradients, constants, called="collective" in pieces)
             if route == "chain" and rotation.kind == "linear" and hosts == 1 and sent > of(1, True)["dgrad"]:
@@ -242,33 +248,31 @@ def block_time(
             }
             products[1] += len(groups) if direct else ranks * (2 if route == "halves" else 1)
         back = tuple(of(count, False)["dgrad"] for count in groups)
-        backward.append(Operation(between_s[1][place], groups, back, hop, of_weights, outer, call, **ways))  # type: ignore[arg-type]
-        cast = casts_s(
-            rotation, tokens, ranks, sizes.compute_bytes, True, cluster, constants, sums=not alone, joined=sizes.joined
-        )
-        casts[0] += cast[0]
-        casts[1] += cast[1]
+        backward.append(Operation(between_s[1][place] + cast[1], groups, back, hop, of_weights, outer, call=call, **ways))  # type: ignore[arg-type]
         products[0] += len(groups)
         products[1] += len(groups)
         most = max(most, 2 * size * of_weights)
         # direct: contributions of the others, up to one block late, and one group's that is being sent; scatter: one
-        # group's that is being sent, and the next one's
-        buffers = max(buffers, (1 + scatters) * size * of_gradients if direct else 2 * of_gradients)
+        # product's that is being sent, and the next one's
+        largest = max(shard_values((each,), ranks) for each in products_of(rotation, sizes.joined))
+        sent = size * (2 * largest * sizes.reduce_bytes if scatters else of_gradients)
+        buffers = max(buffers, sent if direct else 2 * of_gradients)
     look_ahead = plan.ahead * sum(each.shard_bytes for each in forward) * (ranks - (not plan.called))
     if direct and not scatters:
         whole = [(ranks - 1) * shard_values(each.weights, ranks) * sizes.reduce_bytes for each in operations]
         buffers += sum(whole) if hosts == 1 else sum(whole) * (inside.ranks + hosts - 2) / (ranks - 1)
-    if plan.kept:
+    if plan.kept and not plan.called:  # else they are in the buffer of their block
         buffers += sum(each.shard_bytes for each in forward) * (ranks - 1)
     backward.reverse()
-    passes = [(forward, sum(between_s[0]), forwards), (backward, sum(between_s[1]), 1)]
+    others = tuple(sum(between_s[index]) + casts[index] for index in (0, 1))
+    passes = [(forward, others[0], forwards), (backward, others[1], 1)]
     if plan.kept:
         again = [dataclasses.replace(each, hop=0.0, outer_hop=0.0, call=0.0) for each in backward]
-        passes = [(*passes[0][:2], forwards - 1), (forward + again, sum(map(sum, between_s)), 1)]
+        passes = [(*passes[0][:2], forwards - 1), (forward + again, sum(others), 1)]
     work = exposed = lost = 0.0
-    for each, others, count in passes:
+    for each, beside, count in passes:
         computes = sum(operation.computes for operation in each)
-        shown = max(0.0, block_seconds(each, look_ahead, hosts, together=plan.called) - computes - others)
+        shown = max(0.0, block_seconds(each, look_ahead, hosts, together=plan.called) - computes - beside)
         work += count * computes
         exposed += count * shown
         lost += count * max(0.0, _taken_s(each, inside, between, hosts, computes, constants, plan) - shown)
@@ -339,12 +343,13 @@ def rows_seconds(
     reduce_bytes: int,
 ) -> RotationTime:
     """Returns the time of an embedding whose rows travel, exposed: in each pass counts, ids, and rows or gradients of
-    rows, one collective after the other; then as many rows are added as were looked up. whole: of its rotation."""
+    rows, one collective of sends and receives after the other; then as many rows are added as were looked up. whole: of
+    its rotation."""
     (table,) = rotation.weights
     rate, width = hop_bytes_per_s(group, constants), table.shape[1]
     trained = rotation.trains * min(compute_bytes, reduce_bytes)
     sent = rows_traffic(table.shape, table.dim, group.ranks, 0, tokens, compute_bytes, trained)
-    latency = 3 * ring_latency_s(group, constants, 1)
+    latency = 3 * message_latency_s(group, constants)
     looked = traffic_s(2.0 * tokens * width * compute_bytes, group.cluster, constants)
     work = (looked + constants.kernel_s, 2 * looked + constants.kernel_s)
     times = (work[0] + sent.forward / rate + latency, work[1] + (sent.gradients / rate + latency) * rotation.trains)

@@ -296,18 +296,20 @@ def _two_lanes(rotation: RotatedOperation, tokens: int, parts: int, cluster: Clu
     return wastes(tokens, outputs), wastes(tokens, inputs) or wastes(outputs, inputs)
 
 
-def _joined(matrices: list[Weight]) -> list[Weight]:
-    """Returns the matrices with neighbours of one input, cut by outputs, joined to one."""
-    joined: list[Weight] = []
-    for weight in matrices:
-        last = joined[-1] if joined else None
-        if last is not None and weight.dim == last.dim == 0 and weight.shape[1] == last.shape[1]:
-            joined[-1] = dataclasses.replace(
-                last, shape=(last.shape[0] + weight.shape[0], weight.shape[1]), frozen=None
-            )
+def products_of(rotation: RotatedOperation, joined: bool) -> list[Weight]:
+    """Returns the weight of every product: matrices, of which neighbours of one input, cut by outputs, are one operand
+    where they are `joined`."""
+    found: list[Weight] = []
+    for weight in rotation.weights:
+        last = found[-1] if found else None
+        if weight.is_bias:
+            continue
+        same = joined and last is not None and len(weight.shape) == 2 and weight.shape[1:] == last.shape[1:]
+        if last is not None and same and weight.dim == last.dim == 0:
+            found[-1] = dataclasses.replace(last, shape=(last.shape[0] + weight.shape[0], weight.shape[1]), frozen=None)
         else:
-            joined.append(weight)
-    return joined
+            found.append(weight)
+    return found
 
 
 def shard_values(weights: tuple[Weight, ...], ranks: int) -> float:
@@ -335,14 +337,12 @@ def step_seconds(
     recompute: whether a bundle computes its first half again; None: and a head does not compute its logits again.
     shards: that a product has at once. joined: layers with one input are one operand."""
     of_inputs, of_weights = sums or (None, None)
-    matrices = [weight for weight in rotation.weights if not weight.is_bias]
+    matrices = products_of(rotation, joined)
     if rotation.kind == "embedding":  # rows are copied, or added
         values = sum(tokens * weight.shape[1] for weight in matrices) / (ranks * chunks)
         moved = traffic_s(4 * values, cluster, constants) + constants.kernel_s
         return {"forward": moved, "dgrad": 0.0, "wgrad": 2 * moved}
     seconds = {"forward": 0.0, "dgrad": 0.0, "wgrad": 0.0}
-    if joined and len(matrices[0].shape) == 2:
-        matrices = _joined(matrices)
     for index, weight in enumerate(matrices):
         shape, experts = weight.shape, 1
         if len(shape) == 3:

@@ -82,29 +82,27 @@ def hop_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
     Source: over copy engines `rtp_ext.gpu_rates`; else nccl-tests, doc/PERFORMANCE.md (send and receive), with the
     latency of NVIDIA/nccl@5067397, src/graph/tuning.cc.
     """
-    latency = HOP_SECONDS if group.over_ce else _message_latency_s(group, constants)
+    latency = HOP_SECONDS if group.over_ce else message_latency_s(group, constants)
     return latency + size_bytes / hop_bytes_per_s(group, constants)
 
 
-def _message_latency_s(group: Group, constants: TimeConstants) -> float:
-    """Returns the latency of sends and receives of one group call of NCCL."""
-    return constants.nccl_base_s + (
-        constants.nccl_intra_step_s if group.nodes == 1 else constants.nccl_inter_step_s
-    )
+def message_latency_s(group: Group, constants: TimeConstants) -> float:
+    """Returns the latency of the sends and receives of one group call of NCCL, which progress independently of each
+    other (NCCL user guide, point-to-point communication)."""
+    return constants.nccl_base_s + (constants.nccl_intra_step_s if group.nodes == 1 else constants.nccl_inter_step_s)
 
 
 def posted_s(group: Group, size_bytes: float, constants: TimeConstants, *, called: bool) -> tuple[float, float]:
     """Returns the latency that hops posted at once share, and the seconds of each, on route direct: what arrives from
     one member need not have arrived from another before.
 
-    Copies of copy engines queue behind each other. Sends and receives of one group call of NCCL (`called`) progress
-    independently of each other (NCCL user guide, point-to-point communication); else each hop is a call of its own.
+    Copies of copy engines queue behind each other. NCCL takes one group call (`called`), or one for each hop.
     """
     if group.over_ce:
         sent = size_bytes / hop_bytes_per_s(group, constants)
         return HOP_SECONDS - POST_SECONDS, max(POST_SECONDS, sent)
     if called:
-        return _message_latency_s(group, constants), size_bytes / hop_bytes_per_s(group, constants)
+        return message_latency_s(group, constants), size_bytes / hop_bytes_per_s(group, constants)
     return 0.0, hop_s(group, size_bytes, constants)
 
 
@@ -116,7 +114,7 @@ def called_s(group: Group, size_bytes: float, constants: TimeConstants) -> tuple
     src/enqueue.cc adds their bytes and takes the latency of one as long as they are not more than the channels)."""
     latency = ring_latency_s(group, constants, 1)
     if group.reaches_all and not group.over_ce:
-        latency = min(latency, _message_latency_s(group, constants))
+        latency = min(latency, message_latency_s(group, constants))
     return latency, size_bytes / ring_bytes_per_s(group, constants)
 
 

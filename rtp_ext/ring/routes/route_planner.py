@@ -90,7 +90,6 @@ class TablePlan:
     reason: str
 
 
-
 def gemm_seconds(device: Device, rows: int, columns: int, depth: int, sum_bytes: float = 0) -> float:
     """Returns the time of a product [rows, depth] x [depth, columns], with the last wave of tiles counted whole.
     `sum_bytes`: bytes read and written per number of the result, where memory may be slower than the product."""
