@@ -81,6 +81,12 @@ def _unhidden(one: Match, pieces: str) -> float:
     return ours / theirs
 
 
+def _slower(ratio: float) -> str:
+    """Formats a ratio of times as words."""
+    share = f"{100 * abs(ratio - 1):.1f}"
+    return "as much time" if share == "0.0" else f"is {share} % {'slower' if ratio > 1 else 'faster'}"
+
+
 def _ratio(value: float) -> str:
     return f"{value:.3f}" if value < float("inf") else "-"
 
@@ -189,8 +195,8 @@ def like() -> str:
         "predictions:"
     )
     last = (
-        f"With the fused loss on both, the ring takes {ours[0]:.1f} GB against {theirs[0]:.1f} and is "
-        f"{100 * (ours[-1] / theirs[-1] - 1):.1f} % slower. Most of the difference is two of the four hidden tensors "
+        f"With the fused loss on both, the ring takes {ours[0]:.1f} GB against {theirs[0]:.1f} and "
+        f"{_slower(ours[-1] / theirs[-1])}. Most of the difference is two of the four hidden tensors "
         "of each SwiGLU, which bundles do not keep; a fused SwiGLU under `fully_shard` would not keep them either. "
         f"Without bundles (`bundle=no`) the ring takes {unbundled:.1f} GB. Rotation is the fastest in {won} of the "
         f"{len(cells())} cells of `--when` ([below](#when-rotation-wins)), and ties in {tied}."

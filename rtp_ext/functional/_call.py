@@ -47,16 +47,17 @@ class OperationPlan:
 
     def plan(self, ring: Ring, tokens: int | None) -> None:
         """Chooses the routes of weights and gradients for `tokens`, the largest number on any rank; None: unknown."""
-        route, halves = ring.hop_route, False
+        route, halves, group = ring.hop_route, False, None
         if isinstance(self.size, TableSize):
             self.by_rows = ring.gate.plan_table(self.name, tokens, self.size).by_rows
         elif self.size is not None:
             plan = ring.gate.plan(self.name, tokens, self.size, self.compute_dtype)
-            route, halves = plan.route, plan.halves
+            route, halves, group = plan.route, plan.halves, plan.group
         self.options = ring.route_plan.rotation(
             self.name,
             route=route,
             halves=halves,
+            group=group,
             slot_cap=ring.slot_cap,
             in_place=ring.in_place,
             compute_dtype=self.compute_dtype,

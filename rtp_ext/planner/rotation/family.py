@@ -96,6 +96,10 @@ class BlockTime:
     def seconds(self) -> float:
         return self.computes_s + self.exposed_s + self.casts_s + self.lost_s
 
+    def beside(self, others_s: float, host_s: float) -> float:
+        """Returns the seconds of a layer with other kernels, which the host issues in `host_s`: the slower of both."""
+        return max(self.seconds + others_s, self.host_s + host_s)
+
 
 def block_plans(
     operations: Sequence[RotatedOperation], ranks: int, pieces: frozenset[str], lean: bool, *, again: bool = False
@@ -177,15 +181,18 @@ def fastest_block(
     lean: bool,
     budget: float,
     forwards: int,
+    others: tuple[float, float] = (0.0, 0.0),
 ) -> BlockTime:
     """Returns the fastest plan of `forwards` forwards and a backward whose buffers stay within `budget` bytes, else the
-    smallest."""
+    smallest. others: as of `BlockTime.beside`."""
     found = [
         block_time(operations, between_s, tokens, group, constants, sizes, plan, forwards, pieces)
         for plan in block_plans(operations, group.ranks, pieces, lean, again=forwards > 1)
     ]
     budget = max(budget, min(time.buffers_bytes for time in found))
-    return min((time for time in found if time.buffers_bytes <= budget), key=lambda time: time.seconds)
+    return min(
+        (time for time in found if time.buffers_bytes <= budget), key=lambda time: (time.beside(*others), time.seconds)
+    )
 
 
 def block_time(
@@ -248,7 +255,9 @@ def block_time(
             }
             products[1] += len(groups) if direct else ranks * (2 if route == "halves" else 1)
         back = tuple(of(count, False)["dgrad"] for count in groups)
-        backward.append(Operation(between_s[1][place] + cast[1], groups, back, hop, of_weights, outer, call=call, **ways))  # type: ignore[arg-type]
+        backward.append(
+            Operation(between_s[1][place] + cast[1], groups, back, hop, of_weights, outer, call=call, **ways)
+        )  # type: ignore[arg-type]
         products[0] += len(groups)
         products[1] += len(groups)
         most = max(most, 2 * size * of_weights)
@@ -280,8 +289,10 @@ def block_time(
     one = len(operations) * ((ranks - hosts) * hop_calls(inside) + outward)  # calls for all weights or gradients
     called = len(operations) * host_constant("nccl_hop_calls")
     computed = forwards * products[0] + products[1]
-    calls = (forwards + (not plan.kept)) * (called if plan.called else one) + (called if scatters else one)
+    filled = forwards + (not plan.kept)
+    calls = filled * (called if plan.called else one) + (called if scatters else one)
     calls += computed * host_constant("compute_calls")
+    computed += len(operations) * (filled * plan.called + scatters)  # a collective takes the host as a product does
     return BlockTime(
         plan,
         work,
@@ -354,5 +365,12 @@ def rows_seconds(
     work = (looked + constants.kernel_s, 2 * looked + constants.kernel_s)
     times = (work[0] + sent.forward / rate + latency, work[1] + (sent.gradients / rate + latency) * rotation.trains)
     return dataclasses.replace(
-        whole, computes_s=work, makespan_s=times, timeline_s=times, casts_s=(0.0, 0.0), taken_s=(0.0, 0.0)
+        whole,
+        computes_s=work,
+        makespan_s=times,
+        timeline_s=times,
+        hops_s=(0.0, 0.0),
+        casts_s=(0.0, 0.0),
+        taken_s=(0.0, 0.0),
+        simulated=(),
     )

@@ -118,19 +118,23 @@ class StageClock:
         """Returns the time by which the host exceeds the GPU in issuing a layer's kernels and transfers. The host runs
         ahead, so that the slower of the two decides (PyTorch's asynchronous execution; measured: a lower bound of the
         time of small layers in vTrain's runs)."""
+        passes = 1 + (self.strategy.recompute == "full")
+        host = self._kernels_s()
+        host += sum(passes * time.host_s[0] + time.host_s[1] for time in self.rotated)
+        if self.block is not None:
+            host += self.block.host_s
+        return max(0.0, host - sum(self.per_layer.values()))
+
+    def _kernels_s(self) -> float:
+        """Returns the time in which the host issues a layer's kernels, besides those of the engine."""
         strategy, (forward, backward) = self.strategy, self.layer.kernels
-        passes = 1 + (strategy.recompute == "full")
         if strategy.recompute == "full":
             backward += forward
         elif strategy.recompute == "selective" and not strategy.flash_attention:
             backward += forward // 3
         if "unsharding" in self.per_layer:
             backward += int(host_constant("unshard_kernels"))
-        host = (forward + backward) * self.constants.host_s
-        host += sum(passes * time.host_s[0] + time.host_s[1] for time in self.rotated)
-        if self.block is not None:
-            host += self.block.host_s
-        return max(0.0, host - sum(self.per_layer.values()))
+        return (forward + backward) * self.constants.host_s
 
     def _collectives(self) -> dict[str, float]:
         """Returns the time of a layer's collectives.
@@ -308,6 +312,8 @@ class StageClock:
         passes = 1 + (strategy.recompute == "full")
         budget, layers = buffer_bytes(self.model, strategy), stage_layers(self.model, strategy, strategy.pp - 1)
         kept = self.model.vocab * self.model.hidden / strategy.tp * strategy.param_bytes  # of the head
+        again = (passes - 1) * layer.gemm[0]
+        others = (sum(self.per_layer.values()) - sum(layer.gemm) - again, self._kernels_s())
         found = []
         for head_bytes in (0.0, *([kept] if "kept" in pieces else [])):
             block = family.fastest_block(
@@ -321,15 +327,16 @@ class StageClock:
                 strategy.buffers == "lean",
                 budget - head_bytes,
                 passes,
+                others,
             )
             head = [self._rotation(rotation, kept=head_bytes > 0) for rotation in self._rotations(0, False, True)]
             if not head_bytes or block.buffers_bytes + head_bytes <= budget:
-                seconds = layers * block.seconds + sum(sum(time.makespan_s) for time in head)
+                seconds = layers * block.beside(*others) + sum(sum(time.makespan_s) for time in head)
                 found.append((seconds, head_bytes, block, head))
         _, head_bytes, best, head = min(found, key=lambda one: one[0])
         self.block, self.planned_bytes = best, best.buffers_bytes + head_bytes
         self.per_layer |= {
-            "split": best.computes_s - sum(layer.gemm) - (passes - 1) * layer.gemm[0],
+            "split": best.computes_s - sum(layer.gemm) - again,
             "copies": best.casts_s,
             "rotation": best.exposed_s,
             "interference": best.lost_s,
