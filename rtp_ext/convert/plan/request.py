@@ -21,6 +21,7 @@ from rtp_ext.ring.mesh import RankGrid
 from rtp_ext.words import (
     Budget,
     Bundle,
+    EmbeddingWay,
     Format,
     GradientRoute,
     GradientTravel,
@@ -65,6 +66,8 @@ class RotateKeywords(TypedDict, total=False):
     gradient_route: GradientRoute
     gradient_travel: GradientTravel | None
     buffers: Budget | int
+    group: int | None
+    embedding: EmbeddingWay
     transport: Transport
     travel: Travel | None
     timeout: float | datetime.timedelta
@@ -222,7 +225,7 @@ def place_of_grid(grid: RankGrid, options: Options) -> Place:
         replicas=grid.shape[0] if grid.has_replicas else 1,
         replica=grid.place[0] if grid.has_replicas else 0,
         tensor_ranks=1 if grid.tensor_mesh is None else grid.tensor_mesh.size(),
-        **{name: value for name, value in options.ring.items() if name not in ("timeout", "buffers")},
+        **{name: value for name, value in options.ring.items() if name != "timeout"},
     )
     return Place(
         facts=facts,
