@@ -51,7 +51,7 @@ class OperationPlan:
         if isinstance(self.size, TableSize):
             self.by_rows = ring.gate.plan_table(self.name, tokens, self.size).by_rows
         elif self.size is not None:
-            plan = ring.gate.plan(self.name, tokens, self.size, self.compute_dtype)
+            plan = ring.gate.plan(self.name, tokens, self.size, self.compute_dtype, in_place=ring.in_place)
             route, halves, group = plan.route, plan.halves, plan.group
         self.options = ring.route_plan.rotation(
             self.name,

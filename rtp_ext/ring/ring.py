@@ -238,7 +238,6 @@ class Ring:
             *(ring.size, ring.device, routes.hop_route, options.route, options.gradient_halves),
             gathers=gathers,
             group=options.group,
-            may_group=gathers and not options.in_place,
             buffers=options.buffers,
             wiring=ring.wiring,
             embedding=options.embedding,

@@ -248,9 +248,10 @@ class RoutePlanner:
         model: the model of this rank's GPU, with the origin of its numbers in `model.source`; None on a CPU.
         link: the modelled or measured cost of a hop; None where there is no choice (a CPU, one process, one rank, a
             requested route, two levels).
-        may_gather: whether weights can be gathered whole; not where they travel in fewer bits, nor in groups as asked.
+        may_gather: whether weights can be gathered whole, and several be in a product where none was asked for; not
+            where they travel in fewer bits, nor in groups as asked.
         may_send: whether rows of embeddings can travel; not where weights travel in fewer bits.
-        group: shards in a product as asked, at most all; None: decided for every layer, where `may_group`.
+        group: shards in a product as asked, at most all; None: decided for every layer.
         buffers: as in `rtp_ext.Ring`.
         alike: whether the GPUs of all ranks have the same model. If not, layers rotate.
         plans: the LayerPlan of every linear layer that has been called, by name.
@@ -269,14 +270,13 @@ class RoutePlanner:
         *,
         gathers: bool = True,
         group: int | None = None,
-        may_group: bool = True,
         buffers: Budget | int = "auto",
         wiring: Wiring | None = None,
         embedding: EmbeddingWay = "rotate",
     ) -> None:
         self.ranks, self.device, self.hop_route = ranks, device, hop_route
         self.group = None if group is None else min(group, ranks)
-        self.may_send, self.may_gather, self.may_group = gathers, gathers and group is None, may_group and group is None
+        self.may_send, self.may_gather = gathers, gathers and group is None
         self.gathers, self.buffers = route == "gather", buffers
         self.gradient_halves = gradient_halves
         self.model = device_of(device, torch.bfloat16)
@@ -313,9 +313,11 @@ class RoutePlanner:
         known = self.wiring is not None and self.wiring.known and not self.model.assumed
         return self.models and not known
 
-    def plan(self, name: str, tokens: int | None, layer: LayerSize, dtype: torch.dtype) -> LayerPlan:
+    def plan(
+        self, name: str, tokens: int | None, layer: LayerSize, dtype: torch.dtype, *, in_place: bool = False
+    ) -> LayerPlan:
         """Returns the plan of the linear layer `name`: the requested route, else by the model. `tokens`: None before
-        the first forward has counted them."""
+        the first forward has counted them. `in_place`: whether local shards themselves travel, one at a time."""
         if self.gathers:
             plan = LayerPlan("gather", False, "as asked", {})
         elif tokens is None and self.models:
@@ -332,7 +334,7 @@ class RoutePlanner:
                 link=self.link,
                 device=device,
                 gathers=self.may_gather,
-                groups=self.may_group,
+                groups=self.may_gather and not in_place,
                 buffers=self.buffers,
             )
         if self.group is not None and plan.route != "gather":
