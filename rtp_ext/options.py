@@ -114,18 +114,20 @@ class RingOptions:
             why), or `auto`: two-level where possible, else the route planner decides for every linear layer.
         group: shards that are one operand of a product, from 1 to the number of ranks: a rank holds so many shards in
             each of two slots, in one if they are all. In linear layers that are stored [out, in] and not in blocks;
-            other operations, and shards above `slot_cap`, are computed shard by shard, as None: 1. Not on route
-            two-level, not in place, and not with travel; of one group, prefetch sends nothing ahead.
+            other operations, and shards above `slot_cap`, are computed shard by shard. Not on route two-level, not in
+            place, and not with travel; of one group, prefetch sends nothing ahead. None: on GPUs the route planner
+            chooses one shard, a quarter, half or all of them for every linear layer; elsewhere one.
         gradient_route: `chain` (a partial sum of each gradient travels from rank to rank), `direct` (each contribution
             goes straight to its owner, who adds them up in float32; not on route two-level), or `auto`: direct where
             gradients travel in fewer than 32 bits and every rank reaches every other as cheaply as its neighbour.
         gradient_travel: `int8`: contributions travel in 8 bits, with a scale for each 128 numbers; on gradient route
             direct only. None: in the reduce dtype.
-        buffers: what an operation may hold beyond slots of one shard. `auto`: the route planner gathers a linear layer
-            where that is fastest by prediction (its weights and gradients are at most what `fully_shard` holds of its
-            block); on gradient route direct every contribution arrives in a slot of its own, R - 1 slots of a shard,
-            and one addition reads and writes the gradient once. `lean`: nothing; layers rotate, and contributions
-            arrive and are added one after the other in one slot. A number: what takes more bytes is as with `lean`.
+        buffers: what an operation may hold beyond slots of one shard. `auto`: the route planner gathers a linear layer,
+            or computes with groups of its shards, where that is fastest by prediction (its weights and gradients are at
+            most what `fully_shard` holds of its block); on gradient route direct every contribution arrives in a slot
+            of its own, R - 1 slots of a shard, and one addition reads and writes the gradient once. `lean`: nothing;
+            layers rotate, and contributions arrive and are added one after the other in one slot. A number: what takes
+            more bytes is as with `lean`.
         embedding: how ranks get the rows of an embedding. `rotate`: the table travels, and its gradient. `rows`: every
             rank sends its ids to the owners of the table, who answer with rows, and in backward the gradients of these
             rows, by collectives of torch.distributed. `auto`: rows in converted models where they save 1 MiB at least

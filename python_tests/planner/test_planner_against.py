@@ -167,11 +167,17 @@ def test_plans_use_what_is_built_unless_they_say_otherwise():
         ({"to_come": "all", "in_place": True}, "expected in_place False with to_come"),
         ({"to_come": "all", "rtp": 1}, "to_come needs rtp of at least 2"),
         ({"buffers": "much"}, "buffers"),
+        ({"group": 4}, "expected group 0 or 1, or to_come with groups on a plain ring"),
+        ({"group": 4, "buffers": "lean", "to_come": "groups"}, "expected buffers 'auto' with group 4"),
+        ({"group": 4, "rtp": 1}, "group needs rtp of at least 2"),
     ):
         with pytest.raises(ValueError, match=said):
             estimate_time(model, H100, Strategy(**{"rtp": 8, "dp": 8 // wrong.get("rtp", 8), **wrong}), 8)
     assert "NOT BUILT" in name_of(dataclasses.replace(today, to_come="ahead"))
     assert not any("BUILT" in name_of(dataclasses.replace(today, to_come=built)) for built in ("", "rows"))
+    for asked, size in ((1, 1), (2, 2), (99, 8)):
+        plan = dataclasses.replace(today, to_come="all", group=asked)
+        assert StageClock(model, H100, plan, CONSTANTS).block.plan.groups == (size,) * 3
     best, lean = (dataclasses.replace(today, to_come="all", buffers=buffers) for buffers in ("auto", "lean"))
     found = [StageClock(model, H100, plan, CONSTANTS).block.plan for plan in (best, lean)]
     assert max(found[0].groups) > 1 and found[1] == family.BlockPlan((1, 1, 1), "chain", 0)

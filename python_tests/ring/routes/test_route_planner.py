@@ -58,8 +58,8 @@ def test_a_layer_is_gathered_within_the_budget_alone():
 
 
 def test_groups_where_they_take_the_least_time():
-    """Few tokens: fewer products, whose hops have one latency on route direct. Many: one shard a product. Where gradients
-    of a group wait for its wgrad, all shards at once hide nothing."""
+    """Few tokens: fewer products, whose hops have one latency on route direct. Many: one shard a product; all shards at
+    once hide nothing."""
     layer = LayerSize(4096, 4096, 2, 4)
     few, many = _plan(128, layer), _plan(4096, layer)
     assert list(few.seconds) == ["rotate", "groups of 2", "groups of 4", "groups of 8", "gather"]

@@ -46,9 +46,20 @@ def pieces_of(to_come: str) -> frozenset[str]:
 
 def plans_blocks(strategy: Strategy) -> bool:
     """Returns whether blocks are planned as a whole, not operation by operation: of plain training, with routes of
-    gradients that are not asked for."""
+    gradients that are not asked for.
+
+    Raises:
+        ValueError: several shards a product are asked for, and the plan has no groups.
+    """
+    pieces = pieces_of(strategy.to_come)
     asked = strategy.in_place or strategy.freezes or strategy.tp > 1 or strategy.gradient_route != "chain"
-    return strategy.rtp > 1 and not asked and bool(pieces_of(strategy.to_come) - _ALONE)
+    planned = strategy.rtp > 1 and not asked and bool(pieces - _ALONE)
+    if strategy.group > 1 and not (planned and "groups" in pieces):
+        raise ValueError(
+            f"strategy: expected group 0 or 1, or to_come with groups on a plain ring (no in_place, frozen, lora_rank, "
+            f"tp and gradient_route), since not every operation takes groups yet, got {strategy.group}"
+        )
+    return planned
 
 
 @dataclass(frozen=True)
@@ -102,13 +113,20 @@ class BlockTime:
 
 
 def block_plans(
-    operations: Sequence[RotatedOperation], ranks: int, pieces: frozenset[str], lean: bool, *, again: bool = False
+    operations: Sequence[RotatedOperation],
+    ranks: int,
+    pieces: frozenset[str],
+    lean: bool,
+    *,
+    again: bool = False,
+    group: int = 0,
 ) -> list[BlockPlan]:
-    """Returns the plans to choose from; the first is lean: slots of one shard. Attention and MLP have groups of their
-    own. again: backward computes blocks again."""
+    """Returns the plans to choose from. lean: slots of one shard. Attention and MLP have groups of their own. again:
+    backward computes blocks again. group: as of `Strategy`."""
     if lean:
         return [BlockPlan((1,) * len(operations), "chain", 0)]
     sizes = sorted({1, max(1, ranks // 4), ranks}) if "groups" in pieces else [1]
+    sizes = [min(group, ranks)] if group else sizes
     routes = ["chain", *(name for name in ("halves", "direct") if name in pieces)]
     keeps = [False, *([True] if again and "kept" in pieces else [])]
     ahead = [(0, False), *((1, keep) for keep in keeps if "ahead" in pieces)]
@@ -116,7 +134,7 @@ def block_plans(
         BlockPlan(tuple(mlp if each.bundle else attention for each in operations), route, *more)
         for attention, mlp, route, more in itertools.product(sizes, sizes, routes, ahead)
     ]
-    if {"collective", "groups", "ahead"} <= pieces:
+    if {"collective", "groups", "ahead"} <= pieces and ranks in sizes:
         whole = (ranks,) * len(operations)
         found += [
             BlockPlan(whole, route, 2, keep, True) for route, keep in itertools.product([*routes, "scatter"], keeps)
@@ -182,12 +200,13 @@ def fastest_block(
     budget: float,
     forwards: int,
     others: tuple[float, float] = (0.0, 0.0),
+    size: int = 0,
 ) -> BlockTime:
     """Returns the fastest plan of `forwards` forwards and a backward whose buffers stay within `budget` bytes, else the
-    smallest. others: as of `BlockTime.beside`."""
+    smallest. others: as of `BlockTime.beside`. size: shards in a product as asked."""
     found = [
         block_time(operations, between_s, tokens, group, constants, sizes, plan, forwards, pieces)
-        for plan in block_plans(operations, group.ranks, pieces, lean, again=forwards > 1)
+        for plan in block_plans(operations, group.ranks, pieces, lean, again=forwards > 1, group=size)
     ]
     budget = max(budget, min(time.buffers_bytes for time in found))
     return min(

@@ -328,6 +328,7 @@ class StageClock:
                 budget - head_bytes,
                 passes,
                 others,
+                strategy.group,
             )
             head = [self._rotation(rotation, kept=head_bytes > 0) for rotation in self._rotations(0, False, True)]
             if not head_bytes or block.buffers_bytes + head_bytes <= budget:
