@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rtp_ext.cost import Operation, block_seconds, group_sizes
 from rtp_ext.embedding_rows import rows_traffic
@@ -253,7 +254,7 @@ def block_time(
         casts[0] += cast[0]
         casts[1] += cast[1]
         forward.append(Operation(between_s[0][place] + cast[0], groups, first, hop, of_weights, outer, call=call))
-        ways: dict[str, object] = {}
+        ways: dict[str, Any] = {}
         if rotation.trains:
             one = of(1, True)["wgrad"]
             route, posted, sent = plan.gradients, 0.0, hop_s(inside, of_gradients, constants)
@@ -276,7 +277,7 @@ def block_time(
         back = tuple(of(count, False)["dgrad"] for count in groups)
         backward.append(
             Operation(between_s[1][place] + cast[1], groups, back, hop, of_weights, outer, call=call, **ways)
-        )  # type: ignore[arg-type]
+        )
         products[0] += len(groups)
         products[1] += len(groups)
         most = max(most, 2 * size * of_weights)
