@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rtp_ext.gpu_rates import WIRES
+from rtp_ext.gpu_rates import HOP_SECONDS, WIRES
 from rtp_ext.planner import (
     Cluster,
     ModelSpec,
@@ -461,6 +461,7 @@ def claims() -> list[str]:
     safe = f"{100 * memory['safe_fraction']['value']:.0f} %"
     tie = f"{100 * constants()['search']['tie_fraction']['value']:.0f} %"
     h100 = Cluster.preset("h100-80gb")
+    message = time["nccl_base_s"]["value"] + time["nccl_inter_step_s"]["value"]
     flash = time["flash_fraction_torch"]["value"] * h100.bf16_achievable_flops_per_s / h100.bf16_flops_per_s
     return [
         f"draws memory against the {safe} line",
@@ -477,6 +478,8 @@ def claims() -> list[str]:
         f"Plans within {tie} of a rank's first",
         f"differences within {tie} count as ties",
         f"PCIe ({WIRES['pcie'] / GB:.0f} GB/s)",
+        f"{1e6 * HOP_SECONDS:.0f} us over copy engines",
+        f"{1e6 * message:.1f} us over NCCL between nodes",
     ]
 
 
