@@ -48,7 +48,7 @@ BUDGET = {
     "python_tests/optimizers": 670,
     "python_tests/outer": 4160,
     "python_tests/parameters": 2390,
-    "python_tests/planner": 3780,
+    "python_tests/planner": 3800,
     "python_tests/ring": 3960,
     "python_tests/schedule": 2450,
     "python_tests/simulators": 5390,

@@ -9,6 +9,7 @@ from planner import planner_page
 
 from rtp_ext import schedule, timeline
 from rtp_ext.cost import Operation, Rates, block_ends, block_seconds, group_sizes, product_seconds
+from rtp_ext.embedding_rows import rows_traffic
 from rtp_ext.gpu_rates import HOP_SECONDS, POST_SECONDS
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, TimeConstants, estimate_memory, estimate_time, rotations_of
 from rtp_ext.planner.memory.states import buffer_bytes
@@ -16,6 +17,7 @@ from rtp_ext.planner.plan_text import name_of
 from rtp_ext.planner.plans.against import STEPS, TO_COME, match
 from rtp_ext.planner.plans.when import contenders
 from rtp_ext.planner.rotation import family
+from rtp_ext.planner.rotation.seconds import rotation_seconds
 from rtp_ext.planner.time import links
 from rtp_ext.planner.time.links import Group
 from rtp_ext.planner.time.stage import StageClock
@@ -206,6 +208,29 @@ def test_joined_operands_are_one_product():
         assert apart["forward"] - joined["forward"] == pytest.approx(saved + launches)
         assert apart["dgrad"] - joined["dgrad"] == pytest.approx(4 * saved + launches), "8 bytes a value of a sum"
         assert apart["wgrad"] - joined["wgrad"] == pytest.approx(saved + launches)
+
+
+def test_rows_of_an_embedding_send_what_the_closed_form_says():
+    """Ids once for each pass; the table where that is faster, and where rows cannot be sent."""
+    model, tokens = ModelSpec.preset("llama-3-8b", seq=4096), 4096
+    (rotation,) = rotations_of(model, layers=0, head=False)[0]
+    group = Group(H100, 8)
+    whole = rotation_seconds(rotation, tokens, group, CONSTANTS)
+    rows = family.rows_seconds(whole, rotation, tokens, group, CONSTANTS, 2, 4)
+    sent = rows_traffic((model.vocab, model.hidden), 1, 8, 0, tokens, 2, 2)
+    assert sent.forward == 7 * (8 * tokens + 2 * tokens * model.hidden / 8), (
+        "ids to all, this rank's features of theirs"
+    )
+    for index, moved in enumerate((sent.forward, sent.gradients)):
+        exposed = rows.makespan_s[index] - rows.computes_s[index]
+        latency = 3 * links.message_latency_s(group, CONSTANTS)
+        assert exposed == pytest.approx(moved / links.hop_bytes_per_s(group, CONSTANTS) + latency)
+    assert sum(rows.makespan_s) < 0.2 * sum(whole.makespan_s)
+    plain, travels = (
+        StageClock(model, H100, Strategy(rtp=8, fused_loss=True, **more), CONSTANTS).ends["embedding"]
+        for more in ({}, {"travel": "int8"})
+    )
+    assert plain[0] == rows and sum(travels[0].makespan_s) > 2 * sum(rows.makespan_s), "control: rows are not rounded"
 
 
 # -- the cells ---------------------------------------------------------------------------------------------------------
