@@ -48,6 +48,7 @@ def _schedule(options: argparse.Namespace, parser: Parser) -> int:
         "two_lanes": options.two_lanes,
         "hosts": options.hosts,
         "gradient_route": options.gradient_route,
+        "group": options.group,
     }
     if options.hosts > 1 and options.route != "two-level":
         parser.error(f"argument --hosts: expected --route two-level, got {options.route}")
@@ -205,6 +206,9 @@ def _parser() -> Parser:
         default="chain",
         help="a partial sum of each gradient travels from rank to rank, or each contribution goes straight to its "
         "owner; default: %(default)s",
+    )
+    show.add_argument(
+        "--group", type=_at_least_one, default=1, metavar="G", help="shards in a product; default: %(default)s"
     )
     show.add_argument("--halves", action="store_true", help="gradients travel in two halves, each a chain of its own")
     show.add_argument("--two-lanes", action="store_true", help="a second stream computes concurrently with the first")

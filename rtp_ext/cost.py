@@ -92,6 +92,7 @@ class Operation:
         wgrads: of every group (direct), or of one shard in each place.
         gradient_hop, outer_gradient_hop: as `hop`.
         add: of the kernel that adds what arrived.
+        call, gradient_call: before the hops of every group, where they are posted at once: the latency that they share.
     """
 
     before: float
@@ -105,6 +106,13 @@ class Operation:
     gradient_hop: float = 0.0
     outer_gradient_hop: float = 0.0
     add: float = 0.0
+    call: float = 0.0
+    gradient_call: float = 0.0
+
+    @property
+    def calls(self) -> int:
+        """Groups that are not the own shard alone."""
+        return len(self.groups) - (self.groups[0] == 1)
 
     @property
     def computes(self) -> float:
@@ -112,7 +120,9 @@ class Operation:
         return sum(self.products) + sum(self.wgrads) + self.add
 
 
-def block_ends(operations: Sequence[Operation], look_ahead: float, hosts: int = 1, blocks: int = 1) -> list[float]:
+def block_ends(
+    operations: Sequence[Operation], look_ahead: float, hosts: int = 1, blocks: int = 1, *, together: bool = False
+) -> list[float]:
     """Returns the times at which equal blocks of a pass end, in this timeline:
 
     Weight hops are sent in the order of use, as long as the bytes that have arrived and are not multiplied yet stay
@@ -120,24 +130,31 @@ def block_ends(operations: Sequence[Operation], look_ahead: float, hosts: int = 
     hops begin with it, except the first, which begins with the operation before it. A product starts when all shards
     of its group are there. A chain adds to what arrived: its wgrads wait for each other's hops. On two levels the first
     shard of a phase comes from another host, and so do the phases' sums of gradients.
+
+    together: all weights of a block arrive with one call, which begins when the block before begins and the one before
+    that has ended: buffers of two blocks.
     """
     ranks = sum(operations[0].groups)
     per_host = ranks // hosts
+    filled = sum((ranks - 1) * each.hop + each.call for each in operations)
     waits = look_ahead == 0
     look_ahead = max(look_ahead, *(2 * max(each.groups) * each.shard_bytes for each in operations))
     compute = link = outer = gradient_link = gradient_outer = sent = 0.0
     used: list[tuple[float, float]] = []  # bytes sent until a group's last shard, end of its product
     place, landed, begun = 0, 0.0, 0.0
     ends: list[float] = []
-    for _ in range(blocks):
+    for block in range(blocks):
+        if together:
+            link = max(link, ends[block - 2] if block > 1 else 0.0) + filled
+            compute = max(compute, link)
         for each in operations:
             before, begun = begun, compute + each.before
             compute = begun
             ready, shard, phase = [0.0, 0.0], 0, 0.0
             for count, product, number in zip(each.groups, each.products, range(len(each.groups)), strict=True):
-                arrived = 0.0
+                arrived, call = 0.0, each.call
                 for index in range(shard, shard + count):
-                    if index == 0 or not each.hop:
+                    if index == 0 or not each.hop or together:
                         continue
                     sent += each.shard_bytes
                     while place < len(used) and used[place][0] < sent - look_ahead:
@@ -146,7 +163,8 @@ def block_ends(operations: Sequence[Operation], look_ahead: float, hosts: int = 
                     if waits:
                         free = max(free, before if index == 1 else begun)
                     if index % per_host:
-                        link = arrived = max(link, free, phase) + each.hop
+                        link = arrived = max(link, free, phase) + call + each.hop
+                        call = 0.0
                     else:
                         outer = arrived = phase = max(outer, free) + each.outer_hop
                 compute = max(compute, arrived) + product
@@ -154,6 +172,8 @@ def block_ends(operations: Sequence[Operation], look_ahead: float, hosts: int = 
                 parts = 2 if each.gradients == "halves" else 1
                 if each.gradients == "direct":
                     compute += each.wgrads[number]
+                    if shard + 1 < ranks:
+                        gradient_link = max(gradient_link, compute) + each.gradient_call
                 for index in range(shard, shard + count) if each.gradients else ():
                     leaves = index + 1 < ranks
                     inside = (index + 1) % per_host != 0
@@ -181,11 +201,14 @@ def block_ends(operations: Sequence[Operation], look_ahead: float, hosts: int = 
 _BLOCKS, _FIRST = 4, 1  # simulated; from the second on they are alike
 
 
-def block_seconds(operations: Sequence[Operation], look_ahead: float, hosts: int = 1) -> float:
+def block_seconds(
+    operations: Sequence[Operation], look_ahead: float, hosts: int = 1, *, together: bool = False
+) -> float:
     """Returns the seconds of one of many equal blocks of a pass (`block_ends`). Both kinds of hops share a link."""
     ranks = sum(operations[0].groups)
-    ends = block_ends(operations, look_ahead, hosts, _BLOCKS)
+    ends = block_ends(operations, look_ahead, hosts, _BLOCKS, together=together)
     inner = sum((ranks - hosts) * (each.hop + each.gradient_hop * bool(each.gradients)) for each in operations)
+    inner += sum(each.calls * (each.call + each.gradient_call) for each in operations)
     between = sum(
         (hosts - 1) * (each.outer_hop + each.outer_gradient_hop * bool(each.gradients)) for each in operations
     )

@@ -8,7 +8,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["LEAST_NVLINK", "LINKS", "WIRES", "DataSheet", "data_sheet", "link_bytes_per_second"]
+__all__ = [
+    "HOP_SECONDS",
+    "LEAST_NVLINK",
+    "LINKS",
+    "POST_SECONDS",
+    "WIRES",
+    "DataSheet",
+    "data_sheet",
+    "link_bytes_per_second",
+]
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,10 @@ _DATA_SHEETS = (
 # issue 74). Between hosts: one port of 200 Gb/s. An estimate for all GPUs, with newer buses as well.
 WIRES = {"pcie": 20e9, "host memory": 12e9, "network": 25e9}
 LINKS = ("nvlink", "pcie", "host memory")  # between GPUs of one host
+
+# A copy of a copy engine to another GPU with its synchronization: JAX, collective matmul on 8 H100 (6 us a round beyond
+# products and bytes); and without, where it waits behind another one. Not measured here.
+HOP_SECONDS, POST_SECONDS = 6e-6, 3e-6
 
 
 def data_sheet(name: str) -> DataSheet | None:

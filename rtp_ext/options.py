@@ -115,22 +115,23 @@ class RingOptions:
         group: shards that are one operand of a product, from 1 to the number of ranks: a rank holds so many shards in
             each of two slots, in one if they are all. In linear layers cut along their outputs, MLPs, experts and
             fused vocabulary heads, but for frozen blocks; other operations, and linear layers and heads whose shards
-            exceed `slot_cap`, are computed shard by shard, as None: 1. Not on route two-level, not in place, and not
-            with travel.
+            exceed `slot_cap`, are computed shard by shard. Not on route two-level, not in place, and not with travel.
+            None: on GPUs the route planner chooses one shard, a quarter, half or all of them for every linear layer;
+            elsewhere one.
         gradient_route: `chain` (a partial sum of each gradient travels from rank to rank), `direct` (each contribution
             goes straight to its owner, who adds them up in float32; not on route two-level), or `auto`: direct where
             every rank reaches every other as cheaply as its neighbour and gradients travel in fewer than 32 bits, on
             GPUs also in more where `buffers` has room for R - 1 contributions.
         gradient_travel: `int8`: contributions travel in 8 bits, with a scale for each 128 numbers; on gradient route
             direct only. None: in the reduce dtype.
-        buffers: what an operation may hold beyond slots of one shard. `auto`: the route planner gathers a linear layer
-            where that is fastest by prediction (its weights and gradients are at most what `fully_shard` holds of its
-            block); on gradient route direct every contribution arrives in a place of its own, R - 1 shards in all, and
-            one addition reads and writes the gradient once; shards are sent ahead (see prefetch) up to the bytes that
-            the largest pass receives, R - 1 shards, each counted as the largest slot. `lean`: nothing; layers rotate,
-            contributions arrive and are added group by group in one slot, and one shard is ahead, in a slot that the
-            layer before has left. A number: what takes more bytes is as with `lean`; shards are ahead in what groups
-            and contributions leave.
+        buffers: what an operation may hold beyond slots of one shard. `auto`: the route planner gathers a linear layer,
+            or computes with groups of its shards, where that is fastest by prediction (its weights and gradients are at
+            most what `fully_shard` holds of its block); on gradient route direct every contribution arrives in a place
+            of its own, R - 1 shards in all, and one addition reads and writes the gradient once; shards are sent ahead
+            (see prefetch) up to the bytes that the largest pass receives, R - 1 shards, each counted as the largest
+            slot. `lean`: nothing; layers rotate, contributions arrive and are added group by group in one slot, and one
+            shard is ahead, in a slot that the layer before has left. A number: what takes more bytes is as with `lean`;
+            shards are ahead in what groups and contributions leave.
         embedding: how ranks get the rows of an embedding. `rotate`: the table travels, and its gradient. `rows`: every
             rank sends its ids to the owners of the table, who answer with rows, and in backward the gradients of these
             rows, by collectives of torch.distributed. `auto`: rows in converted models where they save 1 MiB at least

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rtp_ext.gpu_rates import WIRES
+from rtp_ext.gpu_rates import HOP_SECONDS, WIRES
 from rtp_ext.planner import (
     Cluster,
     ModelSpec,
@@ -79,6 +79,12 @@ def _unhidden(one: Match, pieces: str) -> float:
         for side in (ring, one.peer)
     )
     return ours / theirs
+
+
+def _slower(ratio: float) -> str:
+    """Formats a ratio of times as words."""
+    share = f"{100 * abs(ratio - 1):.1f}"
+    return "as much time" if share == "0.0" else f"is {share} % {'slower' if ratio > 1 else 'faster'}"
 
 
 def _ratio(value: float) -> str:
@@ -189,8 +195,8 @@ def like() -> str:
         "predictions:"
     )
     last = (
-        f"With the fused loss on both, the ring takes {ours[0]:.1f} GB against {theirs[0]:.1f} and is "
-        f"{100 * (ours[-1] / theirs[-1] - 1):.1f} % slower. Most of the difference is two of the four hidden tensors "
+        f"With the fused loss on both, the ring takes {ours[0]:.1f} GB against {theirs[0]:.1f} and "
+        f"{_slower(ours[-1] / theirs[-1])}. Most of the difference is two of the four hidden tensors "
         "of each SwiGLU, which bundles do not keep; a fused SwiGLU under `fully_shard` would not keep them either. "
         f"Without bundles (`bundle=no`) the ring takes {unbundled:.1f} GB. Rotation is the fastest in {won} of the "
         f"{len(cells())} cells of `--when` ([below](#when-rotation-wins)), and ties in {tied}."
@@ -455,6 +461,7 @@ def claims() -> list[str]:
     safe = f"{100 * memory['safe_fraction']['value']:.0f} %"
     tie = f"{100 * constants()['search']['tie_fraction']['value']:.0f} %"
     h100 = Cluster.preset("h100-80gb")
+    message = time["nccl_base_s"]["value"] + time["nccl_inter_step_s"]["value"]
     flash = time["flash_fraction_torch"]["value"] * h100.bf16_achievable_flops_per_s / h100.bf16_flops_per_s
     return [
         f"draws memory against the {safe} line",
@@ -471,6 +478,8 @@ def claims() -> list[str]:
         f"Plans within {tie} of a rank's first",
         f"differences within {tie} count as ties",
         f"PCIe ({WIRES['pcie'] / GB:.0f} GB/s)",
+        f"{1e6 * HOP_SECONDS:.0f} us over copy engines",
+        f"{1e6 * message:.1f} us over NCCL between nodes",
     ]
 
 

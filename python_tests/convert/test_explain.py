@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import json
 import time
 
@@ -121,6 +122,7 @@ MODELS = {
     "in place": (mlp, features(4, 6), {"in_place": True, "bundle": False, "transport": "c10d"}),
     "gathered layers": (lambda: make("llama"), text, {"route": "gather"}),
     "offload": (mlp, features(4, 6), {"offload_policy": CPUOffloadPolicy()}),
+    "groups": (mlp, features(4, 6), {"group": 2, "bundle": False, "buffers": "lean"}),
 }
 
 # The same on a ring that was made before, with options of the ring. A hop that is sent ahead in vain, as for attention
@@ -204,6 +206,56 @@ def test_plans_before_and_after(rank, cases):
             assert_same_plan(before, rtp_ext.explain(model))
             assert_held(before, model)
             assert_counted(model, batch, seed=rank)
+
+
+@on_ranks([2, 3])
+def test_slots_are_those_of_the_operation(rank, cases):
+    """One layer on a ring: the slots that its passes took, to the byte, and no more in groups than were said."""
+    ways = {
+        **{f"group {group}": {"group": group} for group in range(1, torch.distributed.get_world_size() + 1)},
+        "direct": {"gradient_route": "direct", "group": 2},
+        "lean": {"gradient_route": "direct", "buffers": "lean"},
+        "a budget": {"gradient_route": "direct", "buffers": 1},
+    }
+    found = {}
+    with cases.case("slots"):
+        for name, options in ways.items():
+            found[name] = _peak(name, options)
+        assert found["group 1"] < found["group 2"] and found["lean"] == found["a budget"] <= found["direct"]
+
+
+def _peak(name, options) -> int:
+    with rtp_ext.Ring(prefetch=0, **options) as ring:
+        model = rtp_ext.fully_rotate(nn.Linear(70, 33, bias=False), mesh=ring)
+        (before,) = rtp_ext.explain(model).parameters
+        for _ in range(2):
+            model(torch.randn(4, 70, requires_grad=True)).sum().backward()
+        (row,) = rtp_ext.explain(model).parameters
+        peak = sum(ring.slot_count(channel).peak_bytes for channel in ("weight", "gradient"))
+        assert row.slots_bytes == before.slots_bytes == peak, (name, row, peak)
+        assert row.group == options.get("group", 1) and row.predicted_seconds is None, (name, row)
+        shards = "1 shard" if row.group == 1 else f"{row.group} shards"
+        assert f"{shards} a product, slots of" in " ".join(str(rtp_ext.explain(model)).split())
+        return peak
+
+
+def test_the_prediction_of_a_layer_is_shown():
+    """As the route planner has decided, in the model that has rotated."""
+    ring = rtp_ext.Ring.emulated(4)
+    model = rtp_ext.fully_rotate(nn.Linear(8, 8), mesh=ring)
+    model(torch.randn(2, 8))
+    (name,) = ring.gate.plans
+    plan = ring.gate.plans[name]
+    ring.gate.plans[name] = dataclasses.replace(plan, seconds={"rotate": 3e-4, "groups of 2": 1.25e-4}, group=2)
+    found = rtp_ext.explain(model)
+    assert {(row.group, row.predicted_seconds) for row in found.parameters} == {(2, 1.25e-4)}
+    assert "2 shards a product" in str(found) and "predicted 125 us forward and backward" in " ".join(
+        str(found).split()
+    )
+    rows_of = rtp_ext.explain(LanguageModel(tied=False), ranks=4, embedding="rows").parameters
+    assert [row.route for row in rows_of if row.module_class == "Embedding"] == ["rows"], "as asked, before a ring"
+    ring.gate.plans[name] = dataclasses.replace(plan, route="gather", seconds={"rotate": 3e-4, "gather": 2e-4})
+    assert {(row.group, row.predicted_seconds) for row in rtp_ext.explain(model).parameters} == {(4, 2e-4)}
 
 
 @contextlib.contextmanager

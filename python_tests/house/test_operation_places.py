@@ -27,6 +27,7 @@ ABOUT_SOME = {
     "rtp_ext/convert/modules": "blocks of models that rotate as one operation",
     "rtp_ext/convert/plan/rotation_plan.py": "which operation a layer is",
     "rtp_ext/convert/plan/traffic.py": "the route planner decides on linear layers",
+    "rtp_ext/ring/routes/route_planner.py": "decides on linear layers",
     "rtp_ext/planner/rotation/operations.py": "a transformer, as planned",
     "rtp_ext/observe/schedule.py": "names of its command line",
     "rtp_ext/measure/layer.py": "measures a linear layer",

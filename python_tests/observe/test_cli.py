@@ -121,6 +121,8 @@ def test_schedule_of_one_rank_names_buffers(capsys):
 def test_schedule_options_reach_the_schedule(capsys):
     assert main(["schedule", "--ranks", "4", "--route", "direct"]) == 0
     assert re.search(r"2 +weight +W0 -> 2, W2 <- 2", capsys.readouterr().out)
+    assert main(["schedule", "--ranks", "4", "--group", "2"]) == 0
+    assert "groups of 2" in capsys.readouterr().out
     assert main(["schedule", "--ranks", "4", "--op", "embedding", "--pass", "backward", "--in-place"]) == 0
     text = capsys.readouterr().out
     assert "route ring, out of place (no weights travel)" in text

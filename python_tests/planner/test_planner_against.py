@@ -9,12 +9,16 @@ from planner import planner_page
 
 from rtp_ext import schedule, timeline
 from rtp_ext.cost import Operation, Rates, block_ends, block_seconds, group_sizes, product_seconds
+from rtp_ext.embedding_rows import rows_traffic
+from rtp_ext.gpu_rates import HOP_SECONDS, POST_SECONDS
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, TimeConstants, estimate_memory, estimate_time, rotations_of
 from rtp_ext.planner.memory.states import buffer_bytes
 from rtp_ext.planner.plan_text import name_of
-from rtp_ext.planner.plans.against import STEPS, match
+from rtp_ext.planner.plans.against import STEPS, TO_COME, match
 from rtp_ext.planner.plans.when import contenders
 from rtp_ext.planner.rotation import family
+from rtp_ext.planner.rotation.seconds import rotation_seconds
+from rtp_ext.planner.time import links
 from rtp_ext.planner.time.links import Group
 from rtp_ext.planner.time.stage import StageClock
 
@@ -70,9 +74,77 @@ def test_groups_follow_their_closed_forms():
             direct = [_operation(ranks, ranks, 0.0, gradient=hop, route="direct", wgrad=1.0, add=0.5)]
             assert block_ends(direct, 0)[0] == pytest.approx(2 * ranks + 0.5), "nothing waits in this block"
             assert block_seconds(direct, 0) == pytest.approx(max(2 * ranks + 0.5, (ranks - 1) * hop))
+    _hops_that_are_posted_at_once_share_a_latency()
     two = _operation(8, 8, 0.1, hosts=2, outer=4.0)
     assert block_ends([two], 0, hosts=2)[0] == pytest.approx(4.0 + 3 * 0.1 + 8), "a shard over the port, then its phase"
     assert group_sizes(8, 3) == (3, 3, 2) and group_sizes(4, 4) == (4,)
+
+
+def _hops_that_are_posted_at_once_share_a_latency():
+    """Of a group, of a group's gradients, and of all weights of a block, whose buffers are those of two blocks."""
+    for ranks, group in ((8, 8), (8, 4), (8, 1), (6, 4)):
+        one = dataclasses.replace(_operation(ranks, group, 1.0, product=0.0), call=5.0)
+        calls = len(group_sizes(ranks, group)) - (group == 1)
+        assert one.calls == calls and block_ends([one], 0)[0] == pytest.approx(ranks - 1 + 5.0 * calls)
+        assert block_seconds([one], 1e9) == pytest.approx(ranks - 1 + 5.0 * calls), "bound by the wire"
+    back = _operation(8, 8, 0.0, product=1.0, gradient=3.0, route="direct", wgrad=1.0)
+    assert block_seconds([dataclasses.replace(back, gradient_call=9.0)], 0) == pytest.approx(7 * 3.0 + 9.0)
+    slow, quick = ([dataclasses.replace(_operation(8, 8, hop), call=4.0), _operation(8, 8, hop)] for hop in (3.0, 0.5))
+    assert block_ends(slow, 0, together=True)[0] == pytest.approx(2 * 7 * 3.0 + 4.0 + 2 * 8), "then it computes"
+    assert block_seconds(slow, 0, together=True) == pytest.approx(2 * 7 * 3.0 + 4.0)
+    assert block_seconds(quick, 0, together=True) == pytest.approx(2 * 8), "hidden behind the block before"
+    first, second, third = block_ends(slow, 0, blocks=3, together=True)
+    assert second - first == pytest.approx(third - second) == pytest.approx(46.0)
+    late = block_ends([dataclasses.replace(_operation(2, 2, 1.0, product=10.0))], 0, blocks=4, together=True)
+    assert late[0] == pytest.approx(21.0) and late[3] == pytest.approx(81.0), "the third waits for a buffer, unseen"
+
+
+def test_a_call_of_a_block_costs_what_a_gather_of_fully_shard_costs():
+    """The same latency and bytes; less where sends and receives have a port each. Hops to the neighbour pay theirs one
+    by one, over copy engines less than NCCL."""
+    size, port = 2.0**26, dataclasses.replace(H100, gpus=32, gpus_per_node=1)
+    for cluster, ranks in ((H100, 8), (dataclasses.replace(H100, gpus=32), 32), (port, 4), (port, 32)):
+        group = Group(cluster, ranks)
+        call, each = links.called_s(group, size / ranks, CONSTANTS)
+        gathered = links.gather_s(group, size, CONSTANTS)
+        assert call + (ranks - 1) * each <= gathered * (1 + 1e-9)
+        sends = CONSTANTS.nccl_base_s + CONSTANTS.nccl_inter_step_s
+        least = links.ring_latency_s(group, CONSTANTS, 1) if cluster is not port else sends
+        assert call == pytest.approx(least) and call + (ranks - 1) * each == pytest.approx(
+            gathered - links.ring_latency_s(group, CONSTANTS, 1) + least
+        )
+        one_by_one = (ranks - 1) * links.hop_s(group, size / ranks, CONSTANTS)
+        latency = HOP_SECONDS if ranks == 8 else sends
+        assert one_by_one == pytest.approx(
+            (ranks - 1) * (latency + size / ranks / links.hop_bytes_per_s(group, CONSTANTS))
+        )
+    nvlink, pcie = Group(H100, 8), Group(Cluster.preset("h100-80gb", link="pcie"), 8)
+    assert nvlink.reaches_all and not pcie.reaches_all and pcie.over_ce and Group(port, 4).reaches_all
+    assert links.posted_s(nvlink, 0.0, CONSTANTS, called=False) == (HOP_SECONDS - POST_SECONDS, POST_SECONDS)
+    assert not Group(dataclasses.replace(H100, gpus=16), 16).reaches_all
+
+
+def test_plans_with_one_call_a_block_hold_two_blocks():
+    model = ModelSpec.preset("llama-3-8b", seq=4096)
+    operations = tuple(rotations_of(model, layers=1, embedding=False, head=False)[0])
+    group, sizes, gaps = Group(H100, 8), family.Sizes(), ((0.0,) * 3,) * 2
+    block = sum(weight.shard_elements(1) for each in operations for weight in each.weights)
+    largest = 2 * 14336 * 4096  # gate and up are one product
+    found = {
+        (route, keeps): family.block_time(
+            *(operations, gaps, 4096, group, CONSTANTS, sizes),
+            *(family.BlockPlan((8, 8, 8), route, 2, keeps, True), 1 + keeps),
+        )
+        for route in ("chain", "scatter")
+        for keeps in (False, True)
+    }
+    for (route, _), time in found.items():
+        gradients = 2 * largest * 4 if route == "scatter" else 2 * (3 * 14336 * 4096 // 8) * 4
+        assert time.buffers_bytes == 2 * 2 * block + gradients, "kept weights are among them"
+    for keeps in (False, True):
+        assert found["scatter", keeps].exposed_s < found["chain", keeps].exposed_s
+    names = [family.block_plans(operations, 8, family.pieces_of(way), False) for way in ("all", "groups+ahead")]
+    assert any(plan.called for plan in names[0]) and not any(plan.called for plan in names[1])
 
 
 def test_sums_that_hide_under_no_product_show():
@@ -90,24 +162,31 @@ def test_plans_use_what_is_built_unless_they_say_otherwise():
     model = ModelSpec.preset("llama-3-8b", seq=4096)
     assert all(not plan.to_come for _, plan in contenders(64))
     today = Strategy(rtp=8, fused_loss=True)
-    assert family.BUILT.issubset({"joined"}), "an engine with more of them has a test here that compares both"
+    assert family.BUILT.issubset({"joined", "rows"}), "an engine with more of them has a test here that compares both"
     assert StageClock(model, H100, today, CONSTANTS).block is None, "operation by operation"
     for wrong, said in (
         ({"to_come": "grouped"}, "expected to_come 'all' or some of joined"),
         ({"to_come": "all", "in_place": True}, "expected in_place False with to_come"),
         ({"to_come": "all", "rtp": 1}, "to_come needs rtp of at least 2"),
         ({"buffers": "much"}, "buffers"),
+        ({"group": 4}, "expected group 0 or 1, or to_come with groups on a plain ring"),
+        ({"group": 4, "buffers": "lean", "to_come": "groups"}, "expected buffers 'auto' with group 4"),
+        ({"group": 4, "rtp": 1}, "group needs rtp of at least 2"),
     ):
         with pytest.raises(ValueError, match=said):
             estimate_time(model, H100, Strategy(**{"rtp": 8, "dp": 8 // wrong.get("rtp", 8), **wrong}), 8)
-    assert "NOT BUILT" in name_of(dataclasses.replace(today, to_come="rows")) and "BUILT" not in name_of(today)
+    assert "NOT BUILT" in name_of(dataclasses.replace(today, to_come="ahead"))
+    assert not any("BUILT" in name_of(dataclasses.replace(today, to_come=built)) for built in ("", "rows"))
+    for asked, size in ((1, 1), (2, 2), (99, 8)):
+        plan = dataclasses.replace(today, to_come="all", group=asked)
+        assert StageClock(model, H100, plan, CONSTANTS).block.plan.groups == (size,) * 3
     best, lean = (dataclasses.replace(today, to_come="all", buffers=buffers) for buffers in ("auto", "lean"))
     found = [StageClock(model, H100, plan, CONSTANTS).block.plan for plan in (best, lean)]
     assert max(found[0].groups) > 1 and found[1] == family.BlockPlan((1, 1, 1), "chain", 0)
     slots = [estimate_memory(model, H100, plan, 8).components["rotation_slots"] for plan in (best, lean, today)]
     assert slots[1] < slots[0] <= buffer_bytes(model, best), "at most those of fully_shard"
     seconds = [estimate_time(model, H100, plan, 8).step_seconds for plan in (best, lean, today)]
-    assert seconds[0] < seconds[1] < seconds[2]
+    assert seconds[0] < min(seconds[1:])
 
 
 def test_joined_operands_are_one_product():
@@ -131,6 +210,29 @@ def test_joined_operands_are_one_product():
         assert apart["wgrad"] - joined["wgrad"] == pytest.approx(saved + launches)
 
 
+def test_rows_of_an_embedding_send_what_the_closed_form_says():
+    """Ids once for each pass; the table where that is faster, and where rows cannot be sent."""
+    model, tokens = ModelSpec.preset("llama-3-8b", seq=4096), 4096
+    (rotation,) = rotations_of(model, layers=0, head=False)[0]
+    group = Group(H100, 8)
+    whole = rotation_seconds(rotation, tokens, group, CONSTANTS)
+    rows = family.rows_seconds(whole, rotation, tokens, group, CONSTANTS, 2, 4)
+    sent = rows_traffic((model.vocab, model.hidden), 1, 8, 0, tokens, 2, 2)
+    assert sent.forward == 7 * (8 * tokens + 2 * tokens * model.hidden / 8), (
+        "ids to all, this rank's features of theirs"
+    )
+    for index, moved in enumerate((sent.forward, sent.gradients)):
+        exposed = rows.makespan_s[index] - rows.computes_s[index]
+        latency = 3 * links.message_latency_s(group, CONSTANTS)
+        assert exposed == pytest.approx(moved / links.hop_bytes_per_s(group, CONSTANTS) + latency)
+    assert sum(rows.makespan_s) < 0.2 * sum(whole.makespan_s)
+    plain, travels = (
+        StageClock(model, H100, Strategy(rtp=8, fused_loss=True, **more), CONSTANTS).ends["embedding"]
+        for more in ({}, {"travel": "int8"})
+    )
+    assert plain[0] == rows and sum(travels[0].makespan_s) > 2 * sum(rows.makespan_s), "control: rows are not rounded"
+
+
 # -- the cells ---------------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +247,8 @@ def test_the_committed_list_of_cells():
     cells = [row for row in rows if len(row) == 11 and re.match(r"(gpt|llama)-", row[0])]
     assert len(cells) == 45
     assert counts["the engine as it is"][0] == f"{sum(float(row[3]) <= 1 for row in cells)} of 45"
-    assert counts["+ kept"][0] == f"{sum(float(row[6]) <= 1 for row in cells)} of 45"
+    built = sum(float(row[6]) <= 1 for row in cells)
+    assert counts[f"+ {TO_COME[-1]}"][0] == f"{built} of 45" and built >= 42
     for row in cells:
         for ratio, binding in ((row[3], row[5]), (row[6], row[8])):
             assert (float(ratio) > 1) == (binding != "-"), row
@@ -158,7 +261,7 @@ def test_the_committed_list_of_cells():
 
 
 def test_all_that_is_to_come_is_never_slower_for_8b_on_8_h100():
-    """At equal settings: the aims of 2k to 16k tokens, and less than fully_shard's time at 1k."""
+    """At equal settings, float32 sums hidden or not."""
     ratios = {}
     for tokens in (1024, 2048, 4096, 8192, 16384):
         model = ModelSpec.preset("llama-3-8b", seq=tokens)
@@ -169,5 +272,5 @@ def test_all_that_is_to_come_is_never_slower_for_8b_on_8_h100():
             for plan in (Strategy(rtp=8, fused_loss=True, to_come="all"), peer)
         ]
         ratios[tokens] = max(times[0] / times[1], times[2] / times[3])  # float32 sums hidden or not
-    limits = {1024: 1.0, 2048: 0.93, 4096: 0.96, 8192: 0.98, 16384: 1.0}
+    limits = {1024: 0.85, 2048: 0.93, 4096: 0.96, 8192: 0.98, 16384: 1.0}
     assert all(ratios[tokens] <= limit for tokens, limit in limits.items()), ratios

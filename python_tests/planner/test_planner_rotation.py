@@ -258,8 +258,8 @@ def test_rotations_of_a_stage_in_the_estimate():
 def test_hops_of_a_flat_ring_take_its_slowest_link():
     """Over several nodes with several members each, hops inside the nodes and over the ports run at once."""
     from rtp_ext.planner.constants import TimeConstants
-    from rtp_ext.planner.rotation.seconds import hop_s, rotation_seconds
-    from rtp_ext.planner.time.links import Group
+    from rtp_ext.planner.rotation.seconds import rotation_seconds
+    from rtp_ext.planner.time.links import Group, hop_s
 
     known, size = TimeConstants.default(), 1e9
     two = {link: Cluster.preset("h100-80gb", gpus=16, link=link) for link in ("nvlink", "pcie")}

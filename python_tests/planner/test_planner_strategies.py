@@ -20,8 +20,8 @@ from rtp_ext.planner import (
     search,
 )
 from rtp_ext.planner.native import travel_bytes
-from rtp_ext.planner.rotation.seconds import hop_s, rotation_seconds
-from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s
+from rtp_ext.planner.rotation.seconds import rotation_seconds
+from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s, hop_s
 from rtp_ext.planner.time.stage import StageClock
 
 CONSTANTS = TimeConstants.default()

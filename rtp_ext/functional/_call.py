@@ -49,16 +49,17 @@ class OperationPlan:
     def plan(self, ring: Ring, tokens: int | None) -> None:
         """Chooses the routes of weights and gradients for `tokens`, the largest number on any rank; None: unknown."""
         route = "gather" if ring.gate.gathers and self.takes_groups else ring.hop_route
-        halves = bool(ring.gate.gradient_halves)
+        halves, group = bool(ring.gate.gradient_halves), None
         if isinstance(self.size, TableSize):
             self.by_rows = ring.gate.plan_table(self.name, tokens, self.size).by_rows
         elif self.size is not None:
-            plan = ring.gate.plan(self.name, tokens, self.size, self.compute_dtype)
-            route, halves = plan.route, plan.halves
+            plan = ring.gate.plan(self.name, tokens, self.size, self.compute_dtype, in_place=ring.in_place)
+            route, halves, group = plan.route, plan.halves, plan.group
         self.options = ring.route_plan.rotation(
             self.name,
             route=route,
             halves=halves,
+            group=group,
             slot_cap=ring.slot_cap,
             in_place=ring.in_place,
             compute_dtype=self.compute_dtype,

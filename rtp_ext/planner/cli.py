@@ -24,6 +24,7 @@ from rtp_ext.planner.plans.search import search, smallest_cluster
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import FAMILIES, ModelSpec
 from rtp_ext.planner.specs.strategy import (
+    BUFFERS,
     DTYPE_BYTES,
     FP8_SCALINGS,
     FROZEN,
@@ -47,7 +48,7 @@ from rtp_ext.planner.time.report import TimeReport
 PROGRAM = f"{command_line.PROGRAM} plan"
 _FLAGS = (
     *("sequence_parallel", "in_place", "fused_loss", "flash_attention", "fp8"),
-    *("buffers", "to_come", "symm_mem", "offload", "compiled", "fused_norm", "cp_balanced"),
+    *("symm_mem", "offload", "compiled", "fused_norm", "cp_balanced"),
 )
 _BUNDLE = {"yes": True, "no": False, "recompute": "recompute"}
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token")
@@ -105,6 +106,11 @@ def add_arguments(parser: Parser) -> None:
     plan.add_argument("--gradient-route", choices=GRADIENT_ROUTES, help="of rotation")
     plan.add_argument("--travel", choices=TRAVELS[1:], help="of rotating weights")
     plan.add_argument("--gradient-travel", choices=GRADIENT_TRAVELS[1:])
+    plan.add_argument("--buffers", choices=BUFFERS, help="of rotation")
+    plan.add_argument("--group", type=int, metavar="N", help="of rotation: shards in a product; 0: the fastest number")
+    plan.add_argument(
+        "--to-come", metavar="NAMES", help="joined by +, or all: what rings may use that is NOT BUILT yet"
+    )
     plan.add_argument("--frozen", choices=FROZEN[1:], help="frozen weights of a ring")
     plan.add_argument("--outer", choices=OUTER, help="outer policy between the replicas of a ring")
     for stages in ("stage-layers", "stage-recompute"):

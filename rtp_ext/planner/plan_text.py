@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from rtp_ext.command_line import did_you_mean
+from rtp_ext.planner.rotation.family import BUILT, pieces_of
 from rtp_ext.planner.specs.strategy import Strategy
 
 
@@ -62,6 +63,6 @@ def name_of(strategy: Strategy) -> str:
         if isinstance(value, tuple):
             value = "+".join(map(str, value))
         shown.append(f"{field.name}={'yes' if value is True else 'no' if value is False else value}")
-    if strategy.to_come:
+    if pieces_of(strategy.to_come) - BUILT:
         shown.append("(NOT BUILT YET)")
     return " ".join(shown) or "one GPU"

@@ -239,6 +239,7 @@ class Ring:
         self.gate = RoutePlanner(
             *(ring.size, ring.device, routes.hop_route, options.route, options.gradient_halves),
             gathers=gathers,
+            group=options.group,
             buffers=options.buffers,
             wiring=ring.wiring,
             embedding=options.embedding,

@@ -16,8 +16,12 @@ DEVICE = Device(flops=650e12, multiprocessors=132, seconds_per_launch=4e-6, sour
 RANKS = 8
 
 
-def _plan(tokens, layer, link=LINK, device=DEVICE, ranks=RANKS):
-    return decide(ranks, tokens, layer, hop_route="direct", link=link, device=device)
+def _plan(tokens, layer, link=LINK, device=DEVICE, ranks=RANKS, **ways):
+    return decide(ranks, tokens, layer, hop_route="direct", link=link, device=device, **ways)
+
+
+def _way(plan):
+    return plan.route, plan.group
 
 
 def test_a_gemm_counts_its_last_wave_whole():
@@ -30,7 +34,7 @@ def test_a_gemm_counts_its_last_wave_whole():
 
 def test_tiny_layers_are_gathered_and_large_ones_rotate():
     tiny, large = LayerSize(512, 512, 2, 4), LayerSize(14336, 4096, 2, 4)
-    few, many = _plan(128, tiny), _plan(16384, large)
+    few, many = _plan(128, tiny, groups=False), _plan(16384, large, groups=False)
     assert few.route == "gather" and few.seconds["gather"] < few.seconds["rotate"]
     assert many.route == "direct" and many.seconds["rotate"] < many.seconds["gather"]
     assert "us for 128 tokens over a assumed link" in few.reason.replace("an assumed", "a assumed")
@@ -44,13 +48,62 @@ def test_a_layer_is_gathered_within_the_budget_alone():
     assert seconds["gather"] < route_planner.MARGIN * seconds["rotate"], "control: by time alone it is"
 
     def route(buffers):
-        return decide(RANKS, 16, layer, hop_route="direct", link=fast, device=DEVICE, buffers=buffers).route
+        return _plan(16, layer, fast, groups=False, buffers=buffers).route
 
     routes = {buffers: route(buffers) for buffers in ("auto", whole, whole - 1, 0, "lean")}
     assert routes == {"auto": "gather", whole: "gather", whole - 1: "direct", 0: "direct", "lean": "direct"}
     for wrong, said in (("much", "got 'much'"), (-1, "a number of bytes, got -1"), (True, "got True")):
         with pytest.raises(ValueError, match=said):
             rtp_ext.Ring(buffers=wrong)
+
+
+def test_groups_where_they_take_the_least_time():
+    """Few tokens: fewer products, whose hops have one latency on route direct. Many: one shard a product; all shards at
+    once hide nothing."""
+    layer = LayerSize(4096, 4096, 2, 4)
+    few, many = _plan(128, layer), _plan(4096, layer)
+    assert list(few.seconds) == ["rotate", "groups of 2", "groups of 4", "groups of 8", "gather"]
+    assert _way(few) == ("direct", 4) and few.predicted == few.seconds["groups of 4"] == min(few.seconds.values())
+    assert few.predicted < route_planner.MARGIN * few.seconds["rotate"] and not few.halves
+    assert _way(many) == ("direct", 1) and many.predicted == many.seconds["rotate"]
+    near = _plan(1024, LayerSize(14336, 4096, 2, 4), Link(420e9, 6e-6, "assumed"))
+    assert near.group == 1 and near.predicted * route_planner.MARGIN < min(near.seconds.values()), "within the margin"
+    # a product of all shards writes no sum: a closed form of what groups save where nothing travels
+    free, whole = Link(1e18, 0.0, "none"), LayerSize(1024, 1024, 2, 4)
+    device = Device(650e12, 0, 0.0, "assumed", memory_bytes_per_second=1e12)
+    seconds = predict(8, 8192, whole, free, device)
+    sums = (2 * 4 * 8 - 2) * 8192 * 1024 / 1e12  # of dgrad in float32, but for the last result
+    inputs = 2 * 2 * 7 * 8192 * 1024 / 1e12  # x, for forward and wgrad
+    assert 0.8 * (sums + inputs) < seconds["rotate"] - seconds["groups of 8"] < 1.2 * (sums + inputs)
+
+
+def test_groups_stay_within_the_budget_and_what_a_ring_can(monkeypatch):
+    layer = LayerSize(4096, 4096, 2, 4)
+    sizes = {group: route_planner.slots_bytes(RANKS, layer, group) for group in (1, 2, 4, 8)}
+    assert sizes[1] < sizes[2] < sizes[4] and sizes[4] == 2 * 4 * 4096 * 512 * 2 + (2 * 4 + 2) * 4096 * 512 * 4
+    assert _way(_plan(128, layer, buffers=sizes[4])) == ("direct", 4)
+    assert _way(_plan(128, layer, buffers=sizes[4] - 1)) == ("direct", 2)
+    assert all(_way(_plan(128, layer, buffers=each)) == ("direct", 1) for each in ("lean", sizes[2] - 1))
+    asked = {"route": "auto", "gradient_halves": None}
+    for ways, expected in (
+        ({}, ("direct", 4)),
+        ({"group": 3}, ("direct", 3)),
+        ({"group": 99}, ("direct", 8)),
+        ({"group": 1}, ("direct", 1)),
+        ({"in_place": True}, ("gather", 1)),
+        ({"gathers": False}, ("direct", 1)),
+    ):
+        in_place = ways.pop("in_place", False)
+        planner = route_planner.RoutePlanner(RANKS, torch.device("cpu"), "direct", **asked, **ways)
+        planner.link, planner.model = LINK, DEVICE
+        with monkeypatch.context() as patched:
+            patched.setattr(route_planner, "device_of", lambda device, dtype: DEVICE)
+            plan = planner.plan("layer", 128, layer, torch.bfloat16, in_place=in_place)
+        assert _way(plan) == expected, expected
+    on_cpu = route_planner.RoutePlanner(RANKS, torch.device("cpu"), "direct", "auto", None, group=3)
+    assert _way(on_cpu.plan("layer", 128, layer, torch.bfloat16)) == ("direct", 3), "as asked, without a model"
+    assert route_planner.group_choices(2) == (2,) and route_planner.group_choices(3) == (3,)
+    assert route_planner.group_choices(16) == (4, 8, 16)
 
 
 def test_halves_where_a_gradient_hop_outlasts_a_dgrad():
@@ -79,7 +132,7 @@ def test_devices_of_different_kinds_decide_nothing(monkeypatch):
     deciding = route_planner.RoutePlanner(4, torch.device("cpu"), "direct", "auto", None)
     deciding.link = LINK
     layer = LayerSize(24, 16, 8, 8)
-    assert deciding.plan("alike", 1, layer, torch.float64).route == "gather", "control"
+    assert deciding.plan("alike", 1, layer, torch.float64).seconds, "control"
     deciding.alike = False
     plan = deciding.plan("different", 1, layer, torch.float64)
     assert (plan.route, plan.halves, plan.seconds) == ("direct", False, {})
@@ -91,7 +144,7 @@ def _decides(rank, ranks):
     route_planner.device_of = lambda device, dtype: slow
     cases, weight = Cases(), random(24, 16, dtype=torch.float64, seed=1)
     layer = LayerSize(24, 16, 8, 8)
-    border = next(2**k for k in range(24) if _plan(2**k, layer, device=slow, ranks=ranks).route != "gather")
+    border = next(2**k for k in range(24) if _way(_plan(2**k, layer, device=slow, ranks=ranks)) == ("direct", 1))
     routes = []
     for name, tokens in {"few": border // 4, "many on one rank": 2 * border if rank == 0 else border // 4}.items():
         ring = rtp_ext.Ring(transport="shm", timeout=60.0)
@@ -101,7 +154,7 @@ def _decides(rank, ranks):
         y = rotated_linear(x, local, ring=ring, name=name)
         with cases.case(name):
             assert_same(y, F.linear(x, weight), 1e-10, "output")
-        routes.append(ring.gate.plans[name].route)
+        routes.append(_way(ring.gate.plans[name]))
         ring.close()
     ring = rtp_ext.Ring(transport="shm", timeout=60.0)
     link = ring.measure_link(1 << 20)
@@ -115,5 +168,5 @@ def _decides(rank, ranks):
 
 def test_all_ranks_decide_alike():
     results = run_ranks(_decides, 3)
-    assert results[0] == ["gather", "direct"], "control: the border lies between the two"
+    assert results[0] == [("direct", 3), ("direct", 1)], "control: the border lies between the two"
     assert all(routes == results[0] for routes in results)

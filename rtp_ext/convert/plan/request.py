@@ -21,6 +21,7 @@ from rtp_ext.ring.mesh import RankGrid
 from rtp_ext.words import (
     Budget,
     Bundle,
+    EmbeddingWay,
     Format,
     GradientRoute,
     GradientTravel,
@@ -65,6 +66,8 @@ class RotateKeywords(TypedDict, total=False):
     gradient_route: GradientRoute
     gradient_travel: GradientTravel | None
     buffers: Budget | int
+    group: int | None
+    embedding: EmbeddingWay
     transport: Transport
     travel: Travel | None
     timeout: float | datetime.timedelta

@@ -18,6 +18,7 @@ from rtp_ext.convert.plan.traffic import (
     RingFacts,
     Traffic,
     gathered_traffic,
+    rotation_slots,
     rotation_traffic,
     slot_bytes,
     traffic_of_rows,
@@ -173,6 +174,10 @@ class ParameterPlan:
         collective_bytes: bytes that ring collectives of this rank send in a step; None: not known in advance.
         reason: why it does not rotate.
         wide: why a frozen weight is not stored in blocks, if `frozen` was given.
+        group: shards in a product, at most. None where it does not rotate, or sends rows.
+        slots_bytes: of the slots that its operation takes, which all operations of the ring share. None: as of group.
+        predicted_seconds: of one forward and backward of its operation, by the route planner's model, for the largest
+            number of tokens on any rank. None where that decides nothing: on CPUs, and before the first forward.
     """
 
     name: str
@@ -198,6 +203,9 @@ class ParameterPlan:
     collective_bytes: int | None
     reason: str | None
     wide: str | None = None
+    group: int | None = None
+    slots_bytes: int | None = None
+    predicted_seconds: float | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -235,9 +243,10 @@ class RotationPlan:
     def parameters(self) -> tuple[ParameterPlan, ...]:
         found: dict[str, list[ParameterPlan]] = {}
         for title, passes, members in self._operations():
-            traffic = rotation_traffic(passes, [each for _, _, each in members], self.ring)
+            facts = [each for _, _, each in members]
+            traffic, slots = rotation_traffic(passes, facts, self.ring), rotation_slots(passes, facts, self.ring)
             for (module, owned, _), each in zip(members, traffic, strict=True):
-                row = self._row(module, owned, title, passes, each)
+                row = self._row(module, owned, title, passes, each, slots)
                 known = found.setdefault(row.name, [])
                 if known:  # a bias that rotates in several parts
                     known[0] = _added(known[0], each)
@@ -302,10 +311,16 @@ class RotationPlan:
                     yield module.label, passes, members
 
     def _row(
-        self, module: ModulePlan, owned: Owned, title: str | None, passes: Passes | None, sent: Traffic
+        self,
+        module: ModulePlan,
+        owned: Owned,
+        title: str | None,
+        passes: Passes | None,
+        sent: Traffic,
+        slots: int | None = None,
     ) -> ParameterPlan:
         facts, ranks = self.ring, self.ring.ranks
-        route = gradient_route = travel = reduce = None
+        route = gradient_route = travel = reduce = group = seconds = None
         collective: int | None = 0
         if passes is not None and owned.moved == ROTATED:
             route, _ = facts.route_of(passes)
@@ -321,6 +336,9 @@ class RotationPlan:
                 route = gradient_route = "rows"
                 travel = _name(passes.compute_dtype)
                 collective = traffic_of_rows(passes, owned.ring_shape, owned.dim or 0, owned.trained, facts)
+            if slots:
+                group, seconds = facts.group_of(passes)
+                group = ranks if route == "gather" else group
             quantized = gradient_route == "direct" and facts.gradients.travel is not None
             reduce = facts.gradients.travel if quantized else _name(passes.reduce_dtype)
             if route == "rows" and passes.compute_dtype.itemsize < passes.reduce_dtype.itemsize:
@@ -364,6 +382,9 @@ class RotationPlan:
             collective_bytes=collective,
             reason=owned.reason,
             wide=owned.wide,
+            group=group,
+            slots_bytes=slots or None,
+            predicted_seconds=seconds,
         )
 
 

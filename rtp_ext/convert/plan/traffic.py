@@ -49,6 +49,10 @@ class RingFacts:
         layer_routes: (name, route, halves) of layers whose route differs from that of the ring.
         sends_rows: whether embeddings send rows as asked.
         rows: (name, tokens) of embeddings that send rows; tokens: the largest number on any rank, None: not known yet.
+        group: shards in a product as asked, or 1, of operations that take groups.
+        layer_groups: (name, shards in a product, predicted seconds of a forward and backward or None) of layers for
+            which the route planner has chosen or predicted.
+        buffers: as in `rtp_ext.Ring`.
         assumed: whether no ring exists yet: routes are those of ranks on one host.
     """
 
@@ -73,6 +77,9 @@ class RingFacts:
     layer_routes: tuple[tuple[str, str, bool], ...] = ()
     sends_rows: bool = False
     rows: tuple[tuple[str, int | None], ...] = ()
+    group: int = 1
+    layer_groups: tuple[tuple[str, int, float | None], ...] = ()
+    buffers: str | int = "auto"
     assumed: bool = field(default=False, compare=False)
 
     @classmethod
@@ -81,6 +88,8 @@ class RingFacts:
         halves = bool(ring.gate.gradient_halves)
         usual = ("gather" if ring.gate.gathers else ring.hop_route, halves)
         routes = {name: (plan.route, plan.halves) for name, plan in ring.gate.plans.items()}
+        group = min(ring.route_plan.group, ring.size)
+        groups = {name: (plan.group, plan.predicted) for name, plan in ring.gate.plans.items()}
         return cls(
             ranks=ring.size,
             rank=ring.rank,
@@ -103,6 +112,9 @@ class RingFacts:
             layer_routes=tuple((name, *taken) for name, taken in sorted(routes.items()) if taken != usual),
             sends_rows=ring.gate.embedding == "rows",
             rows=tuple((name, plan.tokens) for name, plan in sorted(ring.gate.tables.items()) if plan.by_rows),
+            group=group,
+            layer_groups=tuple((name, *taken) for name, taken in sorted(groups.items()) if taken != (group, None)),
+            buffers=ring.options.buffers,
         )
 
     @classmethod
@@ -121,6 +133,8 @@ class RingFacts:
         gradient_travel: str | None = None,
         travel: str | None = None,
         in_place: bool = False,
+        embedding: str = "auto",
+        group: int | None = None,
         buffers: str | int = "auto",
     ) -> RingFacts:
         """Returns the facts of a new ring with these options, with all ranks on one host. No communication."""
@@ -154,6 +168,9 @@ class RingFacts:
             slot_cap=SLOT_CAP,
             receives_anywhere=_receives_anywhere(transport),
             in_place=in_place,
+            sends_rows=embedding == "rows",
+            group=min(group or 1, ranks),
+            buffers=buffers,
             assumed=True,
         )
 
@@ -163,6 +180,13 @@ class RingFacts:
             if layer == passes.name:
                 return route, halves
         return "gather" if self.gathers and passes.takes_groups else self.hop_route, self.gradient_halves
+
+    def group_of(self, passes: Passes) -> tuple[int, float | None]:
+        """Returns the shards in a product of an operation, and its predicted seconds where there is a prediction."""
+        for layer, group, seconds in self.layer_groups if passes.is_planned else ():
+            if layer == passes.name:
+                return group, seconds
+        return (self.group if passes.is_planned else 1), None
 
     def by_rows(self, passes: Passes) -> bool:
         """Whether an operation is an embedding that sends rows."""
@@ -225,28 +249,43 @@ def rotation_traffic(passes: Passes, parameters: Sequence[Any], facts: RingFacts
         return [Traffic(_pulled(each, passes, facts.pulls, facts.ranks)) for each in parameters]
     if facts.by_rows(passes):
         return [Traffic()] * len(parameters)
+    operation, size = _native.OperationFacts(passes.operation.key, parameters), _step_size(passes, facts)
+    return [Traffic(*each) for each in _native.traffic(operation, facts.rank, **size)]
+
+
+def rotation_slots(passes: Passes, parameters: Sequence[Any], facts: RingFacts) -> int:
+    """Returns the bytes of the slots that one operation takes, for weights and gradients, which the operations of a
+    ring share; 0 where nothing arrives in slots."""
+    if facts.pulls is not None or facts.by_rows(passes) or facts.ranks == 1:
+        return 0
+    operation, size = _native.OperationFacts(passes.operation.key, parameters), _step_size(passes, facts)
+    size |= {"group": facts.group_of(passes)[0], "look_ahead": 0}
+    held = _native.footprint([operation], **size, gradients_apart=size["gradient_route"] == "direct")
+    if facts.buffers != "auto" and (facts.buffers == "lean" or held.gradient.peak_bytes > facts.buffers):
+        held = _native.footprint([operation], **size)
+    return held.weight.peak_bytes + held.gradient.peak_bytes
+
+
+def _step_size(passes: Passes, facts: RingFacts) -> dict[str, Any]:
     route, halves = facts.route_of(passes)
     direct = facts.gradients.direct(route, passes.reduce_dtype)
-    sent = _native.traffic(
-        _native.OperationFacts(passes.operation.key, parameters),
-        facts.rank,
-        ranks=facts.ranks,
-        in_place=facts.in_place,
-        sends_anywhere=True,
-        receives_anywhere=facts.receives_anywhere,
-        cast=passes.compute_dtype != passes.weight_dtype,
-        compute_bytes=passes.compute_dtype.itemsize,
-        reduce_bytes=passes.reduce_dtype.itemsize,
-        sum_bytes=facts.gradients.local_dtype(route, passes.reduce_dtype).itemsize,
-        slot_cap=facts.slot_cap,
-        route=route,
-        hosts=facts.hosts,
-        gradient_route="direct" if direct else "chain",
-        gradients_quantized=direct and facts.gradients.travel == "int8",
-        travel=facts.travel,
-        halves=halves,
-    )
-    return [Traffic(*each) for each in sent]
+    return {
+        "ranks": facts.ranks,
+        "in_place": facts.in_place,
+        "sends_anywhere": True,
+        "receives_anywhere": facts.receives_anywhere,
+        "cast": passes.compute_dtype != passes.weight_dtype,
+        "compute_bytes": passes.compute_dtype.itemsize,
+        "reduce_bytes": passes.reduce_dtype.itemsize,
+        "sum_bytes": facts.gradients.local_dtype(route, passes.reduce_dtype).itemsize,
+        "slot_cap": facts.slot_cap,
+        "route": route,
+        "hosts": facts.hosts,
+        "gradient_route": "direct" if direct else "chain",
+        "gradients_quantized": direct and facts.gradients.travel == "int8",
+        "travel": facts.travel,
+        "halves": halves,
+    }
 
 
 def traffic_of_rows(passes: Passes, shape: Sequence[int], dim: int, trained: bool, facts: RingFacts) -> int | None:

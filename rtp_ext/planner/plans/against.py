@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rtp_ext.planner.constants import TimeConstants
-from rtp_ext.planner.memory.estimate import planned_bytes
 from rtp_ext.planner.plans.search import allocated_bytes, limit_bytes
 from rtp_ext.planner.plans.when import BASE, LINKS, MODELS, TOKENS, cluster_of, contenders
 from rtp_ext.planner.rotation.family import BUILT, PIECES
@@ -98,7 +97,6 @@ def _fastest(
     plans: Sequence[Strategy],
     limit: float,
     constants: TimeConstants,
-    planned: Callable[[ModelSpec, Cluster, Strategy], float] = lambda model, cluster, strategy: 0.0,
 ) -> Side | None:
     """Returns the fastest of plans of at most `limit` bytes, which come with a lower bound of their time."""
     best: Side | None = None
@@ -106,7 +104,7 @@ def _fastest(
         plan
         for plan in plans
         if _runs(model, cluster, plan)
-        and allocated_bytes(model, plan, cluster.gpus, plan.hosts(cluster)) <= min(limit, limit_bytes(cluster))
+        and allocated_bytes(model, plan, cluster.gpus, cluster, lean=True) <= min(limit, limit_bytes(cluster))
     ]
 
     def least(plan: Strategy) -> float:
@@ -120,7 +118,7 @@ def _fastest(
         time = estimate_time(model, cluster, plan, cluster.gpus, constants=constants)
         if best is not None and time.step_seconds >= best.seconds:
             continue
-        held = allocated_bytes(model, plan, cluster.gpus, plan.hosts(cluster), planned(model, cluster, plan))
+        held = allocated_bytes(model, plan, cluster.gpus, cluster)
         if held <= min(limit, limit_bytes(cluster)):
             best = Side(plan, time, held)
     return best
@@ -155,7 +153,7 @@ def match(
     for step in (steps[0], *steps[:0:-1]):
         tried = kept if len(rings) > 0 and step != steps[-1] else every
         own = [dataclasses.replace(plan, to_come=step) for plan in tried]
-        rings[step] = _fastest(model, cluster, own, peer.allocated_bytes, constants, planned_bytes)
+        rings[step] = _fastest(model, cluster, own, peer.allocated_bytes, constants)
         found = rings[step]
         kept += [found.strategy] if found else []
     return Match(model.name, gpus, link, tokens, peer, free, {step: rings[step] for step in steps})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rtp_ext.planner.constants import check_at_least, check_known, constants, memory_constant
-from rtp_ext.planner.memory.estimate import estimate_memory, stage_memory
+from rtp_ext.planner.memory.estimate import estimate_memory, planned_bytes, stage_memory
 from rtp_ext.planner.memory.report import MemoryReport
 from rtp_ext.planner.memory.states import parameter_counts
 from rtp_ext.planner.plans.stages import best_stages, stage_costs
@@ -183,11 +183,18 @@ def limit_bytes(cluster: Cluster) -> float:
 
 
 def allocated_bytes(
-    model: ModelSpec, strategy: Strategy, global_batch: int | None, hosts: int = 1, planned: float = 0.0
+    model: ModelSpec,
+    strategy: Strategy,
+    global_batch: int | None,
+    cluster: Cluster | None = None,
+    *,
+    lean: bool = False,
 ) -> float:
-    """Returns the maximum over the first and the last stage; stages between hold less. hosts: of a two-level ring;
-    planned: as `planned_bytes`."""
+    """Returns the maximum over the first and the last stage; stages between hold less. lean, or without a cluster: a
+    lower bound, with slots of one shard."""
     micro_batches = strategy.micro_batches(global_batch)
+    hosts = strategy.hosts(cluster) if cluster else 1
+    planned = 0.0 if lean or cluster is None else planned_bytes(model, cluster, strategy)
     ends = range(strategy.pp) if strategy.stage_layers or strategy.stage_recompute else {0, strategy.pp - 1}
     return max(
         stage_memory(model, strategy, stage, micro_batches, hosts=hosts, planned=planned).allocated_bytes
@@ -227,7 +234,7 @@ def _with_best_stages(
     own = {"recompute": mode, "stage_recompute": cut.recomputed} if any(cut.recomputed) else {"recompute": "none"}
     other = dataclasses.replace(plan, stage_layers=cut.layers, **own)
     faster = estimate_time(model, cluster, other, global_batch).step_seconds
-    fits = allocated_bytes(model, other, global_batch) <= limit_bytes(cluster)
+    fits = allocated_bytes(model, other, global_batch, cluster) <= limit_bytes(cluster)
     return (faster, other) if fits and faster < seconds else pair
 
 
@@ -252,7 +259,7 @@ def _fastest(
                 raise
             continue  # a layout that cannot have these fields
         for strategy in strategies:
-            if allocated_bytes(model, strategy, global_batch, strategy.hosts(cluster)) <= limit_bytes(cluster):
+            if allocated_bytes(model, strategy, global_batch, cluster) <= limit_bytes(cluster):
                 seconds = estimate_time(model, cluster, strategy, global_batch).step_seconds
                 if best is None or seconds < best[0]:
                     best = seconds, strategy
@@ -292,7 +299,7 @@ def _binding(model: ModelSpec, cluster: Cluster, global_batch: int, strategy: St
             faster = estimate_time(model, cluster, other, global_batch).step_seconds < time.step_seconds
         except ValueError:
             continue
-        needed = allocated_bytes(model, other, global_batch, other.hosts(cluster))
+        needed = allocated_bytes(model, other, global_batch, cluster)
         if faster and needed > limit_bytes(cluster):
             return f"memory: {what} would be faster and needs {needed / 1e9:.0f} GB"
     rest = {name: seconds for name, seconds in time.components.items() if name not in ("gemm", "attention")}
@@ -314,9 +321,8 @@ def smallest_cluster(model: ModelSpec, cluster: Cluster, *, largest: int = 16384
         for layout in layouts(model, sized, None):
             for strategies in _variants(model, sized, layout, None):
                 strategy = strategies[-1]
-                hosts = strategy.hosts(sized)
-                if allocated_bytes(model, strategy, None, hosts) <= limit_bytes(cluster):
-                    held = ((allocated_bytes(model, s, None, hosts), s) for s in strategies)
+                if allocated_bytes(model, strategy, None, sized) <= limit_bytes(cluster):
+                    held = ((allocated_bytes(model, s, None, sized), s) for s in strategies)
                     return sized, next(s for size, s in held if size <= limit_bytes(cluster))
                 break  # larger micro-batches and more chunks take more memory
         gpus = min(2 * gpus, node) if gpus < node else gpus + node

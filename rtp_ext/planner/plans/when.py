@@ -143,7 +143,7 @@ def compare(model: str | ModelSpec, gpus: int, link: str, tokens: int, base: str
                     strategy.check(model, cluster, gpus)
                 except ValueError:
                     continue
-                held = allocated_bytes(model, strategy, gpus, strategy.hosts(cluster))
+                held = allocated_bytes(model, strategy, gpus, cluster)
                 if held > limit_bytes(cluster):
                     continue
                 seconds = estimate_time(model, cluster, strategy, gpus).step_seconds

@@ -15,7 +15,7 @@ from rtp_ext.planner.constants import TimeConstants, host_constant
 from rtp_ext.planner.native import engine, travel_bytes
 from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
-from rtp_ext.planner.time.links import Group, hop_bytes_per_s, taken_s
+from rtp_ext.planner.time.links import Group, hop_bytes_per_s, hop_s, taken_s
 from rtp_ext.planner.time.work import Product, product_s, traffic_s
 
 if TYPE_CHECKING:
@@ -92,15 +92,6 @@ class RotationTime:
     host_calls: tuple[float, float]
     host_s: tuple[float, float]
     simulated: tuple[tuple[Lockstep, Mapping[str, float]], ...] = ()
-
-
-def hop_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
-    """Returns the seconds of one hop: the latency of a message, and its bytes over the slowest link of the ring.
-
-    Source: nccl-tests, doc/PERFORMANCE.md (send and receive); latency: NVIDIA/nccl@5067397, src/graph/tuning.cc.
-    """
-    step = constants.nccl_intra_step_s if group.nodes == 1 else constants.nccl_inter_step_s
-    return constants.nccl_base_s + step + size_bytes / hop_bytes_per_s(group, constants)
 
 
 def rotation_seconds(
@@ -215,8 +206,7 @@ def rotation_seconds(
     inner = chunks * (ranks - hosts)
     busy = (inner * hops["weight"], inner * (backward_durations["weight"] * bool(back) + hops["gradient"] * wgrad))
     outer = chunks * (hosts - 1)
-    over_ce = cluster.peer_access and inside.nodes == 1
-    links = [] if over_ce else [(inside, busy)]
+    links = [] if inside.over_ce else [(inside, busy)]
     if hosts > 1:
         outward = backward_durations["outer weight"] * bool(back) + hops["outer gradient"] * wgrad
         links.append((between, (outer * hops["outer weight"], outer * outward)))
@@ -226,9 +216,9 @@ def rotation_seconds(
     ]
     parts = wgrad + halves  # of a gradient
     passes = (1, bool(back) + parts)  # of the ring
-    hop_calls = inner * _hop_calls(inside) + outer * host_constant("nccl_hop_calls")
+    of_hops = inner * hop_calls(inside) + outer * host_constant("nccl_hop_calls")
     computes = chunks * ranks - 1
-    calls = [count * hop_calls + n * computes * host_constant("compute_calls") for n, count in enumerate(passes, 1)]
+    calls = [count * of_hops + n * computes * host_constant("compute_calls") for n, count in enumerate(passes, 1)]
     products = computes * sum(not weight.is_bias for weight in rotation.weights) * constants.engine_product_s
     first = max(0.0, constants.kernel_s - constants.engine_launch_s)
     return RotationTime(
@@ -289,11 +279,10 @@ def casts_s(
     return traffic_s(forward, cluster, constants), traffic_s(backward, cluster, constants)
 
 
-def _hop_calls(group: Group) -> float:
+def hop_calls(group: Group) -> float:
     """Returns the calls of the CUDA driver for a hop, as `benchmarks/gpu/driver_calls.py` counts them: over `ce` inside
     a node, else over NCCL, whose own calls are not counted."""
-    over_ce = group.nodes == 1 and group.cluster.peer_access
-    return host_constant("ce_hop_calls" if over_ce else "nccl_hop_calls")
+    return host_constant("ce_hop_calls" if group.over_ce else "nccl_hop_calls")
 
 
 def _two_lanes(rotation: RotatedOperation, tokens: int, parts: int, cluster: Cluster) -> tuple[bool, bool]:
@@ -307,18 +296,20 @@ def _two_lanes(rotation: RotatedOperation, tokens: int, parts: int, cluster: Clu
     return wastes(tokens, outputs), wastes(tokens, inputs) or wastes(outputs, inputs)
 
 
-def _joined(matrices: list[Weight]) -> list[Weight]:
-    """Returns the matrices with neighbours of one input, cut by outputs, joined to one."""
-    joined: list[Weight] = []
-    for weight in matrices:
-        last = joined[-1] if joined else None
-        if last is not None and weight.dim == last.dim == 0 and weight.shape[1] == last.shape[1]:
-            joined[-1] = dataclasses.replace(
-                last, shape=(last.shape[0] + weight.shape[0], weight.shape[1]), frozen=None
-            )
+def products_of(rotation: RotatedOperation, joined: bool) -> list[Weight]:
+    """Returns the weight of every product: matrices, of which neighbours of one input, cut by outputs, are one operand
+    where they are `joined`."""
+    found: list[Weight] = []
+    for weight in rotation.weights:
+        last = found[-1] if found else None
+        if weight.is_bias:
+            continue
+        same = joined and last is not None and len(weight.shape) == 2 and weight.shape[1:] == last.shape[1:]
+        if last is not None and same and weight.dim == last.dim == 0:
+            found[-1] = dataclasses.replace(last, shape=(last.shape[0] + weight.shape[0], weight.shape[1]), frozen=None)
         else:
-            joined.append(weight)
-    return joined
+            found.append(weight)
+    return found
 
 
 def shard_values(weights: tuple[Weight, ...], ranks: int) -> float:
@@ -346,14 +337,12 @@ def step_seconds(
     recompute: whether a bundle computes its first half again; None: and a head does not compute its logits again.
     shards: that a product has at once. joined: layers with one input are one operand."""
     of_inputs, of_weights = sums or (None, None)
-    matrices = [weight for weight in rotation.weights if not weight.is_bias]
+    matrices = products_of(rotation, joined)
     if rotation.kind == "embedding":  # rows are copied, or added
         values = sum(tokens * weight.shape[1] for weight in matrices) / (ranks * chunks)
         moved = traffic_s(4 * values, cluster, constants) + constants.kernel_s
         return {"forward": moved, "dgrad": 0.0, "wgrad": 2 * moved}
     seconds = {"forward": 0.0, "dgrad": 0.0, "wgrad": 0.0}
-    if joined and len(matrices[0].shape) == 2:
-        matrices = _joined(matrices)
     for index, weight in enumerate(matrices):
         shape, experts = weight.shape, 1
         if len(shape) == 3:

@@ -78,7 +78,8 @@ class Strategy:
         offload: shards, gradients and optimizer state are in host memory, and the optimizer runs there (`zero=3`, rtp).
         compiled: elementwise kernels of the torch stack are fused (torch.compile). fused_norm: only RMSNorm is fused.
         buffers: of rotation: `auto`, the fastest plan of groups, routes and look-ahead whose buffers stay at most those
-            of `fully_shard`, or `lean`, slots of one shard.
+            of `fully_shard`, or `lean`, slots of one shard. group: of rotation: shards in a product, at most, as in
+            `rtp_ext.Ring`; 0: as the fastest plan has.
         to_come: names, joined by +, or `all`, of what such plans may use although the engine does NOT have it yet
             (`PIECES` of rtp_ext/planner/rotation/family.py, where BUILT says what it has).
         frozen: `nf4`, `mxfp4` or `int8`: weights of the linear layers and experts of a ring's model, and of a head that
@@ -123,6 +124,7 @@ class Strategy:
     gradient_travel: str | None = None
     late_gradients: int = 0
     buffers: str = "auto"
+    group: int = 0
     to_come: str = ""
     frozen: str | None = None
     lora_rank: int = 0
@@ -147,7 +149,7 @@ class Strategy:
                     f"strategy: expected {degree} of at most {LARGEST}, since rings are simulated step by step and "
                     f"pipelines stage by stage, got {getattr(self, degree)}"
                 )
-        check_at_least("strategy", 0, late_gradients=self.late_gradients, lora_rank=self.lora_rank)
+        check_at_least("strategy", 0, late_gradients=self.late_gradients, lora_rank=self.lora_rank, group=self.group)
         check_known("schedule", self.schedule, SCHEDULES)
         check_known("recompute", self.recompute, RECOMPUTE)
         check_known("optimizer", self.optimizer, OPTIMIZER_MOMENTS)
@@ -218,7 +220,7 @@ class Strategy:
         """Raises ValueError for rotation options without a ring, and for contradictory ones."""
         own = (
             *("in_place", "route", "gradient_route", "travel", "gradient_travel", "late_gradients"),
-            *("buffers", "to_come"),
+            *("buffers", "group", "to_come"),
             *("frozen", "lora_rank", "outer", "period"),
         )
         for name in own:
@@ -228,6 +230,10 @@ class Strategy:
                 )
         if self.in_place:
             check_in_place("strategy", self.travel, self.route)
+        if self.group > 1 and self.buffers == "lean":
+            raise ValueError(
+                f"strategy: expected buffers 'auto' with group {self.group}, since lean ones have one shard, got 'lean'"
+            )
         check_gradients("strategy", self.gradient_route, self.gradient_travel, self.route)
         fixed = {"in_place": False, "gradient_travel": None, "frozen": None, "lora_rank": 0, "tp": 1}
         for name, value in fixed.items():

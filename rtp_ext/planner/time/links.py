@@ -11,6 +11,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+from rtp_ext.gpu_rates import HOP_SECONDS, POST_SECONDS, WIRES
 from rtp_ext.planner.constants import TimeConstants, constants
 from rtp_ext.planner.specs.cluster import Cluster
 
@@ -31,6 +32,19 @@ class Group:
     @property
     def nodes(self) -> int:
         return -(-self.ranks // self.local)
+
+    @property
+    def over_ce(self) -> bool:
+        """Whether hops take copy engines: inside a node whose GPUs access each other's memory."""
+        return self.nodes == 1 and self.cluster.peer_access
+
+    @property
+    def reaches_all(self) -> bool:
+        """Whether every member reaches every other as cheaply as its neighbour: over NVLink inside a node, or through a
+        port of its own. PCIe joins some pairs through others' links."""
+        if self.nodes > 1:
+            return self.local == 1
+        return self.over_ce and self.cluster.nccl_ring_bytes_per_s > WIRES["pcie"]
 
 
 def ring_bytes_per_s(group: Group, constants: TimeConstants) -> float:
@@ -59,6 +73,49 @@ def hop_bytes_per_s(group: Group, constants: TimeConstants) -> float:
     if group.nodes == 1:
         return inside
     return min(inside, port) if group.local > 1 else port
+
+
+def hop_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
+    """Returns the seconds of one hop to the neighbour, who passes it on: the latency of a message, and its bytes over
+    the slowest link of the ring.
+
+    Source: over copy engines `rtp_ext.gpu_rates`; else nccl-tests, doc/PERFORMANCE.md (send and receive), with the
+    latency of NVIDIA/nccl@5067397, src/graph/tuning.cc.
+    """
+    latency = HOP_SECONDS if group.over_ce else message_latency_s(group, constants)
+    return latency + size_bytes / hop_bytes_per_s(group, constants)
+
+
+def message_latency_s(group: Group, constants: TimeConstants) -> float:
+    """Returns the latency of the sends and receives of one group call of NCCL, which progress independently of each
+    other (NCCL user guide, point-to-point communication)."""
+    return constants.nccl_base_s + (constants.nccl_intra_step_s if group.nodes == 1 else constants.nccl_inter_step_s)
+
+
+def posted_s(group: Group, size_bytes: float, constants: TimeConstants, *, called: bool) -> tuple[float, float]:
+    """Returns the latency that hops posted at once share, and the seconds of each, on route direct: what arrives from
+    one member need not have arrived from another before.
+
+    Copies of copy engines queue behind each other. NCCL takes one group call (`called`), or one for each hop.
+    """
+    if group.over_ce:
+        sent = size_bytes / hop_bytes_per_s(group, constants)
+        return HOP_SECONDS - POST_SECONDS, max(POST_SECONDS, sent)
+    if called:
+        return message_latency_s(group, constants), size_bytes / hop_bytes_per_s(group, constants)
+    return 0.0, hop_s(group, size_bytes, constants)
+
+
+def called_s(group: Group, size_bytes: float, constants: TimeConstants) -> tuple[float, float]:
+    """Returns the latency of one group call of NCCL that brings every member's `size_bytes` to every other, and the
+    seconds of each member's bytes: a ring, or sends and receives where every member has a port of its own.
+
+    Several all-gathers in one call are one launch, whose latency occurs once (NCCL user guide, aggregated operations;
+    src/enqueue.cc adds their bytes and takes the latency of one as long as they are not more than the channels)."""
+    latency = ring_latency_s(group, constants, 1)
+    if group.reaches_all and not group.over_ce:
+        latency = min(latency, message_latency_s(group, constants))
+    return latency, size_bytes / ring_bytes_per_s(group, constants)
 
 
 def ring_latency_s(group: Group, constants: TimeConstants, rounds: int) -> float:

@@ -118,19 +118,23 @@ class StageClock:
         """Returns the time by which the host exceeds the GPU in issuing a layer's kernels and transfers. The host runs
         ahead, so that the slower of the two decides (PyTorch's asynchronous execution; measured: a lower bound of the
         time of small layers in vTrain's runs)."""
+        passes = 1 + (self.strategy.recompute == "full")
+        host = self._kernels_s()
+        host += sum(passes * time.host_s[0] + time.host_s[1] for time in self.rotated)
+        if self.block is not None:
+            host += self.block.host_s
+        return max(0.0, host - sum(self.per_layer.values()))
+
+    def _kernels_s(self) -> float:
+        """Returns the time in which the host issues a layer's kernels, besides those of the engine."""
         strategy, (forward, backward) = self.strategy, self.layer.kernels
-        passes = 1 + (strategy.recompute == "full")
         if strategy.recompute == "full":
             backward += forward
         elif strategy.recompute == "selective" and not strategy.flash_attention:
             backward += forward // 3
         if "unsharding" in self.per_layer:
             backward += int(host_constant("unshard_kernels"))
-        host = (forward + backward) * self.constants.host_s
-        host += sum(passes * time.host_s[0] + time.host_s[1] for time in self.rotated)
-        if self.block is not None:
-            host += self.block.host_s
-        return max(0.0, host - sum(self.per_layer.values()))
+        return (forward + backward) * self.constants.host_s
 
     def _collectives(self) -> dict[str, float]:
         """Returns the time of a layer's collectives.
@@ -257,9 +261,8 @@ class StageClock:
         are too small for hops: each is gathered before its product, as the engine's `auto` does."""
         strategy, adapters = self.strategy, list[RotatedOperation]()
         rotations = self._rotations(1, False, False)
-        pieces = family.pieces_of(strategy.to_come)
-        if family.plans_blocks(strategy.to_come) and not strategy.freezes:
-            self._add_family(tuple(rotations), pieces)
+        if family.plans_blocks(strategy):
+            self._add_family(tuple(rotations), family.pieces_of(strategy.to_come))
             return
         if strategy.lora_rank:
             adapters = [rotation for rotation in rotations if rotation.trains]
@@ -273,9 +276,24 @@ class StageClock:
             self.adapters_s += sum(n * gather_s(self.groups.rtp, values * size, self.constants) for n, size in ways)
         self.per_layer |= {"split": split, "copies": copied, "rotation": shown + self.adapters_s, "interference": lost}
         self.ends = {
-            "embedding": [self._rotation(rotation) for rotation in self._rotations(0, True, False)],
+            "embedding": self._embedding(),
             "head": [self._rotation(rotation) for rotation in self._rotations(0, False, True)],
         }
+
+    def _embedding(self) -> list[RotationTime]:
+        """Returns the times of the embedding, by rows where that is faster (`embedding="auto"`): not with a format in
+        which weights travel, nor in place."""
+        strategy, found = self.strategy, []
+        for rotation in self._rotations(0, True, False):
+            times = [self._rotation(rotation)]
+            asked = strategy.in_place or strategy.travel is not None
+            if "rows" in family.pieces_of(strategy.to_come) and not asked:
+                sizes = (strategy.param_bytes, strategy.reduce_bytes)
+                times.append(
+                    family.rows_seconds(times[0], rotation, self.tokens, self.groups.rtp, self.constants, *sizes)
+                )
+            found.append(min(times, key=lambda time: sum(time.makespan_s) + sum(time.casts_s)))
+        return found
 
     def _add_family(self, rotations: tuple[RotatedOperation, ...], pieces: frozenset[str]) -> None:
         """As `_add_rotation`, with the fastest plan of the whole block whose buffers stay within those of fully_shard,
@@ -292,36 +310,39 @@ class StageClock:
             strategy.hosts(self.cluster),
         )
         passes = 1 + (strategy.recompute == "full")
-        budget, head_bytes = buffer_bytes(self.model, strategy), 0.0
-        if "kept" in pieces:
-            head_bytes = self.model.vocab * self.model.hidden / strategy.tp * strategy.param_bytes
-        best = self.block = family.fastest_block(
-            rotations,
-            self._gaps(len(rotations)),
-            self.tokens,
-            self.groups.rtp,
-            self.constants,
-            sizes,
-            pieces,
-            strategy.buffers == "lean",
-            budget - head_bytes,
-            passes,
-        )
-        self.planned_bytes = best.buffers_bytes + head_bytes
+        budget, layers = buffer_bytes(self.model, strategy), stage_layers(self.model, strategy, strategy.pp - 1)
+        kept = self.model.vocab * self.model.hidden / strategy.tp * strategy.param_bytes  # of the head
+        again = (passes - 1) * layer.gemm[0]
+        others = (sum(self.per_layer.values()) - sum(layer.gemm) - again, self._kernels_s())
+        found = []
+        for head_bytes in (0.0, *([kept] if "kept" in pieces else [])):
+            block = family.fastest_block(
+                rotations,
+                self._gaps(len(rotations)),
+                self.tokens,
+                self.groups.rtp,
+                self.constants,
+                sizes,
+                pieces,
+                strategy.buffers == "lean",
+                budget - head_bytes,
+                passes,
+                others,
+                strategy.group,
+            )
+            head = [self._rotation(rotation, kept=head_bytes > 0) for rotation in self._rotations(0, False, True)]
+            if not head_bytes or block.buffers_bytes + head_bytes <= budget:
+                seconds = layers * block.beside(*others) + sum(sum(time.makespan_s) for time in head)
+                found.append((seconds, head_bytes, block, head))
+        _, head_bytes, best, head = min(found, key=lambda one: one[0])
+        self.block, self.planned_bytes = best, best.buffers_bytes + head_bytes
         self.per_layer |= {
-            "split": best.computes_s - sum(layer.gemm) - (passes - 1) * layer.gemm[0],
+            "split": best.computes_s - sum(layer.gemm) - again,
             "copies": best.casts_s,
             "rotation": best.exposed_s,
             "interference": best.lost_s,
         }
-        embedding = [self._rotation(rotation) for rotation in self._rotations(0, True, False)]
-        if "rows" in pieces:
-            rows = family.rows_seconds(
-                embedding[0], self.tokens, self.model.hidden, self.groups.rtp, self.constants, sizes
-            )
-            embedding[0] = min(rows, embedding[0], key=lambda time: sum(time.makespan_s) + sum(time.casts_s))
-        head = [self._rotation(rotation, kept="kept" in pieces) for rotation in self._rotations(0, False, True)]
-        self.ends = {"embedding": embedding, "head": head}
+        self.ends = {"embedding": self._embedding(), "head": head}
 
     def _gaps(self, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Returns the seconds of other kernels before each of `count` operations of a block, in the order of forward:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rtp_ext.gpu_rates import LEAST_NVLINK, data_sheet, link_bytes_per_second
+from rtp_ext.gpu_rates import HOP_SECONDS, LEAST_NVLINK, data_sheet, link_bytes_per_second
 from rtp_ext.ring.links.gpu_links import Wiring
 
 __all__ = ["Device", "Link", "device_of", "link_of"]
@@ -48,8 +48,6 @@ _LAUNCH_SECONDS = 4e-6
 # makes layers rotate, never gather: rotation takes less memory.
 _FLOPS_A_CLOCK = 512
 _LEAST_CLOCK, _LEAST_MEMORY = 1.0e9, 300e9  # where the driver reports no clock; the memory of an L4
-
-HOP_SECONDS = 6e-6  # a hop with its synchronization: JAX, collective matmul on 8 H100
 
 
 def device_of(device: torch.device, dtype: torch.dtype) -> Device | None:

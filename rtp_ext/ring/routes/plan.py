@@ -51,6 +51,7 @@ class RoutePlan:
         *,
         route: str,
         halves: bool,
+        group: int | None = None,
         slot_cap: int,
         in_place: bool,
         compute_dtype: torch.dtype,
@@ -64,6 +65,7 @@ class RoutePlan:
         Args:
             route: the route of the weights: `gather` or that of the hops.
             halves: whether gradients travel in two halves, unless they take the direct route.
+            group: shards in a product; None: as of the ring.
             slot_cap: bytes of a slot; 0: no cap.
             late: whether gradients may arrive after the pass.
             ranks, gradient_bytes: of the ring, and of the gradients of all shards in the reduce dtype: whether there is
@@ -74,7 +76,7 @@ class RoutePlan:
         return _native.RotationOptions(
             name=name,
             route=route,
-            group=self.group,
+            group=self.group if group is None else group,
             in_place=in_place,
             compute_dtype=compute_dtype,
             reduce_dtype=reduce_dtype,

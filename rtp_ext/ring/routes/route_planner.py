@@ -1,7 +1,8 @@
-"""Choice of the route of a layer's weights: shard by shard, or gathered whole first.
+"""Choice of the route of a layer's weights, shard by shard or gathered whole first, and of the shards in a product.
 
 Rotation hides hops behind GEMMs, but R small GEMMs take longer than one large one, and every hop has its latency. Where
-a layer is tiny or has few tokens, gathering the whole weight first is faster. The times are those of `rtp_ext.cost`,
+a layer is tiny or has few tokens, gathering the whole weight first is faster; between both are groups, whose shards are
+one operand. The times are those of `rtp_ext.cost`,
 from the shapes, a link rate (modelled too, or measured by `Ring.measure_link`) and a GEMM rate; nothing is timed here.
 """
 
@@ -16,9 +17,11 @@ from typing import Any
 
 import torch
 
+from rtp_ext import _native
 from rtp_ext._native import shard_sizes
 from rtp_ext.cost import Operation, Rates, block_ends, group_sizes, product_seconds
 from rtp_ext.embedding_rows import rows_traffic
+from rtp_ext.gpu_rates import POST_SECONDS
 from rtp_ext.ring.links.gpu_links import Wiring
 from rtp_ext.ring.routes.gpus import Device, Link, device_of, link_of
 from rtp_ext.words import Budget, EmbeddingWay
@@ -27,7 +30,7 @@ __all__ = ["Device", "LayerPlan", "LayerSize", "Link", "RoutePlanner", "decide",
 
 logger = logging.getLogger("rtp_ext")
 
-MARGIN = 0.95  # a layer is gathered if that takes less than this fraction of the rotation's time
+MARGIN = 0.95  # a layer is gathered, or rotates in groups, if that takes less than this fraction of a rotation's time
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,20 @@ class LayerPlan:
         route: `ring`, `direct`, `two-level` or `gather`.
         halves: whether gradients travel in two halves.
         reason: in words.
-        seconds: modelled time of one forward and backward by route; empty without a model.
+        seconds: modelled time of one forward and backward by way (`predict`); empty without a model.
+        group: shards in a product, at most.
     """
 
     route: str
     halves: bool
     reason: str
     seconds: dict[str, float]
+    group: int = 1
+
+    @property
+    def predicted(self) -> float | None:
+        """Modelled seconds of this plan; None without a model."""
+        return self.seconds.get("gather" if self.route == "gather" else way_of(self.group))
 
 
 ROWS_MARGIN = 1 << 20  # bytes that rows have to save: each of their passes is three collectives, one after another
@@ -89,9 +99,6 @@ class TablePlan:
     reason: str
 
 
-_POST_SECONDS = 3e-6  # a hop without its synchronization
-
-
 def gemm_seconds(device: Device, rows: int, columns: int, depth: int, sum_bytes: float = 0) -> float:
     """Returns the time of a product [rows, depth] x [depth, columns], with the last wave of tiles counted whole.
     `sum_bytes`: bytes read and written per number of the result, where memory may be slower than the product."""
@@ -101,41 +108,82 @@ def gemm_seconds(device: Device, rows: int, columns: int, depth: int, sum_bytes:
     return max(device.seconds_per_launch, product_seconds(rates, rows, columns, depth, result_bytes=sum_bytes or None))
 
 
-def predict(ranks: int, tokens: int, layer: LayerSize, link: Link, device: Device) -> dict[str, float]:
-    """Models the seconds of one forward and backward of a layer by `rtp_ext.cost`: `rotate` with one shard a product,
-    and `gather` with all, whose gradients' hops follow its last product. Both kinds of hops share a link.
+def way_of(group: int) -> str:
+    """Returns the name, in `LayerPlan.seconds`, of a rotation with so many shards in a product."""
+    return "rotate" if group == 1 else f"groups of {group}"
 
-    Of R products, each adds to a sum, which it reads and writes: a dgrad in float32 where weights have 16 bits, a wgrad
-    in the dtype in which gradients travel. (The first dgrad does not read its sum, and a cast of the last one reads it
-    and writes 16 bits: together as much.) One product of the whole weight writes its result only.
+
+def group_choices(ranks: int) -> tuple[int, ...]:
+    """Returns the numbers of shards in a product that the planner tries besides 1: a quarter, half and all."""
+    return tuple(sorted({ranks // 4, ranks // 2, ranks} - {0, 1}))
+
+
+def predict(
+    ranks: int, tokens: int, layer: LayerSize, link: Link, device: Device, hop_route: str = "ring"
+) -> dict[str, float]:
+    """Models the seconds of one forward and backward of a layer by `rtp_ext.cost`: `rotate` with one shard a product,
+    `groups of` g (`group_choices`), and `gather` with all, whose gradients' hops follow its last product. Both kinds of
+    hops share a link.
+
+    Of several products, each adds to a sum, which it reads and writes: a dgrad in float32 where weights have 16 bits, a
+    wgrad in the dtype in which gradients travel. (The first dgrad does not read its sum, and a cast of the last one
+    reads it and writes 16 bits: together as much.) One product of the whole weight writes its result only. In groups a
+    wgrad writes the contributions to all gradients of its group, which are then added to what has arrived. The hops of
+    a group wait for each other on route ring; on route direct a latency hides behind the hop before.
     """
     rows, others = max(shard_sizes(layer.outputs, ranks)), ranks - 1
     weight, gradient = (
         rows * layer.inputs * size / link.bytes_per_second for size in (layer.weight_bytes, layer.gradient_bytes)
     )
     hop_g = link.seconds_per_hop + gradient
+    add = 3 * rows * layer.inputs * layer.gradient_bytes / device.memory_bytes_per_second
+    sums = 2 * max(layer.weight_bytes, 4), 2 * layer.gradient_bytes
+    behind = max(POST_SECONDS, weight)  # a hop of several whose latency hides behind the one before
 
-    def seconds(group: int, size: int, hop: float, dgrad_bytes: float, wgrad_bytes: float) -> float:
-        groups = group_sizes(ranks, group)
-        products = (
+    def products(shards: int, dgrad_bytes: float, wgrad_bytes: float) -> tuple[float, float, float]:
+        size = min(layer.outputs, shards * rows)
+        return (
             gemm_seconds(device, tokens, size, layer.inputs),
             gemm_seconds(device, tokens, layer.inputs, size, dgrad_bytes),
+            gemm_seconds(device, size, layer.inputs, tokens, wgrad_bytes),
         )
-        wgrad = gemm_seconds(device, size, layer.inputs, tokens, wgrad_bytes)
-        forward, back = (Operation(0.0, groups, (each,) * len(groups), hop, 0.0) for each in products)
-        if group == ranks:
-            return block_ends([forward], 0)[0] + block_ends([back], 0)[0] + wgrad + others * hop_g
-        chain = dataclasses.replace(back, gradients="chain", wgrads=(wgrad,) * ranks, gradient_hop=hop_g)
-        link_s = others * (link.seconds_per_hop + weight + gradient) + products[1] + wgrad
+
+    def rotated(group: int) -> float:
+        groups, hop = group_sizes(ranks, group), link.seconds_per_hop + weight
+        call = 0.0
+        if group > 1 and hop_route == "direct":
+            call, hop = max(0.0, link.seconds_per_hop - POST_SECONDS), behind
+        alone = len(groups) == 1
+        of = {
+            count: products(
+                count, layer.weight_bytes if alone else sums[0], sums[1] if group == 1 else layer.gradient_bytes
+            )
+            for count in set(groups)
+        }
+        wgrads = tuple(of[count][2] / count + add * (group > 1) for count in groups for _ in range(count))
+        forward, back = (
+            Operation(0.0, groups, tuple(of[count][index] for count in groups), hop, 0.0, call=call) for index in (0, 1)
+        )
+        chain = dataclasses.replace(back, gradients="chain", wgrads=wgrads, gradient_hop=hop_g)
+        link_s = others * (link.seconds_per_hop + weight + gradient) + sum(of[groups[-1]][1:])
         return block_ends([forward], 0)[0] + max(block_ends([chain], 0)[0], link_s)
 
-    sums = 2 * max(layer.weight_bytes, 4), 2 * layer.gradient_bytes
-    behind = max(_POST_SECONDS, weight)  # a hop of several whose latency hides behind the one before
-    whole = seconds(ranks, layer.outputs, behind, layer.weight_bytes, layer.gradient_bytes)
-    return {
-        "rotate": seconds(1, rows, link.seconds_per_hop + weight, *sums),
-        "gather": whole + 2 * link.seconds_per_hop,
-    }
+    forward, dgrad, wgrad = products(ranks, layer.weight_bytes, layer.gradient_bytes)
+    gathered = forward + dgrad + wgrad + others * (2 * behind + hop_g) + 2 * link.seconds_per_hop
+    ways = {way_of(group): rotated(group) for group in (1, *group_choices(ranks))}
+    return {**ways, "gather": gathered}
+
+
+def slots_bytes(ranks: int, layer: LayerSize, group: int) -> int:
+    """Returns the bytes of the slots of a layer whose weights travel in the compute dtype."""
+    facts = _native.OperationFacts("linear", [_native.ParameterFacts((layer.outputs, layer.inputs))], True)
+    held = _native.footprint(
+        [facts],
+        **{"ranks": ranks, "group": group, "in_place": False, "slot_cap": 0},
+        **{"sends_anywhere": True, "receives_anywhere": True, "cast": False},
+        **{"compute_bytes": math.ceil(layer.weight_bytes), "reduce_bytes": layer.gradient_bytes},
+    )
+    return held.weight.peak_bytes + held.gradient.peak_bytes
 
 
 def decide(
@@ -147,24 +195,40 @@ def decide(
     link: Link | None,
     device: Device | None,
     gathers: bool = True,
+    groups: bool = True,
     buffers: Budget | int = "auto",
 ) -> LayerPlan:
     """Returns the plan for a layer with `tokens` local tokens. `hop_route`: the route of the hops of a rotation.
-    `gathers`: whether its weights can be gathered. `buffers`: as in `rtp_ext.Ring`."""
+    `gathers`, `groups`: whether its weights can be gathered, and be several in a product. `buffers`: as in
+    `rtp_ext.Ring`."""
     if hop_route == "two-level":
         return LayerPlan(hop_route, False, "not modelled: two levels have two kinds of links", {})
     if ranks == 1 or link is None or device is None:
         why = "a single rank" if ranks == 1 else "rotation costs nothing more than gathering on a CPU or one device"
         return LayerPlan(hop_route, False, why, {})
-    seconds = predict(ranks, tokens, layer, link, device)
+    seconds = predict(ranks, tokens, layer, link, device, hop_route)
     whole_bytes = layer.outputs * layer.inputs * (layer.weight_bytes + layer.gradient_bytes)
-    fits = buffers == "auto" or (buffers != "lean" and whole_bytes <= buffers)
+
+    def fits(size: float) -> bool:
+        return buffers == "auto" or (buffers != "lean" and size <= buffers)
+
+    if not groups:
+        seconds = {way: time for way, time in seconds.items() if way in ("rotate", "gather")}
     text = ", ".join(f"{name} {time * 1e6:.1f} us" for name, time in seconds.items())
     text += f" for {tokens} tokens over a {link.source} link of {link.bytes_per_second / 1e9:.0f} GB/s"
     if device.assumed:
         text += f", rates {device.source}"
-    if gathers and fits and seconds["gather"] < MARGIN * seconds["rotate"]:
+    ways = {way_of(group): group for group in group_choices(ranks)} if groups else {}
+    found = {way for way, group in ways.items() if fits(slots_bytes(ranks, layer, group))}
+    if gathers and fits(whole_bytes):
+        found.add("gather")
+    best = min(sorted(found), key=lambda way: seconds[way], default="rotate")
+    if seconds[best] >= MARGIN * seconds["rotate"]:
+        best = "rotate"
+    if best == "gather":
         return LayerPlan("gather", False, text, seconds)
+    if best != "rotate":
+        return LayerPlan(hop_route, False, text, seconds, ways[best])
     rows = max(shard_sizes(layer.outputs, ranks))
     hop = link.seconds_per_hop + rows * layer.inputs * layer.gradient_bytes / link.bytes_per_second
     halves = hop > gemm_seconds(device, tokens, layer.inputs, rows, 2 * max(layer.weight_bytes, 4))
@@ -184,7 +248,10 @@ class RoutePlanner:
         model: the model of this rank's GPU, with the origin of its numbers in `model.source`; None on a CPU.
         link: the modelled or measured cost of a hop; None where there is no choice (a CPU, one process, one rank, a
             requested route, two levels).
-        may_gather: whether weights can be gathered whole; not where they travel in fewer bits.
+        may_gather: whether weights can be gathered whole, and several be in a product where none was asked for; not
+            where they travel in fewer bits, nor in groups as asked.
+        may_send: whether rows of embeddings can travel; not where weights travel in fewer bits.
+        group: shards in a product as asked, at most all; None: decided for every layer.
         buffers: as in `rtp_ext.Ring`.
         alike: whether the GPUs of all ranks have the same model. If not, layers rotate.
         plans: the LayerPlan of every linear layer that has been called, by name.
@@ -202,11 +269,14 @@ class RoutePlanner:
         gradient_halves: bool | None,
         *,
         gathers: bool = True,
+        group: int | None = None,
         buffers: Budget | int = "auto",
         wiring: Wiring | None = None,
         embedding: EmbeddingWay = "rotate",
     ) -> None:
-        self.ranks, self.device, self.hop_route, self.may_gather = ranks, device, hop_route, gathers
+        self.ranks, self.device, self.hop_route = ranks, device, hop_route
+        self.group = None if group is None else min(group, ranks)
+        self.may_send, self.may_gather = gathers, gathers and group is None
         self.gathers, self.buffers = route == "gather", buffers
         self.gradient_halves = gradient_halves
         self.model = device_of(device, torch.bfloat16)
@@ -243,9 +313,11 @@ class RoutePlanner:
         known = self.wiring is not None and self.wiring.known and not self.model.assumed
         return self.models and not known
 
-    def plan(self, name: str, tokens: int | None, layer: LayerSize, dtype: torch.dtype) -> LayerPlan:
+    def plan(
+        self, name: str, tokens: int | None, layer: LayerSize, dtype: torch.dtype, *, in_place: bool = False
+    ) -> LayerPlan:
         """Returns the plan of the linear layer `name`: the requested route, else by the model. `tokens`: None before
-        the first forward has counted them."""
+        the first forward has counted them. `in_place`: whether local shards themselves travel, one at a time."""
         if self.gathers:
             plan = LayerPlan("gather", False, "as asked", {})
         elif tokens is None and self.models:
@@ -262,12 +334,18 @@ class RoutePlanner:
                 link=self.link,
                 device=device,
                 gathers=self.may_gather,
+                groups=self.may_gather and not in_place,
                 buffers=self.buffers,
             )
+        if self.group is not None and plan.route != "gather":
+            plan = dataclasses.replace(plan, group=self.group)
         if self.gradient_halves is not None:
-            plan = LayerPlan(plan.route, self.gradient_halves, plan.reason, plan.seconds)
+            plan = dataclasses.replace(plan, halves=self.gradient_halves)
         self.plans[name] = plan
-        logger.debug("%s: route %s, gradients in halves: %s (%s)", name, plan.route, plan.halves, plan.reason)
+        logger.debug(
+            "%s: route %s, %d shards a product, gradients in halves: %s (%s)",
+            *(name, plan.route, plan.group, plan.halves, plan.reason),
+        )
         return plan
 
     def may_send_rows(self, in_model: bool) -> bool:
@@ -287,7 +365,7 @@ class RoutePlanner:
             plan = TablePlan(True, tokens, "as asked")
         elif tokens is None and name in self.tables:  # another kind of call, such as under no_grad, has its plan
             plan = self.tables[name]
-        elif tokens is None or self.ranks == 1 or not self.may_gather:
+        elif tokens is None or self.ranks == 1 or not self.may_send:
             plan = TablePlan(False, tokens, "a single rank, a travel dtype, or an unknown number of tokens")
         else:
             shard = [*table.shape]
