@@ -44,8 +44,8 @@ CE_MUTANTS = {
 # A mistake that only slots of several shards show (route gather)
 GATHER_MUTANTS = {
     "shares flags between the shards of a slot, pull": (
-        "number, push ? hop.receive_shard : hop.send_shard};",
-        "number, 0};",
+        "number, push ? hop.receive_shard : hop.send_shard, hop.second_half};",
+        "number, 0, hop.second_half};",
     ),
 }
 ALSO = {  # the second change of a mutant with two changes
@@ -54,8 +54,8 @@ ALSO = {  # the second change of a mutant with two changes
         "Place there{Channel::weight,",
     ),
     "shares flags between the shards of a slot, pull": (
-        "number, push ? hop.send_shard : hop.receive_shard};",
-        "number, 0};",
+        "number, push ? hop.send_shard : hop.receive_shard, hop.second_half};",
+        "number, 0, hop.second_half};",
     ),
 }
 # Correct protocols in lock-step, which only tests of the overlap detect

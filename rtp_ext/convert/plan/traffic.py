@@ -101,7 +101,7 @@ class RingFacts:
             hop_route=ring.hop_route,
             gathers=ring.gate.gathers,
             hosts=ring.placed.count,
-            gradients=ring.gradients,
+            gradients=GradientRoutes(ring.gradient_route, ring.gradient_travel, wide=ring.gradients.wide),
             travel=ring.options.travel,
             gradient_halves=halves,
             slot_cap=ring.slot_cap,
