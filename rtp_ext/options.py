@@ -125,9 +125,10 @@ class RingOptions:
             where that is fastest by prediction (its weights and gradients are at most what `fully_shard` holds of its
             block); on gradient route direct every contribution arrives in a slot of its own, R - 1 slots of a shard,
             and one addition reads and writes the gradient once; shards are sent ahead (see prefetch) up to the bytes
-            that the largest pass receives, R - 1 shards, each counted as the largest slot. `lean`: nothing; layers rotate, contributions arrive and are
-            added one after the other in one slot, and one shard is ahead, in a slot that the layer before has left. A
-            number: what takes more bytes is as with `lean`; shards are ahead in what groups and contributions leave.
+            that the largest pass receives, R - 1 shards, each counted as the largest slot. `lean`: nothing; layers
+            rotate, contributions arrive and are added one after the other in one slot, and one shard is ahead, in a
+            slot that the layer before has left. A number: what takes more bytes is as with `lean`; shards are ahead in
+            what groups and contributions leave.
         embedding: how ranks get the rows of an embedding. `rotate`: the table travels, and its gradient. `rows`: every
             rank sends its ids to the owners of the table, who answer with rows, and in backward the gradients of these
             rows, by collectives of torch.distributed. `auto`: rows in converted models where they save 1 MiB at least

@@ -66,8 +66,8 @@ class WeightMoves {
     staged_ = true;
     lease_staged(sizes_.staged);
   }
-  // Ends the step at `position`: gives back what no later one uses; the copy of the local shard once all moves are made,
-  // so that they need not wait until the next rank has taken it.
+  // Ends the step at `position`: gives back what no later one uses; the copy of the local shard once all moves are
+  // made, so that they need not wait until the next rank has taken it.
   void end_step(int position) {
     for (size_t content = 0; content < held_.size(); ++content) {
       if (held_[content] && schedule_->contents[content].last_use <= position) drop(content);
@@ -82,8 +82,8 @@ class WeightMoves {
     if (staged_) drop_staged();
   }
 
-  // The number of slots that are ahead of the product at `position`: no product up to it takes what they hold. A copy of
-  // the local shard is ahead only until its pass begins (position >= 0).
+  // The number of slots that are ahead of the product at `position`: no product up to it takes what they hold. A copy
+  // of the local shard is ahead only until its pass begins (position >= 0).
   int ahead_of(int position) const {
     int ahead = staged_ && position < 0 ? 1 : 0;
     for (size_t content = 0; content < held_.size(); ++content) {
@@ -150,8 +150,8 @@ class LookAhead {
   int64_t time() const { return time_; }
 
   // Called before the product at `position` of `current`. `pending`: the passes that are ahead, in order, with their
-  // `weights`. Beyond them, `next(count)` returns the schedule and sizes of the `count`-th pass after `current`, or null
-  // pointers where none is expected, and `open(count)` appends it to `pending`.
+  // `weights`. Beyond them, `next(count)` returns the schedule and sizes of the `count`-th pass after `current`, or
+  // null pointers where none is expected, and `open(count)` appends it to `pending`.
   template <typename Pending, typename Next, typename Open>
   void run(WeightMoves& current, int position, Pending& pending, Next&& next, Open&& open) {
     ++time_;
