@@ -229,7 +229,7 @@ def test_the_look_ahead_in_bytes(route):
 
 GROUPED = (  # routes, groups and bytes that are ahead; of one group, whole layers are
     {"route": "ring", "group": 2},
-    {"route": "direct", "group": 3, "buffers": 4000},
+    {"route": "direct", "group": 3, "buffers": 10000},
     {"route": "direct", "group": 4},
     {"route": "gather", "buffers": 1 << 20},
     {"route": "ring", "buffers": 1000},

@@ -214,7 +214,7 @@ def _ragged(rank, ranks):
             late_gradients=late,
         )
         found.append((transport, bundle, low, in_place, late, counted, _predicted(held)))
-    for steps, ahead in ((2, 0), (3, 0), (3, None), (3, 200)):
+    for steps, ahead in ((2, 0), (3, 0), (3, None), (3, 400)):
         model, rotations = _stack((6, 40, 6, 6, 6))
         buffers = {0: "lean", None: "auto"}.get(ahead, ahead)
         with Ring(transport="c10d", timeout=30.0, late_gradients=2, buffers=buffers) as ring:
