@@ -141,8 +141,9 @@ class LookAhead {
   // A pass begins. `gradient`: bytes of a slot of gradients.
   void meet(const Schedule& schedule, const WeightSizes& sizes, int64_t gradient) {
     const auto contents = static_cast<int64_t>(schedule.contents.size());
-    if (contents > 0) largest_ = std::max(largest_, contents * sizes.slot + sizes.staged);
-    slot_ = std::max({slot_, sizes.slot, sizes.staged});
+    const int64_t slot = std::max(sizes.slot, sizes.staged);
+    if (contents > 0) largest_ = std::max(largest_, (contents + (sizes.staged > 0 ? 1 : 0)) * slot);
+    slot_ = std::max(slot_, slot);
     int64_t others = schedule.options.apart ? static_cast<int64_t>(schedule.gradient_slots.size()) * gradient : 0;
     if (schedule.options.group > 1) others += static_cast<int64_t>(schedule.weight_slots.size()) * sizes.slot;
     others_ = std::max(others_, others);
