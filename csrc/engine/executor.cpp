@@ -205,7 +205,8 @@ std::vector<at::Tensor> Execution::gradient_in() const {
 }
 std::vector<at::Tensor> Execution::gradient_out() const {
   const Buffer out = current_->gradient_out;
-  if (quantizer_ && !out.is_home()) return quantizer_->views(place_of(schedule_, out, current_->owner, current_->owners));
+  if (quantizer_ && !out.is_home())
+    return quantizer_->views(place_of(schedule_, out, current_->owner, current_->owners));
   return views(out, current_->owner, current_->half, current_->owners);
 }
 

@@ -290,8 +290,8 @@ class Walk {
   SlotLedger<int64_t> weights_, gradients_, scratch_;
   std::map<std::pair<Channel, int>, int64_t> small_;  // bytes of a small message from each sender, at most
   LookAhead look_ahead_;
-  std::deque<Ahead> ahead_;                           // the next passes, as far as they are ahead
-  std::deque<std::vector<int64_t>> late_;             // slots of passes whose reductions are late
+  std::deque<Ahead> ahead_;                // the next passes, as far as they are ahead
+  std::deque<std::vector<int64_t>> late_;  // slots of passes whose reductions are late
 };
 
 }  // namespace

@@ -129,8 +129,8 @@ struct StepSize {
   int64_t compute_bytes = 4;  // bytes of an element of a travelling weight
   int64_t reduce_bytes = 4;   // bytes of an element of a travelling gradient
   int64_t slot_cap = kSlotCap;
-  int late = 0;        // number of gradient reductions that may finish after their pass
-  bool prefetch = true;  // whether hops of weights are posted ahead
+  int late = 0;                           // number of gradient reductions that may finish after their pass
+  bool prefetch = true;                   // whether hops of weights are posted ahead
   std::optional<int64_t> look_ahead = 0;  // bytes ahead: see LookAhead; nothing: what the largest pass receives
   Route route = Route::ring;
   int group = 1;  // shards in a product, at most, of operations that take groups

@@ -66,8 +66,8 @@ class WeightMoves {
     staged_ = true;
     lease_staged(sizes_.staged);
   }
-  // Ends the step at `position`: gives back what no later one uses; the copy of the local shard once all moves are made,
-  // so that they need not wait until the next rank has taken it.
+  // Ends the step at `position`: gives back what no later one uses; the copy of the local shard once all moves are
+  // made, so that they need not wait until the next rank has taken it.
   void end_step(int position) {
     for (size_t content = 0; content < held_.size(); ++content) {
       if (held_[content] && schedule_->contents[content].last_use <= position) drop(content);
@@ -82,8 +82,8 @@ class WeightMoves {
     if (staged_) drop_staged();
   }
 
-  // The number of slots that are ahead of the product at `position`: no product up to it takes what they hold. A copy of
-  // the local shard is ahead only until its pass begins (position >= 0).
+  // The number of slots that are ahead of the product at `position`: no product up to it takes what they hold. A copy
+  // of the local shard is ahead only until its pass begins (position >= 0).
   int ahead_of(int position) const {
     int ahead = staged_ && position < 0 ? 1 : 0;
     for (size_t content = 0; content < held_.size(); ++content) {
@@ -141,8 +141,9 @@ class LookAhead {
   // A pass begins. `gradient`: bytes of a slot of gradients.
   void meet(const Schedule& schedule, const WeightSizes& sizes, int64_t gradient) {
     const auto contents = static_cast<int64_t>(schedule.contents.size());
-    if (contents > 0) largest_ = std::max(largest_, contents * sizes.slot + sizes.staged);
-    slot_ = std::max({slot_, sizes.slot, sizes.staged});
+    const int64_t slot = std::max(sizes.slot, sizes.staged);
+    if (contents > 0) largest_ = std::max(largest_, (contents + (sizes.staged > 0 ? 1 : 0)) * slot);
+    slot_ = std::max(slot_, slot);
     int64_t others = schedule.options.apart ? static_cast<int64_t>(schedule.gradient_slots.size()) * gradient : 0;
     if (schedule.options.group > 1) others += static_cast<int64_t>(schedule.weight_slots.size()) * sizes.slot;
     others_ = std::max(others_, others);
@@ -150,8 +151,8 @@ class LookAhead {
   int64_t time() const { return time_; }
 
   // Called before the product at `position` of `current`. `pending`: the passes that are ahead, in order, with their
-  // `weights`. Beyond them, `next(count)` returns the schedule and sizes of the `count`-th pass after `current`, or null
-  // pointers where none is expected, and `open(count)` appends it to `pending`.
+  // `weights`. Beyond them, `next(count)` returns the schedule and sizes of the `count`-th pass after `current`, or
+  // null pointers where none is expected, and `open(count)` appends it to `pending`.
   template <typename Pending, typename Next, typename Open>
   void run(WeightMoves& current, int position, Pending& pending, Next&& next, Open&& open) {
     ++time_;

@@ -208,7 +208,9 @@ def _compare(cases, what, rank, make, rings, dtype=torch.float32, **options):
 
 @on_ranks(few([3], [2, 3]))
 def test_one_ring(rank, cases):
-    _compare(cases, "float32", rank, functools.partial(rtp_ext.Ring, timeout=60.0, transport="tcp"), [PLAIN, LEAN, AHEAD, {}])
+    _compare(
+        cases, "float32", rank, functools.partial(rtp_ext.Ring, timeout=60.0, transport="tcp"), [PLAIN, LEAN, AHEAD, {}]
+    )
     ring = functools.partial(rtp_ext.Ring, timeout=60.0, transport="shm", travel="int8", slot_cap=200)
     _compare(cases, "int8", rank, ring, [PLAIN, LEAN, AHEAD, {}], bundle="recompute")
 

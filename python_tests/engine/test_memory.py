@@ -76,7 +76,9 @@ def a_quarter_of_the_parameters_and_the_documented_slots():
     # two weight and two gradient slots, each for the largest shard: here the vocabulary head's
     largest = max(VOCABULARY * HIDDEN, 3 * HIDDEN * INNER) * FLOAT // RANKS
     assert 4 * largest <= rtp.slots <= 4 * largest * 1.01
-    assert memory_of("rtp-fused").slots <= (4 + RANKS) * largest, "and what the largest pass receives, in slots of many sizes"
+    assert memory_of("rtp-fused").slots <= (4 + RANKS) * largest, (
+        "and what the largest pass receives, in slots of many sizes"
+    )
 
 
 def peak_below_fully_shard_by_two_blocks():

@@ -81,8 +81,8 @@ class Layers:
             self.backward(step)
             for layer in range(LAYERS):
                 self.write(layer, 0.9)
-        # From the second step on, every layer but the first. Layer 2 is sent again in step 2, within its own pass, and so
-        # are those that had been sent behind it.
+        # From the second step on, every layer but the first. Layer 2 is sent again in step 2, within its own pass, and
+        # so are those that had been sent behind it.
         hops, every = self.ranks - 1, (STEPS - 1) * (2 * LAYERS - 1)
         now = self.executor.prefetched()
         assert now[1] - used == hops * (every - 1) and (now[0] - sent) - (now[1] - used) > hops

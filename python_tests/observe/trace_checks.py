@@ -31,8 +31,8 @@ def steps_of(trace: Trace, number: int) -> list[TraceEvent]:
 
 def check_trace(trace: Trace, tolerance: float = ROUNDING, *, ahead: bool = False) -> None:
     """Every step of every pass appears once, the steps of a lane run in order without overlap, and no step starts
-    before its dependencies have ended. `tolerance`: seconds, of the clock. `ahead`: shards that are ahead arrive in slots
-    of their own, from several ranks at once."""
+    before its dependencies have ended. `tolerance`: seconds, of the clock. `ahead`: shards that are ahead arrive in
+    slots of their own, from several ranks at once."""
     for each in trace.passes:
         where = f"rank {trace.rank}, pass {each.number}, {each.operation}"
         schedule = make_schedule(trace.ranks, trace.rank, **each.options)

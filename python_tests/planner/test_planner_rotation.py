@@ -214,7 +214,7 @@ def _ragged(rank, ranks):
             late_gradients=late,
         )
         found.append((transport, bundle, low, in_place, late, counted, _predicted(held)))
-    for steps, ahead in ((2, 0), (3, 0), (3, None), (3, 200)):
+    for steps, ahead in ((2, 0), (3, 0), (3, None), (3, 400)):
         model, rotations = _stack((6, 40, 6, 6, 6))
         buffers = {0: "lean", None: "auto"}.get(ahead, ahead)
         with Ring(transport="c10d", timeout=30.0, late_gradients=2, buffers=buffers) as ring:
@@ -234,7 +234,8 @@ def test_slots_and_states_of_ragged_shards_on_real_rings():
     assert told[0][0][5] != told[2][0][5], "control: the last rank holds less"
     in_time, late = (cases[5][1] for cases in (told[0][0], told[0][3]))
     assert late > in_time, "control: a gradient that lands late has slots of its own"
-    assert len({cases[2] for cases in told[0][-3:]}) == 3, "control: so do shards that are ahead"
+    lean, ahead, one = (cases[2] for cases in told[0][-3:])
+    assert lean == one != ahead, "control: so do shards that are ahead"
 
 
 def test_rotations_of_a_stage_in_the_estimate():
