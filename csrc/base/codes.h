@@ -103,14 +103,16 @@ RTP_RULE int64_t swizzled_place(int64_t row, int64_t column, int64_t columns) {
   return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
 }
 
-// Where a scale lies: with strides, or swizzled.
+// Where the scale of a block lies: with strides, or swizzled, perhaps as that of the transposed matrix of blocks.
 struct ScalePlaces {
   int64_t row_stride, column_stride;
   int64_t swizzled_columns;  // 0: strides
+  bool transposed;
 };
 RTP_RULE int64_t scale_place(const ScalePlaces& places, int64_t row, int64_t column) {
-  return places.swizzled_columns > 0 ? swizzled_place(row, column, places.swizzled_columns)
-                                     : row * places.row_stride + column * places.column_stride;
+  if (places.swizzled_columns == 0) return row * places.row_stride + column * places.column_stride;
+  return places.transposed ? swizzled_place(column, row, places.swizzled_columns)
+                           : swizzled_place(row, column, places.swizzled_columns);
 }
 
 }  // namespace rtp

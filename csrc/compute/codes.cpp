@@ -201,14 +201,16 @@ void quantize_codes(const at::Tensor& codes, const at::Tensor& scales, const at:
   const at::ScalarType type = has_exponents(rule) ? at::kFloat8_e8m0fnu : at::kFloat;
   RTP_CHECK_TYPE(scales.scalar_type() == type, "expected ", type, " scales, got ", scales.scalar_type());
   const bool swizzled = has_exponents(rule) && scales.dim() == 1;
-  const int64_t room = swizzled_bytes(amax.size(0), amax.size(1));
+  const bool columns = block.columns == 1 && block.rows > 1;  // blocks that a product sums over rows
+  const int64_t high = amax.size(columns ? 1 : 0), wide = amax.size(columns ? 0 : 1);
+  const int64_t room = swizzled_bytes(high, wide);
   RTP_CHECK_VALUE((swizzled ? scales.is_contiguous() && scales.numel() == room : scales.sizes() == amax.sizes()) &&
                       scales.device() == values.device(),
                   "expected scales of shape ", amax.sizes(), ", or [", room, "] for swizzled exponents, on ",
                   values.device().str(), ", got ", scales.sizes(), " on ", scales.device().str());
   if (values.numel() == 0) return;
   const ScalePlaces places =
-      swizzled ? ScalePlaces{0, 0, amax.size(1)} : ScalePlaces{scales.stride(0), scales.stride(1), 0};
+      swizzled ? ScalePlaces{0, 0, wide, columns} : ScalePlaces{scales.stride(0), scales.stride(1), 0, false};
   const CodesParameters parameters{matrix,
                                    e4m3 ? CodeFormat::e4m3 : CodeFormat::e5m2,
                                    rule,

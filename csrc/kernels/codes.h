@@ -1,5 +1,5 @@
 // Codes and scales of 8-bit floating-point operands: see base/codes.h. Raw pointers only. The results are bitwise equal
-// to those of compute/codes.cpp on a CPU; the build therefore does not contract products and sums (CMakeLists.txt).
+// to those of compute/codes.cpp on a CPU: no product is an operand of a sum.
 #pragma once
 
 #include <cstdint>

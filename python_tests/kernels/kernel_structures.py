@@ -111,6 +111,7 @@ class Codes(Structure):
         ("matrix", CodeMatrix), ("format", c_int32), ("rule", c_int32), ("codes", c_void_p),
         ("row_stride", c_int64), ("column_stride", c_int64), ("scales", c_void_p),
         ("scale_row_stride", c_int64), ("scale_column_stride", c_int64), ("swizzled_columns", c_int64),
+        ("transposed", c_uint8),
     ]  # fmt: skip
 
 

@@ -320,13 +320,15 @@ class Ptx:
     ) -> tuple[np.ndarray, np.ndarray]:
         rows, columns = array.shape
         size = 1 if rule.startswith("e8m0") else 4
-        count = -(-amax.shape[0] // 128) * -(-amax.shape[1] // 4) * 512 if swizzle else amax.size * size
+        along_rows = block[1] == 1 and block[0] > 1
+        high, wide = amax.shape[::-1] if along_rows else amax.shape
+        count = -(-high // 128) * -(-wide // 4) * 512 if swizzle else amax.size * size
         codes = self._bytes(rows * columns)
         scales = self._bytes(count, np.zeros(count, np.uint8) if swizzle else None)
         matrix = self._code_matrix(array, block, self._bytes(4 * amax.size, np.ascontiguousarray(amax).reshape(-1)))
         strides = (1, rows) if transposed else (columns, 1)
         # Scales that are not swizzled lie in the order of columns.
-        places = (0, 0, amax.shape[1]) if swizzle else (1, amax.shape[0], 0)
+        places = (0, 0, wide, along_rows) if swizzle else (1, amax.shape[0], 0, False)
         self.launch(
             "quantize_codes",
             Codes(

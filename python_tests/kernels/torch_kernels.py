@@ -137,7 +137,8 @@ class Torch:
         codes = codes.view({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[format])
         taken = codes.t() if transposed else codes
         exponents = rule.startswith("e8m0")
-        room = [kernels.swizzled_bytes(*amax.shape)] if swizzle else amax.shape[::-1]
+        high, wide = amax.shape[::-1] if block[1] == 1 < block[0] else amax.shape
+        room = [kernels.swizzled_bytes(high, wide)] if swizzle else amax.shape[::-1]
         dtype = torch.uint8 if exponents else torch.float32
         scales = torch.full(room, 7, dtype=dtype, device=self.device)
         scales = scales if swizzle else scales.t()
