@@ -64,7 +64,7 @@ def scales_of(amax: np.ndarray, format: str, rule: str) -> tuple[np.ndarray, np.
         else:
             fraction, exponent = np.frexp((amax / np.float32(largest)).astype(np.float64))
             exponent = np.where(fraction == 0.5, exponent - 1, exponent) + 127
-            exponent = np.where(wide == 0, 0, np.maximum(exponent, 0))
+            exponent = np.where(fraction == 0, 0, np.maximum(exponent, 0))
             used = exponent = np.where(np.isinf(amax), 254, exponent)
         factor = np.where((rule == "e8m0_ceil") & (exponent == 0), 1.0, np.ldexp(1.0, 127 - used))
         factor = np.where(np.isnan(amax), np.nan, factor).astype(np.float32)

@@ -38,7 +38,7 @@ def reference_factors(plane: Plane, largest: Tensor) -> tuple[Tensor, Tensor]:
     else:
         fraction, exponent = torch.frexp((largest / most).double())
         exponent = torch.where(fraction == 0.5, exponent - 1, exponent) + 127
-        exponent = torch.where(largest == 0, 0, exponent.clamp(min=0))
+        exponent = torch.where(fraction == 0, 0, exponent.clamp(min=0))
         exponent = torch.where(largest.isinf(), 254, exponent)
         factor = torch.exp2((127 - exponent).double())
         factor = torch.where(exponent == 0, 1.0, factor)
