@@ -14,11 +14,11 @@ enum class CodeFormat : int32_t { e4m3, e5m2 };
 // A number x of a block with the largest magnitude m becomes the code of x * f, saturated and rounded to the nearest,
 // ties to even; the product takes the scale, about 1 / f. M is the largest number of the format.
 //
-// linear: f = M / max(m, 1e-12) in float32, scale 1 / f. power_of_two: the largest power of two that is at most this f.
-// With either, a block with an infinity or a NaN has the scale NaN, and all its codes are NaN.
-// e8m0_floor: the scale is 2^(floor(log2 m) - floor(log2 M)), a byte with the exponent + 127; f is its inverse, at most
-// 2^126. e8m0_ceil: the least power of two that is at least m / M; f is its inverse, and 1 where the byte is 0. With
-// either, infinities saturate, and a block with a NaN has the byte 255, and all its codes are NaN.
+// linear: f = M / max(m, 1e-12) in float32, scale 1 / f. power_of_two: the largest power of two that is at most this f
+// (see power_of_two_below). With either, a block with an infinity or a NaN has the scale NaN, and all its codes are
+// NaN. e8m0_floor: the scale is 2^(floor(log2 m) - floor(log2 M)), a byte with the exponent + 127; f is its inverse, at
+// most 2^126. e8m0_ceil: the least power of two that is at least m / M; f is its inverse, and 1 where the byte is 0.
+// With either, infinities saturate, and a block with a NaN has the byte 255, and all its codes are NaN.
 enum class ScaleRule : int32_t { linear, power_of_two, e8m0_floor, e8m0_ceil };
 
 struct CodeShape {
@@ -57,12 +57,23 @@ struct BlockScale {
   uint8_t exponent;  // of the scale, for the rules that have exponents
 };
 
+// Returns 2^floor(log2 x) of a normal number, with the logarithm rounded to float32: a number that is so little below a
+// power of two that its logarithm rounds to a whole number becomes that power, as torchao's does.
+RTP_RULE float power_of_two_below(float x) {
+  const uint32_t bits = bits_of(x);
+  const int32_t above = static_cast<int32_t>(bits >> 23) - 126;  // the exponent of the next power of two
+  const int32_t size = above > 0 ? above - 1 : -above;
+  const uint32_t steps = size >= 64 ? 44 : size >= 32 ? 22 : size >= 16 ? 11 : size >= 8 ? 5 : size >= 4 ? 2 : size / 2;
+  const bool rounded = 0x800000u - (bits & 0x7fffffu) <= steps;
+  return float_of((bits & kInfinityBits) + (rounded ? 0x800000u : 0));
+}
+
 RTP_RULE BlockScale float_scale(float largest, float amax, bool power_of_two) {
   static_assert(static_cast<double>(1e-12f) < 1e-12, "a float32 above 1e-12f is above 1e-12");
   if (!(amax < float_of(kInfinityBits))) return {float_of(kNanBits), float_of(kNanBits), 0};
   // One rounding of the exact quotient, as of a quotient in float64 that is then rounded to float32.
   float factor = amax > 1e-12f ? largest / amax : static_cast<float>(static_cast<double>(largest) / 1e-12);
-  if (power_of_two) factor = float_of(bits_of(factor) & kInfinityBits);
+  if (power_of_two) factor = power_of_two_below(factor);
   return {factor, 1.0f / factor, 0};
 }
 

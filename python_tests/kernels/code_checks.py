@@ -54,7 +54,7 @@ def scales_of(amax: np.ndarray, format: str, rule: str) -> tuple[np.ndarray, np.
         if rule in ("linear", "power_of_two"):
             factor = (largest / np.maximum(wide, 1e-12)).astype(np.float32)
             if rule == "power_of_two":
-                factor = np.ldexp(np.float32(0.5), np.frexp(factor)[1]).astype(np.float32)
+                factor = np.exp2(np.floor(np.log2(factor.astype(np.float64)).astype(np.float32)))
             factor = np.where(np.isfinite(amax), factor, np.float32(np.nan))
             return factor, np.float32(1) / factor
         if rule == "e8m0_floor":

@@ -1,4 +1,4 @@
-"""Recipes of products in 8 bits: codes and scales bitwise as plain torch's and torchao's, shards as the whole weight."""
+"""Recipes of products in 8 bits: codes and scales bitwise as plain torch and torchao, shards as the whole weight."""
 
 from dataclasses import replace
 
@@ -82,6 +82,19 @@ def test_codes_and_scales_are_those_of_plain_torch(instructions):
         assert controls >= 3 * len(PLANES), "control: scales of the neighbor"
     finally:
         kernels.set_instruction_set(before)
+
+
+def test_powers_of_two_are_those_of_a_logarithm_in_float32():
+    """As torchao's: a factor whose logarithm rounds up to a whole number becomes the power of two above it."""
+    powers = torch.arange(-60, 49).view(-1, 1)
+    factors = torch.exp2(powers.double()) * (1 - 2.0**-24 * torch.arange(50))
+    factors = factors[factors <= 448e12].view(-1, 1)
+    largest = (448 / factors).float()
+    scales = quantize(Plane((1, None), "power_of_two"), largest).scales
+    given = (448 / largest.double()).float()
+    assert torch.equal(1 / scales, torch.exp2(torch.floor(torch.log2(given))))
+    exact = torch.exp2(torch.frexp(given).exponent.float() - 1)
+    assert not torch.equal(1 / scales, exact) and (1 / scales <= 2 * exact).all(), "control"
 
 
 def test_scales_in_the_layout_of_a_gpu():
@@ -207,7 +220,7 @@ def test_bytes_and_refusals():
         else:
             assert refused == [None] * 3
             assert chosen.refusal(200, 384, gpu=True) == "float8_rowwise needs outputs in multiples of 16, got 200"
-    with pytest.raises(ValueError, match="recipe: expected one of float8_tensorwise, .*, got 'fp8'"):
+    with pytest.raises(ValueError, match=r"recipe: expected one of float8_tensorwise, .*, got 'fp8'"):
         recipe("fp8")
 
 

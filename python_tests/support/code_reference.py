@@ -28,7 +28,7 @@ def reference_factors(plane: Plane, largest: Tensor) -> tuple[Tensor, Tensor]:
     if not plane.exponents:
         factor = (most / largest.double().clamp(min=1e-12)).float()
         if plane.rule == "power_of_two":
-            factor = torch.exp2((torch.frexp(factor).exponent - 1).float())
+            factor = torch.exp2(factor.log2().floor())
         factor = torch.where(largest.isfinite(), factor, torch.nan)
         return factor, 1 / factor
     if plane.rule == "e8m0_floor":
