@@ -131,7 +131,8 @@ def quantize(plane: Plane, values: Tensor, largest: Tensor | None = None, *, gpu
         multiple of four, those of 1 x 128 in the order of columns.
     """
     _check(values)
-    out = empty(plane, *values.shape, device=values.device, gpu=gpu)
+    rows, columns = values.shape
+    out = empty(plane, rows, columns, values.device, gpu=gpu)
     quantize_into(out, values, largest)
     return out
 
