@@ -5,24 +5,11 @@
 #include <c10/util/Half.h>
 
 #include <cstdint>
-#include <cstring>
 
+#include "base/bits.h"
 #include "compute/vectorised.h"
 
 namespace rtp {
-
-inline constexpr uint32_t kMagnitudeBits = 0x7fffffff, kInfinityBits = 0x7f800000;
-
-RTP_INLINE uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-RTP_INLINE float float_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
 
 RTP_INLINE float to_float(float x) { return x; }
 RTP_INLINE float to_float(double x) { return static_cast<float>(x); }

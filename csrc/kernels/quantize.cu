@@ -1,3 +1,4 @@
+#include "base/bits.h"
 #include "base/quantized.h"
 #include "kernels/common/windows.cuh"
 #include "kernels/quantize.h"
@@ -6,20 +7,7 @@ namespace rtp {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
 constexpr float kToInteger = 12582912.0f;  // adding it to a float below 2^22 leaves the nearest integer in the low bits
-
-__device__ uint32_t bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
-__device__ float float_of(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, sizeof(x));
-  return x;
-}
 
 __device__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
@@ -45,15 +33,14 @@ __global__ void quantize(QuantizeParameters parameters) {
     load_floats<kWidth>(values, from, first, parameters.numbers);
     uint32_t most = 0;
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) most = larger(most, bits_of(values[i]) & kMagnitude);
+    for (int i = 0; i < kWidth; ++i) most = larger(most, bits_of(values[i]) & kMagnitudeBits);
     for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) most = larger(most, __shfl_xor_sync(kAllLanes, most, lanes));
     if (first >= parameters.numbers) return;
     const float largest = float_of(most);
     const bool zero = largest < kQuantizeLeast;
-    const bool finite = most < kInfinity;
+    const bool finite = most < kInfinityBits;
     if (first % kQuantizeBlock == 0) {
-      parameters.scales[first / kQuantizeBlock] =
-          finite ? (zero ? 0.0f : largest / 127.0f) : float_of(kInfinity | 0x400000);
+      parameters.scales[first / kQuantizeBlock] = finite ? (zero ? 0.0f : largest / 127.0f) : float_of(kNanBits);
     }
     const float inverse = finite && !zero ? 127.0f / largest : 0.0f;
     int8_t rounded[kWidth];

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+from code_checks import CODE_CHECKS
 from kernel_arrays import BYTES, ELEMENTS, ROUNDING, Array, assert_close, assert_refused, decode, encode, place, rounded
 from quantize_checks import QUANTISE_CHECKS
 
@@ -283,6 +284,7 @@ CHECKS: dict[str, Callable] = {
     "add_rows": check_scatter,
     "pack": check_pack,
     **QUANTISE_CHECKS,
+    **CODE_CHECKS,
 }
 
 

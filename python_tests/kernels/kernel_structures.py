@@ -99,9 +99,25 @@ class AddConverted(Structure):
     _fields_ = [("type", c_int32), ("numbers", c_int64), ("addends", Addends), ("sum", c_void_p)]
 
 
+class CodeMatrix(Structure):
+    _fields_ = [
+        ("type", c_int32), ("rows", c_int64), ("columns", c_int64), ("values", c_void_p), ("stride", c_int64),
+        ("block_rows", c_int64), ("block_columns", c_int64), ("amax", c_void_p),
+    ]  # fmt: skip
+
+
+class Codes(Structure):
+    _fields_ = [
+        ("matrix", CodeMatrix), ("format", c_int32), ("rule", c_int32), ("codes", c_void_p),
+        ("row_stride", c_int64), ("column_stride", c_int64), ("scales", c_void_p),
+        ("scale_row_stride", c_int64), ("scale_column_stride", c_int64), ("swizzled_columns", c_int64),
+        ("transposed", c_uint8),
+    ]  # fmt: skip
+
+
 STRUCTURES = (
     *(HiddenForward, HiddenBackward, LogitSums, LogitGradient, EmbeddingGather, EmbeddingScatter, PackEntry),
-    *(Quantize, Dequantize, AddConverted, DequantizeBlocks),
+    *(Quantize, Dequantize, AddConverted, DequantizeBlocks, CodeMatrix, Codes),
 )
 
 

@@ -111,6 +111,27 @@ PLANTED = {
         "dequantize_blocks",
         WRONG,
     ),
+    "a scale of the first column's block": Planted(
+        "codes.cu",
+        "m.amax[band * across + block]",
+        "m.amax[band * across]",
+        "quantize_codes",
+        WRONG,
+    ),
+    "codes of a tile that others still read": Planted(
+        "codes.cu",
+        "__syncthreads();  // before the next tile is written",
+        "",
+        "quantize_codes",
+        "with no barrier between",
+    ),
+    "a largest magnitude without an atomic operation": Planted(
+        "codes.cu",
+        "if (lane == 0) atomicMax(amax + part.band * across + part.block, most);",
+        "if (lane == 0) amax[part.band * across + part.block] = most;",
+        "block_amax",
+        "with no barrier between|write to one place|" + WRONG,
+    ),
     "a stride of a block in place of the grid": Planted(
         "pack.cu",
         "tile += gridDim.x",

@@ -9,10 +9,13 @@ from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint,
 from pathlib import Path
 
 import numpy as np
+from code_checks import FORMATS, RULES, bytes_room
 from kernel_arrays import BYTES, CANARY, ELEMENTS, POISON, Array, decode, encode
 from kernel_structures import (
     AddConverted,
     Addends,
+    CodeMatrix,
+    Codes,
     Dequantize,
     DequantizeBlocks,
     EmbeddingGather,
@@ -284,3 +287,57 @@ class Ptx:
         addends = Addends.at(*(source.address for source in sources))
         self.launch("add_converted", AddConverted(kind, total.shape[1], addends, target.address))
         return target.read()
+
+    def _bytes(self, count: int, values: np.ndarray | None = None) -> Memory:
+        """Room for so many bytes, or with those of an array."""
+        room = self.memory(bytes_room(self.rng, count))
+        if values is not None:
+            room.put(values.view(np.uint32))
+        return room
+
+    def _taken(self, room: Memory, count: int) -> np.ndarray:
+        """The first bytes of a room; those behind them must be as they were."""
+        assert (room.bytes[~room.mine] == CANARY).all(), "bytes around an array were written"
+        found = np.ascontiguousarray(room.cells).reshape(-1).view(np.uint8)
+        assert (found[count:] == POISON).all(), "bytes behind an array were written"
+        return found[:count].copy()
+
+    def _code_matrix(self, array: Array, block: tuple[int, int], amax: Memory) -> CodeMatrix:
+        source = self.memory(array)
+        self._kept = source, amax
+        return CodeMatrix(
+            ELEMENTS.index(array.element), *array.shape, source.address, array.stride, *block, amax.address
+        )
+
+    def block_amax(self, array: Array, block: tuple[int, int]) -> np.ndarray:
+        shape = [-(-size // step) for size, step in zip(array.shape, block, strict=True)]
+        room = self._bytes(4 * shape[0] * shape[1], np.zeros(shape[0] * shape[1], np.float32))
+        self.launch("block_amax", self._code_matrix(array, block, room))
+        return self._taken(room, 4 * shape[0] * shape[1]).view(np.float32).reshape(shape)
+
+    def quantize_codes(
+        self, array: Array, amax: np.ndarray, block, format: str, rule: str, transposed: bool, swizzle: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        rows, columns = array.shape
+        size = 1 if rule.startswith("e8m0") else 4
+        along_rows = block[1] == 1 and block[0] > 1
+        high, wide = amax.shape[::-1] if along_rows else amax.shape
+        count = -(-high // 128) * -(-wide // 4) * 512 if swizzle else amax.size * size
+        codes = self._bytes(rows * columns)
+        scales = self._bytes(count, np.zeros(count, np.uint8) if swizzle else None)
+        matrix = self._code_matrix(array, block, self._bytes(4 * amax.size, np.ascontiguousarray(amax).reshape(-1)))
+        strides = (1, rows) if transposed else (columns, 1)
+        # Scales that are not swizzled lie in the order of columns.
+        places = (0, 0, wide, along_rows) if swizzle else (1, amax.shape[0], 0, False)
+        self.launch(
+            "quantize_codes",
+            Codes(
+                matrix, [*FORMATS].index(format), RULES.index(rule), codes.address, *strides, scales.address, *places
+            ),
+        )
+        found = self._taken(codes, rows * columns)
+        codes_found = found.reshape(columns, rows).T if transposed else found.reshape(rows, columns)
+        given = self._taken(scales, count)
+        if swizzle:
+            return codes_found, given
+        return codes_found, given.view(np.uint8 if size == 1 else np.float32).reshape(amax.shape[::-1]).T

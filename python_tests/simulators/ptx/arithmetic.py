@@ -85,6 +85,12 @@ def _extreme(a: np.ndarray, b: np.ndarray, larger: bool) -> np.ndarray:
     return np.where(both_zero, np.where(zero, a.dtype.type(-0.0), a.dtype.type(0.0)), chosen)
 
 
+def whole_quotient(a: np.ndarray, b: np.ndarray, remainder: bool) -> np.ndarray:
+    """Returns a / b of integers, rounded towards zero, or what remains of a."""
+    left = np.fmod(a, b)
+    return left if remainder else (a - left) // b
+
+
 def shift(a: np.ndarray, by: np.ndarray, left: bool) -> np.ndarray:
     bits = a.dtype.itemsize * 8
     by = np.broadcast_to(by, a.shape)

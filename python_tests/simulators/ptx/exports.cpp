@@ -3,6 +3,7 @@
 
 #include "kernels/activation.h"
 #include "kernels/blocks.h"
+#include "kernels/codes.h"
 #include "kernels/embedding.h"
 #include "kernels/logits.h"
 #include "kernels/pack.h"
@@ -31,6 +32,8 @@ int dequantize(const rtp::DequantizeParameters* given) { return rtp::launch_dequ
 int dequantize_blocks(const rtp::DequantizeBlocksParameters* given) {
   return rtp::launch_dequantize_blocks(*given, nullptr);
 }
+int block_amax(const rtp::CodeMatrix* matrix) { return rtp::launch_block_amax(*matrix, nullptr); }
+int quantize_codes(const rtp::CodesParameters* given) { return rtp::launch_quantize_codes(*given, nullptr); }
 int add_converted(const rtp::AddConvertedParameters* given) { return rtp::launch_add_converted(*given, nullptr); }
 
 // Sizes of the structures above, in order, to verify Python's mirrors of them.
@@ -45,7 +48,9 @@ int structure_bytes(int which) {
                           sizeof(rtp::QuantizeParameters),
                           sizeof(rtp::DequantizeParameters),
                           sizeof(rtp::AddConvertedParameters),
-                          sizeof(rtp::DequantizeBlocksParameters)};
+                          sizeof(rtp::DequantizeBlocksParameters),
+                          sizeof(rtp::CodeMatrix),
+                          sizeof(rtp::CodesParameters)};
   return static_cast<int>(bytes[which]);
 }
 

@@ -25,6 +25,7 @@ from ptx.arithmetic import (
     narrow,
     pairs,
     shift,
+    whole_quotient,
     widen,
 )
 from ptx.memory import Buffer, Fault, Space
@@ -247,6 +248,10 @@ class Machine:
             return read(0, kind) * read(1, kind)
         if word == "div" and words[0] == "rn":
             return read(0, kind) / read(1, kind)
+        if word == "rcp" and words[0] == "rn":
+            return np.divide(DTYPES[kind].type(1), read(0, kind))
+        if word in ("div", "rem") and kind[0] in "us":
+            return whole_quotient(read(0, kind), read(1, kind), word == "rem")
         if word in APPROXIMATE and words[0] == "approx" and kind == "f32":
             values = [read(i, kind) for i in range(len(given))]
             ftz = "ftz" in words
@@ -293,6 +298,8 @@ class Machine:
                 value = before.view(dtype)
                 if "cas" in rules:
                     return (mine[1] if value == mine[0] else value).view(np.uint8)
+                if "max" in rules:
+                    return np.maximum(value, mine[0]).view(np.uint8)
                 if "add" not in rules:
                     raise NotImplementedError(f"{self.kernel.name}: atomic {rules} has no emulation")
                 if kind.endswith("x2"):

@@ -1,0 +1,73 @@
+"""Products in 8 bits with plain torch: codes and scales of a matrix, and what they are numbers for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rtp_ext.recipes import Codes, Plane
+
+
+def expanded(blocks: Tensor, plane: Plane, rows: int, columns: int) -> Tensor:
+    """Gives every number of a matrix what its block has."""
+    high, wide = plane.block_of(rows, columns)
+    return blocks.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
+
+
+def reference_amax(plane: Plane, values: Tensor) -> Tensor:
+    (rows, columns), (high, wide) = values.shape, plane.block_of(*values.shape)
+    down, across = plane.scale_shape(rows, columns)
+    padded = functional.pad(values.float(), (0, across * wide - columns, 0, down * high - rows))
+    return padded.view(down, high, across, wide).abs().amax((1, 3))
+
+
+def reference_factors(plane: Plane, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what the numbers of each block are multiplied by, and the scales."""
+    most = torch.finfo(plane.dtype).max
+    if not plane.exponents:
+        factor = (most / largest.double().clamp(min=1e-12)).float()
+        if plane.rule == "power_of_two":
+            factor = torch.exp2(factor.log2().floor())
+        factor = torch.where(largest.isfinite(), factor, torch.nan)
+        return factor, 1 / factor
+    if plane.rule == "e8m0_floor":
+        exponent = (largest.view(torch.int32) >> 23) - {448: 8, 57344: 15}[most]
+        exponent = exponent.clamp(min=0)
+        factor = torch.exp2((127 - exponent.clamp(min=1)).double())
+    else:
+        fraction, exponent = torch.frexp((largest / most).double())
+        exponent = torch.where(fraction == 0.5, exponent - 1, exponent) + 127
+        exponent = torch.where(fraction == 0, 0, exponent.clamp(min=0))
+        exponent = torch.where(largest.isinf(), 254, exponent)
+        factor = torch.exp2((127 - exponent).double())
+        factor = torch.where(exponent == 0, 1.0, factor)
+    exponent = torch.where(largest.isnan(), 255, exponent)
+    factor = torch.where(largest.isnan(), torch.nan, factor).float()
+    return factor, exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def reference_codes(plane: Plane, values: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns codes [rows, columns] and scales [blocks down, blocks across] of a matrix."""
+    factor, scales = reference_factors(plane, reference_amax(plane, values) if largest is None else largest)
+    most = torch.finfo(plane.dtype).max
+    scaled = values.float() * expanded(factor, plane, *values.shape)
+    return scaled.clamp(-most, most).to(plane.dtype), scales
+
+
+def unswizzled(scales: Tensor, rows: int, columns: int) -> Tensor:
+    """Returns exponents [rows, columns] from tiles of 128 rows x 4 columns, as cuBLAS takes them."""
+    high, wide = -(-rows // 128), -(-columns // 4)
+    tiles = scales.view(torch.uint8).view(high, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(high * 128, wide * 4)[:rows, :columns].contiguous().view(torch.float8_e8m0fnu)
+
+
+def dequantized(codes: Codes) -> Tensor:
+    """Returns float32 [rows, columns]: each code times its scale, rounded once."""
+    rows, columns = codes.codes.shape
+    scales, shape = codes.scales, codes.plane.scale_shape(rows, columns)
+    if scales.dim() == 1:
+        along_rows = codes.plane.block[1] == 1
+        scales = unswizzled(scales, *(shape[::-1] if along_rows else shape))
+        scales = scales.t() if along_rows else scales
+    return codes.codes.float() * expanded(scales.float(), codes.plane, rows, columns)
