@@ -186,7 +186,7 @@ class RingFacts:
         for layer, group, seconds in self.layer_groups if passes.is_planned else ():
             if layer == passes.name:
                 return group, seconds
-        return (self.group if passes.is_planned else 1), None
+        return (self.group if passes.takes_groups else 1), None
 
     def by_rows(self, passes: Passes) -> bool:
         """Whether an operation is an embedding that sends rows."""
