@@ -79,7 +79,7 @@ def weighed(y: Tensor) -> Tensor:
 @on_ranks([2, 3])
 def test_operations(rank, ranks, cases):
     for in_place, transport in VARIANTS:
-        with rtp_ext.Ring(transport=transport, timeout=TIMEOUT, route="ring") as ring:
+        with rtp_ext.Ring(transport=transport, timeout=TIMEOUT, route="ring", prefetch=False) as ring:
             for label, subject in MORE.items():
                 plain = subject.make()
                 model = subject.rotate(copy.deepcopy(plain), ring, in_place)

@@ -54,7 +54,7 @@ def replays(rank, sim, ranks, id_, barrier, mode, mutant=None, timeout=3):
 
 # Without replays, python_tests/transport/test_transport_ce.py plants all of them in a normal run.
 REPLAYED = few(
-    [("raises the flag before the copy", "push"), ("shares flags between weights and gradients", "pull")],
+    [("raises the flag before the copy", "push"), ("does not await that a slot was read, pull", "pull")],
     MODES_OF_MUTANTS,
 )
 
