@@ -139,7 +139,8 @@ def test_ranks_that_gather_or_reduce_other_modules_get_errors_that_name_both(ran
         with cases.case(name):
             # All ranks use the same part: as one process.
             # A shard that was sent ahead has the names of its pass, which may follow the one that differs.
-            plain, model = _made(make, False), _made(make, True, prefetch=name != "heads that rotate")
+            ring = rtp_ext.Ring(timeout=TIMEOUT, prefetch=name != "heads that rotate")
+            plain, model = _made(make, False), _made(make, True, mesh=ring)
             for part in "ab":
                 y = call(model, _batch(rank), part)
                 assert torch.allclose(y, call(plain, _batch(rank), part), atol=1e-12), part
