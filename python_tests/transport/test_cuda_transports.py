@@ -321,7 +321,7 @@ def test_slots_that_nccl_knows_are_not_made_in_a_capture(sim):
         barrier.wait(20)
         sim.controls.capturing = True
         with pytest.raises(RotationError, match="slots cannot be made or ended while a graph is captured"):
-            _native.Execution.rotate(executor, [torch.ones(4)], [[[4], [4]]], "ring", False)
+            _native.Execution.rotate(executor, [torch.ones(4)], [[[4], [4]]], "ring", False).next()
         barrier.wait(20)
         sim.controls.capturing = False
 
