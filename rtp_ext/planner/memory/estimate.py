@@ -77,7 +77,7 @@ def estimate_memory(
 
 def planned_bytes(model: ModelSpec, cluster: Cluster, strategy: Strategy) -> float:
     """Returns the bytes of the buffers of a ring whose blocks are planned as a whole; 0: they are not."""
-    if not plans_blocks(strategy):
+    if not plans_blocks(strategy, cluster):
         return 0.0
     return StageClock(model, cluster, strategy, TimeConstants.default()).planned_bytes
 
