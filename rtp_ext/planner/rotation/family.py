@@ -103,7 +103,7 @@ class BlockTime:
         exposed_s: in which neither products nor casts run, since hops are not there.
         casts_s: of local shards, of float32 sums, and of packing gradients for joined operands.
         lost_s: by how much computes take longer beside hops over NCCL, beyond what is exposed.
-        host_s: of the host, for hops and products.
+        host_s: of the host, for hops and products; host_calls: driver calls in it.
         buffers_bytes: slots of weights and of gradients.
     """
 
@@ -113,6 +113,7 @@ class BlockTime:
     casts_s: float
     lost_s: float
     host_s: float
+    host_calls: float
     buffers_bytes: float
 
     @property
@@ -346,6 +347,7 @@ def block_time(
         forwards * casts[0] + casts[1],
         lost,
         calls * constants.driver_call_s + computed * constants.engine_product_s,
+        calls,
         max(most, look_ahead) + buffers,
     )
 

@@ -67,8 +67,8 @@ class Strategy:
             owner (`direct`).
         travel: dtype in which rotating weights travel; None: the compute dtype. gradient_travel: `int8` on the gradient
             route `direct`; None: reduce_dtype.
-        late_gradients: of rotation, as in `rtp_ext.Ring`: 1, but 0 with buffers='lean'. It takes slots; of the predicted
-            time only plans of whole blocks include it, which may have gradients of one block under way.
+        late_gradients: of rotation, as in `rtp_ext.Ring`: 1, or 0 with buffers='lean'. It takes slots. Times
+            do not depend on it: plans of whole blocks have gradients of up to one block under way.
         outer: policy between replicas of a ring (`rtp_ext.outer`), and the `period` in steps of policies that do not
             act in every step. topology: of gossip.
         replicate: of `zero=3`: number of groups of data-parallel ranks that each hold all shards; gradients are summed
