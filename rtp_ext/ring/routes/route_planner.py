@@ -151,15 +151,16 @@ def _products(
 def predict(
     ranks: int, tokens: int, layer: LayerSize, link: Link, device: Device, hop_route: str = "ring"
 ) -> dict[str, float]:
-    """Models the seconds of one forward and backward of a layer, or of an MLP without its activation, by `rtp_ext.cost`: `rotate` with one shard a product,
-    `groups of` g (`group_choices`), and `gather` with all, whose gradients' hops follow its last product. Both kinds of
-    hops share a link.
+    """Models the seconds of one forward and backward of a layer, or of an MLP without its activation, by
+    `rtp_ext.cost`: `rotate` with one shard a product, `groups of` g (`group_choices`), and `gather` with all, whose
+    gradients' hops follow its last product. Both kinds of hops share a link.
 
-    Of several products, each adds to a sum, which it reads and writes: a dgrad in float32 where weights have 16 bits, a
-    wgrad in the dtype in which gradients travel. (The first dgrad does not read its sum, and a cast of the last one
-    reads it and writes 16 bits: together as much.) One product of the whole weight writes its result only. In groups a
-    wgrad writes the contributions to all gradients of its group, which are then added to what has arrived. The hops of
-    a group wait for each other on route ring; on route direct a latency hides behind the hop before.
+    Of several products, each adds to a sum, which it reads and writes: a dgrad, and y of an MLP, in float32 where
+    weights have 16 bits, a wgrad in the dtype in which gradients travel. (The first dgrad does not read its sum, and a
+    cast of the last one reads it and writes 16 bits: together as much.) One product of the whole weight writes its
+    result only. In groups a wgrad writes the contributions to all gradients of its group, which are then added to what
+    has arrived. The hops of a group wait for each other on route ring; on route direct a latency hides behind the hop
+    before.
     """
     rows, others = max(shard_sizes(layer.hidden, ranks)), ranks - 1
     weight, gradient = (
