@@ -111,13 +111,13 @@ class RingOptions:
             (operations that `group` applies to gather the whole weight first; others take the route that `auto`
             chooses), `two-level` (shards rotate inside each host while every rank passes one on to the next host; where
             the ranks are not spread evenly over hosts, the ring takes the route of `auto`, and `transport_reason` says
-            why), or `auto`: two-level where possible, else the route planner decides for every linear layer.
+            why), or `auto`: two-level where possible, else the route planner decides for every linear layer and MLP.
         group: shards that are one operand of a product, from 1 to the number of ranks: a rank holds so many shards in
             each of two slots, in one if they are all. In linear layers cut along their outputs, MLPs, experts and
             fused vocabulary heads, but for frozen blocks; other operations, and linear layers and heads whose shards
             exceed `slot_cap`, are computed shard by shard. Not on route two-level, not in place, and not with travel.
-            None: on GPUs the route planner chooses one shard, a quarter, half or all of them for every linear layer;
-            elsewhere one.
+            None: on GPUs the route planner chooses one shard, a quarter, half or all of them for every linear layer
+            and MLP; elsewhere, and for other operations, one.
         gradient_route: `chain` (a partial sum of each gradient travels from rank to rank), `direct` (each contribution
             goes straight to its owner, who adds them up in float32; not on route two-level), or `auto`: direct where
             every rank reaches every other as cheaply as its neighbour and gradients travel in fewer than 32 bits, on
@@ -143,7 +143,7 @@ class RingOptions:
             before. Not in place. On route ring a shard that was passed on waits for its arrival, so that the look-ahead
             grows by one shard a layer.
         gradient_halves: gradients of linear layers and bundles travel in two halves, each a chain of its own; None:
-            those of linear layers, where a gradient hop outlasts a dgrad. Not on route two-level.
+            on GPUs those of linear layers and MLPs where a gradient hop outlasts a dgrad. Not on route two-level.
         late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
             each layer keeps its gradient slots until then. None: 1 where hops cross a network (a CPU ring over `tcp` or
             `c10d`), and on GPUs, but for `buffers='lean'` and graphs; else 0.

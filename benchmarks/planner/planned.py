@@ -46,6 +46,7 @@ _PROCESSORS = Cluster(
     nic_bytes_per_s=1e9,
     streaming_multiprocessors=1,
     gpus_per_node=64,
+    cpus=True,
 )
 
 

@@ -188,10 +188,10 @@ def like() -> str:
     won = sum(cell.advantage > _tie() for cell in cells())
     tied = sum(cell.winner == "tie" for cell in cells())
     first = (
-        "**In these predictions rotation saves memory, and takes about as much time as `fully_shard`, or more.** "
-        "Llama 3 8B on 8 H100 of 80 GB, one sample of 8192 tokens for each. The table compares a ring with "
-        "`fully_shard` at the same loss head, recomputation, dtypes and kernels; "
-        "[other sizes](predictions.md#rings-against-fully_shard), with what the engine is to have, are on the page of "
+        "**In these predictions, which no run on a GPU has confirmed, rotation takes less memory than `fully_shard`, "
+        "and no more time.** Llama 3 8B on 8 H100 of 80 GB, one sample of 8192 tokens for each. The table compares a "
+        "ring with `fully_shard` at the same loss head, recomputation, dtypes and kernels; [other "
+        "sizes](predictions.md#rings-against-fully_shard), with what the engine is to have, are on the page of "
         "predictions:"
     )
     last = (

@@ -239,6 +239,22 @@ def _peak(name, options) -> int:
         return peak
 
 
+def test_the_prediction_of_an_mlp_is_shown():
+    """All parameters of the bundle have the decision on it; before a ring there is none."""
+    ring, build = rtp_ext.Ring.emulated(4), lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    before = rtp_ext.explain(build(), mesh=ring)
+    assert {(row.group, row.predicted_seconds) for row in before.parameters} == {(1, None)}
+    model = rtp_ext.fully_rotate(build(), mesh=ring)
+    model(torch.randn(2, 8))
+    (name,) = ring.gate.plans
+    plan = ring.gate.plans[name]
+    ring.gate.plans[name] = dataclasses.replace(plan, seconds={"groups of 2": 1e-4}, group=2, halves=True)
+    after = rtp_ext.explain(model)
+    assert {(row.group, row.predicted_seconds) for row in after.parameters} == {(2, 1e-4)}
+    slots = [{row.slots_bytes for row in rows.parameters} for rows in (before, after)]
+    assert len(slots[0]) == len(slots[1]) == 1 and min(slots[0]) < min(slots[1])
+
+
 def test_the_prediction_of_a_layer_is_shown():
     """As the route planner has decided, in the model that has rotated."""
     ring = rtp_ext.Ring.emulated(4)

@@ -162,31 +162,57 @@ def test_plans_use_what_is_built_unless_they_say_otherwise():
     model = ModelSpec.preset("llama-3-8b", seq=4096)
     assert all(not plan.to_come for _, plan in contenders(64))
     today = Strategy(rtp=8, fused_loss=True)
-    assert family.BUILT.issubset({"joined", "rows"}), "an engine with more of them has a test here that compares both"
-    assert StageClock(model, H100, today, CONSTANTS).block is None, "operation by operation"
+    assert frozenset({"joined", "rows", "groups", "halves", "ahead", "direct"}) == family.BUILT
+    assert StageClock(model, H100, today, CONSTANTS).block.plan.groups == (8,) * 3
+    for asked in ({"gradient_route": "direct"}, {"in_place": True}):
+        plan = dataclasses.replace(today, **asked)
+        assert StageClock(model, H100, plan, CONSTANTS).block is None, "operation by operation"
+    hosts = dataclasses.replace(H100, cpus=True)
+    assert StageClock(model, hosts, today, CONSTANTS).block is None, "on CPUs too"
+    assert [
+        dataclasses.replace(today, **more).late_passes for more in ({}, {"buffers": "lean"}, {"late_gradients": 3})
+    ] == [1, 0, 3]
     for wrong, said in (
         ({"to_come": "grouped"}, "expected to_come 'all' or some of joined"),
         ({"to_come": "all", "in_place": True}, "expected in_place False with to_come"),
         ({"to_come": "all", "rtp": 1}, "to_come needs rtp of at least 2"),
         ({"buffers": "much"}, "buffers"),
-        ({"group": 4}, "expected group 0 or 1, or to_come with groups on a plain ring"),
-        ({"group": 4, "buffers": "lean", "to_come": "groups"}, "expected buffers 'auto' with group 4"),
+        ({"group": 4, "in_place": True}, "expected group 0 or 1, or a plain ring of GPUs"),
+        ({"group": 4, "travel": "int8"}, "expected travel None with group 4"),
+        ({"group": 4, "buffers": "lean"}, "expected buffers 'auto' with group 4"),
         ({"group": 4, "rtp": 1}, "group needs rtp of at least 2"),
     ):
         with pytest.raises(ValueError, match=said):
             estimate_time(model, H100, Strategy(**{"rtp": 8, "dp": 8 // wrong.get("rtp", 8), **wrong}), 8)
-    assert "NOT BUILT" in name_of(dataclasses.replace(today, to_come="ahead"))
-    assert not any("BUILT" in name_of(dataclasses.replace(today, to_come=built)) for built in ("", "rows"))
+    assert "NOT BUILT" in name_of(dataclasses.replace(today, to_come="kept"))
+    assert not any("BUILT" in name_of(dataclasses.replace(today, to_come=built)) for built in ("", "rows", "ahead"))
     for asked, size in ((1, 1), (2, 2), (99, 8)):
-        plan = dataclasses.replace(today, to_come="all", group=asked)
+        plan = dataclasses.replace(today, group=asked)
         assert StageClock(model, H100, plan, CONSTANTS).block.plan.groups == (size,) * 3
     best, lean = (dataclasses.replace(today, to_come="all", buffers=buffers) for buffers in ("auto", "lean"))
     found = [StageClock(model, H100, plan, CONSTANTS).block.plan for plan in (best, lean)]
     assert max(found[0].groups) > 1 and found[1] == family.BlockPlan((1, 1, 1), "chain", 0)
     slots = [estimate_memory(model, H100, plan, 8).components["rotation_slots"] for plan in (best, lean, today)]
-    assert slots[1] < slots[0] <= buffer_bytes(model, best), "at most those of fully_shard"
+    assert slots[1] < min(slots[0], slots[2]) <= buffer_bytes(model, best), "at most those of fully_shard"
     seconds = [estimate_time(model, H100, plan, 8).step_seconds for plan in (best, lean, today)]
-    assert seconds[0] < min(seconds[1:])
+    assert seconds[0] <= seconds[2] < seconds[1]
+
+
+def test_what_the_engine_has_on_some_rings_only():
+    """Two levels have one shard a product and the chain; direct gradients need links to all; no groups in int8."""
+    model, ring = ModelSpec.preset("llama-3-70b", seq=4096), Strategy(rtp=16, fused_loss=True)
+    nodes, cards = Cluster.preset("h100-80gb", gpus=16), Cluster.preset("h100-80gb", gpus=8, link="pcie")
+    for cluster, plan, missing in (
+        (nodes, ring, {"groups", "halves", "direct"}),
+        (cards, dataclasses.replace(ring, rtp=8), {"direct"}),
+        (H100, dataclasses.replace(ring, rtp=8, travel="int8"), {"groups"}),
+        (H100, dataclasses.replace(ring, rtp=8), set()),
+        (nodes, dataclasses.replace(ring, to_come="levels"), set()),
+    ):
+        found = family.pieces_on(plan, Group(cluster, plan.rtp), plan.hosts(cluster))
+        assert found == family.pieces_of(plan.to_come) - missing, (cluster.name, plan)
+    block = StageClock(model, nodes, dataclasses.replace(ring, group=4), CONSTANTS).block
+    assert (block.plan.groups, block.plan.gradients) == ((1, 1, 1), "chain"), "as the engine computes two levels"
 
 
 def test_joined_operands_are_one_product():

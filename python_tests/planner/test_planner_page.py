@@ -101,7 +101,12 @@ def test_slots_of_our_runs_are_those_that_were_counted():
     rotated = [row for row in planned_again(planner_page.recorded("planner_grid")) if row["counted_slots_bytes"]]
     for row in rotated:
         assert row["counted_slots_bytes"] == row["predicted_slots_bytes"], (row["case"], row["ranks"], row["tokens"])
-    in_time = [estimate_memory(case.model, ROOMY, dataclasses.replace(case.plan, late_gradients=0)) for case in CASES]
+    in_time = [
+        estimate_memory(
+            case.model, dataclasses.replace(ROOMY, cpus=True), dataclasses.replace(case.plan, late_gradients=0)
+        )
+        for case in CASES
+    ]
     slots = [report.components["rotation_slots"] for report in in_time]
     assert len(rotated) > 80 and all(
         held < case.predicted()["slots"] for held, case in zip(slots, CASES, strict=True)

@@ -11,9 +11,11 @@ import torch
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, ShardedParameter, expect_shape
 from rtp_ext.functional._operation import Operation, Options, expect_features, graph_operand, rotate
+from rtp_ext.options import wire_itemsize
 from rtp_ext.parameters.frozen import expect_takes_blocks
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Prepared, Ring
+from rtp_ext.ring.routes.route_planner import LayerSize
 from rtp_ext.words import Activation
 
 # Activation -> (activation of the engine, gated)
@@ -111,7 +113,24 @@ class MLP(Operation):
             return _MLP(in_features, shape, self.recompute)
 
         facts = (("frozen", frozen), ("activation", self.activation), ("recompute", self.recompute))
-        return self.agree(call, params, inputs, facts, derive)
+
+        def size(shapes: list[tuple[int, ...]]) -> LayerSize:
+            whole = {param.what: shape for param, shape in zip(params, shapes, strict=True)}
+            hidden, gates = whole["up weight"][outputs], 1 + gated
+            return LayerSize(
+                gates * hidden,
+                whole["up weight"][features],
+                wire_itemsize(call.ring.options.travel, call.compute_dtype),
+                call.reduce_dtype.itemsize,
+                whole["down weight"][outputs],
+                gates,
+                self.recompute,
+            )
+
+        planned: dict[str, Any] = {}
+        if not (transposed or any(frozen)):
+            planned = {"tokens": inputs[0].shape[:-1].numel(), "size": size}
+        return self.agree(call, params, inputs, facts, derive, **planned)
 
     def check(self, call: Call, settings: _MLP, inputs: Sequence[torch.Tensor]) -> None:
         expect_features(call, inputs[0], settings.features)

@@ -64,7 +64,7 @@ _DEGREES = {
     "period": "steps between outer steps of replicas",
     "replicate": "groups of zero=3 that each hold all shards",
     "lora_rank": "of adapters around all linear layers, which alone are trained",
-    "late_gradients": "passes of a rotation whose gradients may arrive during the next one; 0 on GPUs",
+    "late_gradients": "passes of a rotation whose gradients may arrive during the next one; 1, with lean buffers 0",
 }
 
 

@@ -21,7 +21,7 @@ def changes_of(plan: str) -> dict[str, Any]:
             near = did_you_mean(key, defaults)
             raise ValueError(f"--plan: unknown field {key!r}: expected one of {', '.join(defaults)}{near}")
         if not equals and not isinstance(defaults[key], bool):
-            kind = "NUMBER" if isinstance(defaults[key], int) else "VALUE"
+            kind = "NUMBER" if _counts(key, defaults[key]) else "VALUE"
             raise ValueError(f"--plan: expected {key}={kind}, got {key} alone")
         changes[key] = _value(key, value.strip() if equals else "yes", defaults[key])
     return changes
@@ -37,12 +37,16 @@ def _value(key: str, value: str, default: Any) -> Any:
         if value.lower() not in words:
             raise ValueError(f"--plan: expected {key} to be yes or no, got {value!r}")
         return words[value.lower()]
-    if isinstance(default, int):
+    if _counts(key, default):
         try:
             return int(value)
         except ValueError:
             raise ValueError(f"--plan: expected {key} to be a whole number, got {value!r}") from None
     return value
+
+
+def _counts(key: str, default: Any) -> bool:
+    return isinstance(default, int) or key == "late_gradients"
 
 
 def numbers(result: str) -> tuple[int, ...]:

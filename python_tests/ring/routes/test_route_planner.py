@@ -1,5 +1,7 @@
 """The decisions of the RoutePlanner: the sizes from which a layer is gathered, the same on all ranks."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from harness import Cases, run_ranks
 from reference import assert_same, chunk, random
 
 import rtp_ext
-from rtp_ext.functional import rotated_linear
+from rtp_ext.functional import rotated_linear, rotated_mlp
 from rtp_ext.ring.routes import route_planner
 from rtp_ext.ring.routes.route_planner import Device, LayerSize, Link, decide, gemm_seconds, predict
 
@@ -106,6 +108,32 @@ def test_groups_stay_within_the_budget_and_what_a_ring_can(monkeypatch):
     assert route_planner.group_choices(16) == (4, 8, 16)
 
 
+def test_an_mlp_is_planned_by_the_products_of_both_layers():
+    """By hand where nothing travels and memory is free: forward 2, backward 4 products of gate|up, and of down. Sums of
+    groups: y and dx in float32, and the contributions to the gradients."""
+    gated, plain = LayerSize(2 * 1024, 512, 2, 4, down=256, gates=2), LayerSize(1024, 512, 2, 4, down=256)
+    assert (gated.hidden, gated.values, plain.values) == (1024, 1280, 768)
+    device, free = Device(650e12, 0, 0.0, "assumed"), Link(1e18, 0.0, "none")
+    for layer in (gated, plain, dataclasses.replace(gated, again=True)):
+        values = 3 * 1024 * layer.values + layer.again * layer.outputs * layer.inputs
+        for way, seconds in predict(8, 8192, layer, free, device).items():  # "gather" posts its hops
+            assert way == "gather" or seconds == pytest.approx(2 * 8192 * values / 650e12, rel=0.01), (layer, way)
+    slow = Device(650e15, 0, 0.0, "assumed", memory_bytes_per_second=1e12)
+    seconds = predict(8, 8192, gated, free, slow)
+    sums = (2 * 4 * 8 - 2) * 8192 * (256 + 512) / 1e12  # y and dx, but for the last result
+    inputs = 7 * 2 * 8192 * (512 * 2 + 256 * 2) / 1e12  # x and dy, for forward, dh and both wgrads
+    assert 0.8 * (sums + inputs) < seconds["rotate"] - seconds["groups of 8"] < 1.2 * (sums + inputs)
+    few, llama = _plan(128, dataclasses.replace(gated, down=512)), LayerSize(2 * 14336, 4096, 2, 4, down=4096, gates=2)
+    assert few.group > 1 or few.route == "gather"
+    assert few.predicted == min(few.seconds.values()) and _way(_plan(4096, llama)) == ("direct", 1)
+    assert route_planner.slots_bytes(8, gated, 8) > route_planner.slots_bytes(8, gated, 1) > 0
+    hop = LINK.seconds_per_hop + 1792 * llama.values * 4 / LINK.bytes_per_second
+    for tokens in (1024, 65536):
+        back = gemm_seconds(DEVICE, tokens, 1792, 4096) + gemm_seconds(DEVICE, tokens, 4096, 2 * 1792, 8)
+        plan = decide(8, tokens, llama, hop_route="ring", link=LINK, device=DEVICE, gathers=False, groups=False)
+        assert plan.halves == (hop > back) == (tokens == 1024), tokens
+
+
 def test_halves_where_a_gradient_hop_outlasts_a_dgrad():
     layer = LayerSize(14336, 4096, 2, 4)
     hop = LINK.seconds_per_hop + 14336 / 8 * 4096 * 4 / LINK.bytes_per_second
@@ -143,6 +171,7 @@ def _decides(rank, ranks):
     slow = Device(flops=1e9, multiprocessors=0, seconds_per_launch=20e-6, source="assumed")
     route_planner.device_of = lambda device, dtype: slow
     cases, weight = Cases(), random(24, 16, dtype=torch.float64, seed=1)
+    down = random(16, 24, dtype=torch.float64, seed=9)
     layer = LayerSize(24, 16, 8, 8)
     border = next(2**k for k in range(24) if _way(_plan(2**k, layer, device=slow, ranks=ranks)) == ("direct", 1))
     routes = []
@@ -154,7 +183,12 @@ def _decides(rank, ranks):
         y = rotated_linear(x, local, ring=ring, name=name)
         with cases.case(name):
             assert_same(y, F.linear(x, weight), 1e-10, "output")
-        routes.append(_way(ring.gate.plans[name]))
+        shards = chunk(weight, ranks, rank).clone(), chunk(down, ranks, rank, dim=1).clone()
+        z = rotated_mlp(x, *shards, activation="relu", ring=ring, name="mlp")
+        with cases.case(f"MLP, {name}"):
+            assert_same(z, F.linear(F.linear(x, weight).relu(), down), 1e-10, "output")
+            assert ring.gate.plans["mlp"].seconds
+        routes += [_way(ring.gate.plans[each]) for each in (name, "mlp")]
         ring.close()
     ring = rtp_ext.Ring(transport="shm", timeout=60.0)
     link = ring.measure_link(1 << 20)
@@ -168,5 +202,5 @@ def _decides(rank, ranks):
 
 def test_all_ranks_decide_alike():
     results = run_ranks(_decides, 3)
-    assert results[0] == [("direct", 3), ("direct", 1)], "control: the border lies between the two"
+    assert results[0] == [("direct", 3)] * 2 + [("direct", 1)] * 2, "control: the border lies between the two"
     assert all(routes == results[0] for routes in results)

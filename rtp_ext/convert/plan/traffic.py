@@ -18,6 +18,7 @@ from rtp_ext.embedding_rows import rows_traffic
 from rtp_ext.functional._operation import Operation
 from rtp_ext.functional.embedding import Embedding
 from rtp_ext.functional.linear import Linears
+from rtp_ext.functional.mlp import MLP
 from rtp_ext.ring import Ring
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 
@@ -221,7 +222,7 @@ class Passes:
     @property
     def is_planned(self) -> bool:
         """Whether the route planner decides on it."""
-        return self.operation is Linears and not self.transposed and not self.in_blocks
+        return self.operation in (Linears, MLP) and not self.transposed and not self.in_blocks
 
     @property
     def takes_groups(self) -> bool:

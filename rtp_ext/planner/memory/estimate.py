@@ -42,7 +42,7 @@ def estimate_memory(
     >>> model, cluster = ModelSpec.preset("llama-3-8b", seq=8192), Cluster.preset("h100-80gb", gpus=8)
     >>> report = estimate_memory(model, cluster, Strategy(rtp=8, fused_loss=True), global_batch=8)
     >>> report.verdict, f"{report.peak_allocated_bytes / 1e9:.1f} GB"
-    ('fits', '57.7 GB')
+    ('fits', '59.6 GB')
 
     Raises:
         ValueError: a plan that this model or cluster cannot run.
@@ -77,7 +77,7 @@ def estimate_memory(
 
 def planned_bytes(model: ModelSpec, cluster: Cluster, strategy: Strategy) -> float:
     """Returns the bytes of the buffers of a ring whose blocks are planned as a whole; 0: they are not."""
-    if not plans_blocks(strategy):
+    if not plans_blocks(strategy, cluster):
         return 0.0
     return StageClock(model, cluster, strategy, TimeConstants.default()).planned_bytes
 

@@ -87,7 +87,7 @@ def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int, hosts: int 
     sizes = (strategy.rtp, strategy.tp, strategy.param_bytes, strategy.reduce_bytes, moments)
     layers, ends = stage_layers(model, strategy, stage), (stage == 0, stage == strategy.pp - 1, strategy.pp > 1)
     ways = (strategy.travel, strategy.gradient_route, strategy.gradient_travel)
-    ahead = (strategy.late_gradients, strategy.buffers != "lean")
+    ahead = (strategy.late_passes, strategy.buffers != "lean")
     frozen = (strategy.frozen, strategy.lora_rank)
     return _rotation_bytes(
         model, sizes, strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends, hosts, ways, ahead, frozen

@@ -19,6 +19,7 @@ from rtp_ext.planner.constants import TimeConstants, host_constant
 from rtp_ext.planner.native import travel_bytes
 from rtp_ext.planner.rotation.operations import RotatedOperation
 from rtp_ext.planner.rotation.seconds import RotationTime, casts_s, hop_calls, products_of, shard_values, step_seconds
+from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.strategy import Strategy
 from rtp_ext.planner.time.links import Group, called_s, hop_bytes_per_s, hop_s, message_latency_s, posted_s, taken_s
 from rtp_ext.planner.time.work import traffic_s
@@ -26,10 +27,11 @@ from rtp_ext.planner.time.work import traffic_s
 # joined: weights with one input are one operand, where that is faster. groups: several shards a product. halves:
 # gradients of every operation in two chains. ahead: hops of the next operations and blocks. direct: contributions
 # straight to the owner, and one kernel that adds them, up to one block late. rows: an embedding's rows travel instead
-# of its table. kept: weights of a recomputed block, and of the head, stay for its backward, as in `fully_shard`.
+# of its table. levels: groups, halves and direct on rings of two levels, and direct where ranks do not reach all
+# others at one cost. kept: weights of a recomputed block, and of the head, stay for its backward, as in `fully_shard`.
 # collective: one group call of NCCL brings all weights of a block, or one group's gradients home.
-PIECES = ("joined", "rows", "groups", "halves", "ahead", "direct", "kept", "collective")
-BUILT: frozenset[str] = frozenset({"joined", "rows"})  # of PIECES: what the engine runs
+PIECES = ("joined", "rows", "groups", "halves", "ahead", "direct", "levels", "kept", "collective")
+BUILT = frozenset({"joined", "rows", "groups", "halves", "ahead", "direct"})  # of PIECES: what the engine runs
 _ALONE = frozenset({"joined", "rows"})  # what needs no plan of a whole block
 
 
@@ -45,20 +47,29 @@ def pieces_of(to_come: str) -> frozenset[str]:
     return BUILT | frozenset(named)
 
 
-def plans_blocks(strategy: Strategy) -> bool:
-    """Returns whether blocks are planned as a whole, not operation by operation: of plain training, with routes of
-    gradients that are not asked for.
+def pieces_on(strategy: Strategy, group: Group, hosts: int) -> frozenset[str]:
+    """Returns what plans on this ring may use. hosts: of two levels, else 1. Weights in another format have no
+    groups."""
+    pieces = pieces_of(strategy.to_come)
+    if "levels" not in pieces:
+        pieces -= {"groups", "halves", "direct"} if hosts > 1 else set() if group.reaches_all else {"direct"}
+    return pieces - ({"groups"} if strategy.travel else set())
+
+
+def plans_blocks(strategy: Strategy, cluster: Cluster) -> bool:
+    """Returns whether blocks are planned as a whole, not operation by operation: of plain training on GPUs, with routes
+    of gradients that are not asked for.
 
     Raises:
         ValueError: several shards a product are asked for, and the plan has no groups.
     """
     pieces = pieces_of(strategy.to_come)
     asked = strategy.in_place or strategy.freezes or strategy.tp > 1 or strategy.gradient_route != "chain"
-    planned = strategy.rtp > 1 and not asked and bool(pieces - _ALONE)
+    planned = strategy.rtp > 1 and not asked and not cluster.cpus and bool(pieces - _ALONE)
     if strategy.group > 1 and not (planned and "groups" in pieces):
         raise ValueError(
-            f"strategy: expected group 0 or 1, or to_come with groups on a plain ring (no in_place, frozen, lora_rank, "
-            f"tp and gradient_route), since not every operation takes groups yet, got {strategy.group}"
+            f"strategy: expected group 0 or 1, or a plain ring of GPUs (no in_place, frozen, lora_rank, tp "
+            f"and gradient_route), got {strategy.group}"
         )
     return planned
 
@@ -92,7 +103,7 @@ class BlockTime:
         exposed_s: in which neither products nor casts run, since hops are not there.
         casts_s: of local shards, of float32 sums, and of packing gradients for joined operands.
         lost_s: by how much computes take longer beside hops over NCCL, beyond what is exposed.
-        host_s: of the host, for hops and products.
+        host_s: of the host, for hops and products; host_calls: driver calls in it.
         buffers_bytes: slots of weights and of gradients.
     """
 
@@ -102,6 +113,7 @@ class BlockTime:
     casts_s: float
     lost_s: float
     host_s: float
+    host_calls: float
     buffers_bytes: float
 
     @property
@@ -127,7 +139,7 @@ def block_plans(
     if lean:
         return [BlockPlan((1,) * len(operations), "chain", 0)]
     sizes = sorted({1, max(1, ranks // 4), ranks}) if "groups" in pieces else [1]
-    sizes = [min(group, ranks)] if group else sizes
+    sizes = [min(group, ranks)] if group and "groups" in pieces else sizes
     routes = ["chain", *(name for name in ("halves", "direct") if name in pieces)]
     keeps = [False, *([True] if again and "kept" in pieces else [])]
     ahead = [(0, False), *((1, keep) for keep in keeps if "ahead" in pieces)]
@@ -335,6 +347,7 @@ def block_time(
         forwards * casts[0] + casts[1],
         lost,
         calls * constants.driver_call_s + computed * constants.engine_product_s,
+        calls,
         max(most, look_ahead) + buffers,
     )
 

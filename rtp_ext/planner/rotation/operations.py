@@ -202,7 +202,7 @@ def rtp_bytes(
         gradients_apart: whether contributions that go directly arrive in slots of their own: `buffers` of the ring.
         hosts: number of hosts of a two-level ring; 1: a flat ring.
         late_gradients: of the ring: passes whose gradients may still be arriving while the next one runs, each with
-            its own slots. 0 on GPUs, 1 on CPUs over a network.
+            its own slots. 1 on GPUs, and on CPUs over a network.
         look_ahead: bytes that are sent ahead, beyond slots that are left: `buffers` of the ring, 0 for `lean`; None:
             what the largest pass receives, as for `auto`.
 

@@ -67,8 +67,8 @@ class Strategy:
             owner (`direct`).
         travel: dtype in which rotating weights travel; None: the compute dtype. gradient_travel: `int8` on the gradient
             route `direct`; None: reduce_dtype.
-        late_gradients: of rotation, as in `rtp_ext.Ring`: 0 on GPUs; a ring of CPUs over a network defaults to 1.
-            It takes slots; the predicted time does not include it.
+        late_gradients: of rotation, as in `rtp_ext.Ring`: 1, or 0 with buffers='lean'. It takes slots. Times
+            do not depend on it: plans of whole blocks have gradients of up to one block under way.
         outer: policy between replicas of a ring (`rtp_ext.outer`), and the `period` in steps of policies that do not
             act in every step. topology: of gossip.
         replicate: of `zero=3`: number of groups of data-parallel ranks that each hold all shards; gradients are summed
@@ -122,7 +122,7 @@ class Strategy:
     gradient_route: str = "chain"
     travel: str | None = None
     gradient_travel: str | None = None
-    late_gradients: int = 0
+    late_gradients: int | None = None
     buffers: str = "auto"
     group: int = 0
     to_come: str = ""
@@ -149,7 +149,7 @@ class Strategy:
                     f"strategy: expected {degree} of at most {LARGEST}, since rings are simulated step by step and "
                     f"pipelines stage by stage, got {getattr(self, degree)}"
                 )
-        check_at_least("strategy", 0, late_gradients=self.late_gradients, lora_rank=self.lora_rank, group=self.group)
+        check_at_least("strategy", 0, late_gradients=self.late_passes, lora_rank=self.lora_rank, group=self.group)
         check_known("schedule", self.schedule, SCHEDULES)
         check_known("recompute", self.recompute, RECOMPUTE)
         check_known("optimizer", self.optimizer, OPTIMIZER_MOMENTS)
@@ -234,6 +234,11 @@ class Strategy:
             raise ValueError(
                 f"strategy: expected buffers 'auto' with group {self.group}, since lean ones have one shard, got 'lean'"
             )
+        if self.group > 1 and self.travel is not None:
+            raise ValueError(
+                f"strategy: expected travel None with group {self.group}, since weights in another format are computed "
+                f"shard by shard, got {self.travel!r}"
+            )
         check_gradients("strategy", self.gradient_route, self.gradient_travel, self.route)
         fixed = {"in_place": False, "gradient_travel": None, "frozen": None, "lora_rank": 0, "tp": 1}
         for name, value in fixed.items():
@@ -256,6 +261,11 @@ class Strategy:
             raise ValueError(f"strategy: outer {self.outer} acts in every step: expected period 1, got {self.period}")
         if self.outer == "zero" and self.offload:
             raise ValueError("strategy: outer zero has no offload")
+
+    @property
+    def late_passes(self) -> int:
+        """Passes whose gradients may still be arriving while backward goes on."""
+        return int(self.buffers != "lean") if self.late_gradients is None else self.late_gradients
 
     @property
     def freezes(self) -> bool:

@@ -34,7 +34,7 @@ def estimate_time(
     >>> model, cluster = ModelSpec.preset("llama-3-8b", seq=8192), Cluster.preset("h100-80gb", gpus=8)
     >>> report = estimate_time(model, cluster, Strategy(rtp=8, fused_loss=True), global_batch=8)
     >>> f"{report.step_seconds:.2f} s"
-    '1.02 s'
+    '0.96 s'
 
     Raises:
         ValueError: a plan that this model or cluster cannot run.

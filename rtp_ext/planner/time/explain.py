@@ -8,6 +8,7 @@ from rtp_ext.planner.constants import TimeConstants, driver_call_range
 from rtp_ext.planner.memory.report import number_text
 from rtp_ext.planner.memory.states import stage_layers
 from rtp_ext.planner.native import engine
+from rtp_ext.planner.rotation.family import BlockTime
 from rtp_ext.planner.rotation.seconds import RotationTime
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
@@ -56,6 +57,8 @@ def explain_time(
         lines += _wire(name, group, size, constants)
     for time in clock.rotated:
         lines += _rotation(time)
+    if clock.block is not None:
+        lines += _block(clock.block)
     lines += ["", "the step: micro-batches * seconds of the slowest stage, by component"]
     parts = stages[slowest].components
     for name in TIME_COMPONENTS:
@@ -138,10 +141,24 @@ def _rotation(time: RotationTime) -> list[str]:
             f"    {name}: whole {seconds_text(time.unsplit_s[index])} s, in {time.ranks} shards "
             f"{seconds_text(time.computes_s[index])} s, timeline {seconds_text(time.makespan_s[index])} s"
         )
+    lines.append(_host(sum(time.host_s), sum(time.host_calls)))
+    return lines
+
+
+def _block(time: BlockTime) -> list[str]:
+    plan, groups = time.plan, "/".join(map(str, time.plan.groups))
+    return [
+        f"  rotation of a block, {groups} shards a product, gradients {plan.gradients}, {plan.ahead} blocks ahead",
+        f"    products {seconds_text(time.computes_s)} s, exposed hops {seconds_text(time.exposed_s)} s, casts "
+        f"{seconds_text(time.casts_s)} s, beside NCCL {seconds_text(time.lost_s)} s, buffers {time.buffers_bytes:.0f} "
+        "bytes",
+        _host(time.host_s, time.host_calls),
+    ]
+
+
+def _host(seconds: float, calls: float) -> str:
     least, most = driver_call_range()
-    calls, seconds = sum(time.host_calls), sum(time.host_s)
-    lines.append(
+    return (
         f"    host: {seconds_text(seconds)} s, with {calls:.0f} driver calls of {least} s, which is NOT MEASURED: "
         f"{seconds_text(seconds + calls * (most - least))} s at {most} s"
     )
-    return lines

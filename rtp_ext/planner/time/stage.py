@@ -261,8 +261,9 @@ class StageClock:
         are too small for hops: each is gathered before its product, as the engine's `auto` does."""
         strategy, adapters = self.strategy, list[RotatedOperation]()
         rotations = self._rotations(1, False, False)
-        if family.plans_blocks(strategy):
-            self._add_family(tuple(rotations), family.pieces_of(strategy.to_come))
+        if family.plans_blocks(strategy, self.cluster):
+            pieces = family.pieces_on(strategy, self.groups.rtp, strategy.hosts(self.cluster))
+            self._add_family(tuple(rotations), pieces)
             return
         if strategy.lora_rank:
             adapters = [rotation for rotation in rotations if rotation.trains]

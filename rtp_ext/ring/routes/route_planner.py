@@ -35,15 +35,31 @@ MARGIN = 0.95  # a layer is gathered, or rotates in groups, if that takes less t
 
 @dataclass(frozen=True)
 class LayerSize:
-    """The size of one linear layer, or of several that travel together: `outputs` in all, over the same `inputs`.
+    """The size of one linear layer, of several that travel together, or of an MLP: `outputs` in all, over the same
+    `inputs`.
 
-    weight_bytes and gradient_bytes: bytes of one number on the wire.
+    weight_bytes and gradient_bytes: bytes of one number on the wire. down: of an MLP: output features, of a second
+    layer whose inputs are the hidden features. gates: of an MLP: parts of `outputs`, each of all hidden features.
+    again: backward computes the first layer again.
     """
 
     outputs: int
     inputs: int
     weight_bytes: float
     gradient_bytes: int
+    down: int = 0
+    gates: int = 1
+    again: bool = False
+
+    @property
+    def hidden(self) -> int:
+        """Features along which weights are cut."""
+        return self.outputs // self.gates
+
+    @property
+    def values(self) -> int:
+        """Weights of one of the hidden features."""
+        return self.gates * self.inputs + self.down
 
 
 @dataclass(frozen=True)
@@ -118,35 +134,46 @@ def group_choices(ranks: int) -> tuple[int, ...]:
     return tuple(sorted({ranks // 4, ranks // 2, ranks} - {0, 1}))
 
 
+def _products(
+    device: Device, tokens: int, layer: LayerSize, hidden: int, sum_bytes: float, wgrad_bytes: float
+) -> tuple[float, float, float]:
+    """Returns the seconds of forward, dgrad and wgrad with so many of the hidden features. `sum_bytes`: read and
+    written per number of a result that groups add to: dx, and y of an MLP."""
+    outputs, inputs, down = layer.gates * hidden, layer.inputs, layer.down
+    first = gemm_seconds(device, tokens, outputs, inputs)
+    dgrad = gemm_seconds(device, tokens, inputs, outputs, sum_bytes)
+    wgrad = gemm_seconds(device, outputs, inputs, tokens, wgrad_bytes)
+    second = gemm_seconds(device, tokens, down, hidden, sum_bytes)
+    dgrad += gemm_seconds(device, tokens, hidden, down) + layer.again * first
+    return first + second, dgrad, wgrad + gemm_seconds(device, down, hidden, tokens, wgrad_bytes)
+
+
 def predict(
     ranks: int, tokens: int, layer: LayerSize, link: Link, device: Device, hop_route: str = "ring"
 ) -> dict[str, float]:
-    """Models the seconds of one forward and backward of a layer by `rtp_ext.cost`: `rotate` with one shard a product,
-    `groups of` g (`group_choices`), and `gather` with all, whose gradients' hops follow its last product. Both kinds of
-    hops share a link.
+    """Models the seconds of one forward and backward of a layer, or of an MLP without its activation, by
+    `rtp_ext.cost`: `rotate` with one shard a product, `groups of` g (`group_choices`), and `gather` with all, whose
+    gradients' hops follow its last product. Both kinds of hops share a link.
 
-    Of several products, each adds to a sum, which it reads and writes: a dgrad in float32 where weights have 16 bits, a
-    wgrad in the dtype in which gradients travel. (The first dgrad does not read its sum, and a cast of the last one
-    reads it and writes 16 bits: together as much.) One product of the whole weight writes its result only. In groups a
-    wgrad writes the contributions to all gradients of its group, which are then added to what has arrived. The hops of
-    a group wait for each other on route ring; on route direct a latency hides behind the hop before.
+    Of several products, each adds to a sum, which it reads and writes: a dgrad, and y of an MLP, in float32 where
+    weights have 16 bits, a wgrad in the dtype in which gradients travel. (The first dgrad does not read its sum, and a
+    cast of the last one reads it and writes 16 bits: together as much.) One product of the whole weight writes its
+    result only. In groups a wgrad writes the contributions to all gradients of its group, which are then added to what
+    has arrived. The hops of a group wait for each other on route ring; on route direct a latency hides behind the hop
+    before.
     """
-    rows, others = max(shard_sizes(layer.outputs, ranks)), ranks - 1
+    rows, others = max(shard_sizes(layer.hidden, ranks)), ranks - 1
     weight, gradient = (
-        rows * layer.inputs * size / link.bytes_per_second for size in (layer.weight_bytes, layer.gradient_bytes)
+        rows * layer.values * size / link.bytes_per_second for size in (layer.weight_bytes, layer.gradient_bytes)
     )
     hop_g = link.seconds_per_hop + gradient
-    add = 3 * rows * layer.inputs * layer.gradient_bytes / device.memory_bytes_per_second
+    add = 3 * rows * layer.values * layer.gradient_bytes / device.memory_bytes_per_second
     sums = 2 * max(layer.weight_bytes, 4), 2 * layer.gradient_bytes
     behind = max(POST_SECONDS, weight)  # a hop of several whose latency hides behind the one before
 
     def products(shards: int, dgrad_bytes: float, wgrad_bytes: float) -> tuple[float, float, float]:
-        size = min(layer.outputs, shards * rows)
-        return (
-            gemm_seconds(device, tokens, size, layer.inputs),
-            gemm_seconds(device, tokens, layer.inputs, size, dgrad_bytes),
-            gemm_seconds(device, size, layer.inputs, tokens, wgrad_bytes),
-        )
+        size = min(layer.hidden, shards * rows)
+        return _products(device, tokens, layer, size, dgrad_bytes, wgrad_bytes)
 
     def rotated(group: int) -> float:
         groups, hop = group_sizes(ranks, group), link.seconds_per_hop + weight
@@ -174,9 +201,14 @@ def predict(
     return {**ways, "gather": gathered}
 
 
+def _facts(layer: LayerSize) -> list[Any]:
+    first = [_native.ParameterFacts((layer.hidden, layer.inputs)) for _ in range(layer.gates)]
+    return [*first, *([_native.ParameterFacts((layer.down, layer.hidden), dim=1)] if layer.down else [])]
+
+
 def slots_bytes(ranks: int, layer: LayerSize, group: int) -> int:
     """Returns the bytes of the slots of a layer whose weights travel in the compute dtype."""
-    facts = _native.OperationFacts("linear", [_native.ParameterFacts((layer.outputs, layer.inputs))], True)
+    facts = _native.OperationFacts("mlp" if layer.down else "linear", _facts(layer), True)
     held = _native.footprint(
         [facts],
         **{"ranks": ranks, "group": group, "in_place": False, "slot_cap": 0},
@@ -207,7 +239,7 @@ def decide(
         why = "a single rank" if ranks == 1 else "rotation costs nothing more than gathering on a CPU or one device"
         return LayerPlan(hop_route, False, why, {})
     seconds = predict(ranks, tokens, layer, link, device, hop_route)
-    whole_bytes = layer.outputs * layer.inputs * (layer.weight_bytes + layer.gradient_bytes)
+    whole_bytes = layer.hidden * layer.values * (layer.weight_bytes + layer.gradient_bytes)
 
     def fits(size: float) -> bool:
         return buffers == "auto" or (buffers != "lean" and size <= buffers)
@@ -229,16 +261,16 @@ def decide(
         return LayerPlan("gather", False, text, seconds)
     if best != "rotate":
         return LayerPlan(hop_route, False, text, seconds, ways[best])
-    rows = max(shard_sizes(layer.outputs, ranks))
-    hop = link.seconds_per_hop + rows * layer.inputs * layer.gradient_bytes / link.bytes_per_second
-    halves = hop > gemm_seconds(device, tokens, layer.inputs, rows, 2 * max(layer.weight_bytes, 4))
+    rows = max(shard_sizes(layer.hidden, ranks))
+    hop = link.seconds_per_hop + rows * layer.values * layer.gradient_bytes / link.bytes_per_second
+    halves = hop > _products(device, tokens, layer, rows, 2 * max(layer.weight_bytes, 4), 0)[1]
     if halves:
         text += "; a gradient hop outlasts a dgrad"
     return LayerPlan(hop_route, halves, text, seconds)
 
 
 class RoutePlanner:
-    """The routes of the linear layers of one ring, decided once and kept.
+    """The routes of the linear layers and MLPs of one ring, decided once and kept.
 
     For a layer outside of a converted model the tokens of its first call decide. The layers of a converted model rotate
     in its first forward; at the beginning of forwards 2, 4, 8, ... the planner decides anew, by the most tokens of any
@@ -254,7 +286,7 @@ class RoutePlanner:
         group: shards in a product as asked, at most all; None: decided for every layer.
         buffers: as in `rtp_ext.Ring`.
         alike: whether the GPUs of all ranks have the same model. If not, layers rotate.
-        plans: the LayerPlan of every linear layer that has been called, by name.
+        plans: the LayerPlan of every linear layer and MLP that has been called, by name.
         tables: the TablePlan of every embedding that had a choice, by name.
     """
 
@@ -295,7 +327,7 @@ class RoutePlanner:
 
     @property
     def models(self) -> bool:
-        """Whether routes of linear layers depend on numbers of tokens. The same on every rank."""
+        """Whether routes of linear layers and MLPs depend on numbers of tokens. The same on every rank."""
         modelled = self.link is not None and self.model is not None and self.alike
         return self.ranks > 1 and modelled and not self.gathers
 
@@ -316,7 +348,7 @@ class RoutePlanner:
     def plan(
         self, name: str, tokens: int | None, layer: LayerSize, dtype: torch.dtype, *, in_place: bool = False
     ) -> LayerPlan:
-        """Returns the plan of the linear layer `name`: the requested route, else by the model. `tokens`: None before
+        """Returns the plan of the layer or MLP `name`: the requested route, else by the model. `tokens`: None before
         the first forward has counted them. `in_place`: whether local shards themselves travel, one at a time."""
         if self.gathers:
             plan = LayerPlan("gather", False, "as asked", {})
@@ -333,7 +365,7 @@ class RoutePlanner:
                 hop_route=self.hop_route,
                 link=self.link,
                 device=device,
-                gathers=self.may_gather,
+                gathers=self.may_gather and not (in_place and layer.down),
                 groups=self.may_gather and not in_place,
                 buffers=self.buffers,
             )
