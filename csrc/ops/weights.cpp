@@ -122,6 +122,7 @@ RotationOptions Weights::options() const {
     options.in_place = false;
     options.late = false;  // a late gradient supports one hop per gradient
   }
+  options.late = options.late && facts_.late(grouped());
   return options;
 }
 

@@ -265,7 +265,7 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
   const KeptColumns columns(executor, layout, options);
   FirstLayer first(executor, layout, shape, options, Pass::backward, dy.size(0), passes, trained);
   const BackwardNeeds needs{.wgrad = gradients.any(), .bundle = kMlp.bundle, .permits = {.groups = layout.grouped()}};
-  const Schedule& schedule = backward_schedule(executor, options, weights, needs);
+  const Schedule& schedule = backward_schedule(executor, layout.options(), weights, needs);
   Execution pass(executor, schedule, std::move(weights), gradients.bundle(layout), options.name + " backward");
   pass.wrap_groups();
   while (const Step* step = pass.next()) {
