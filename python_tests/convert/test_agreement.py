@@ -290,7 +290,7 @@ def test_functions(rank, ranks, cases):
             placed = DTensor.from_local(torch.ones(1), ring.mesh, [Shard(0)], run_check=False)
             assert len(list(ring.rotate(placed))) == ranks and not told
         with cases.case("hops are sent ahead with `prepared=` only"):
-            for keep, expected in ((None, 0), ([Prepared(), Prepared()], 3)):
+            for keep, expected in ((None, 0), ([Prepared(), Prepared()], 3 * (ranks - 1))):
                 before = ring.prefetched()[1]
                 for _ in range(4):
                     ring.begin_forward()

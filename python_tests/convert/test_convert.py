@@ -152,7 +152,7 @@ def test_transient_slots(ranks, transport):
         assert forward == (weights, 0)
         assert backward == (weights, gradients)
         most = largest_shard_bytes(ranks)
-        ahead = 2 if ranks > 1 else 0  # once the order is known, the next layer's first shard takes the second slot
+        ahead = ranks if ranks > 1 else 0  # once the order is known, as many shards as a layer receives, and one in use
         assert bytes_[0] <= ahead * most and bytes_[1] <= gradients * most
 
 

@@ -157,11 +157,11 @@ def test_trains_as_the_plain_model(rank, ranks, cases, policies, options, mesh):
             plain.policy, plain.around = policy, around
         model, expected = copy.deepcopy(plain), Trained(plain, list(range(ranks)))
         if mesh is None:
-            model = rtp_ext.fully_rotate(model, mesh=rtp_ext.Ring(timeout=TIMEOUT, **options))
+            model = rtp_ext.fully_rotate(model, mesh=rtp_ext.Ring(timeout=TIMEOUT, **{"prefetch": False, **options}))
         else:
             dims = RotationDims(ring="ring", replicate="replicas")
             meshed = init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "ring"))
-            model = rtp_ext.fully_rotate(model, mesh=meshed, dims=dims, timeout=TIMEOUT, **options)
+            model = rtp_ext.fully_rotate(model, mesh=meshed, dims=dims, timeout=TIMEOUT, buffers="lean", **options)
         ring, what = rtp_ext.ring_of(model), f"{policy}, around {around}, {options}"
         mine = Trained(model, [rank])
         expected.first["input gradient"] = expected.first["input gradient"] * ranks
@@ -186,7 +186,7 @@ def test_compiled(rank, cases, backend):
         for _ in range(2):
             model = Model()
             model.policy = policy
-            models.append(rtp_ext.fully_rotate(model, mesh=rtp_ext.Ring(timeout=TIMEOUT, route="ring")))
+            models.append(rtp_ext.fully_rotate(model, mesh=rtp_ext.Ring(timeout=TIMEOUT, route="ring", prefetch=False)))
         eager, compiled = models
         expected = Trained(eager, [rank])
         mine = Trained(compiled, [rank], torch.compile(compiled, backend=backend))

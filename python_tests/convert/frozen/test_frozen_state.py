@@ -123,7 +123,7 @@ def test_bytes_and_memory(ranks, cases):
     """Blocks at home and on the wire take 0.5625 bytes a weight; a step holds two slots of them and one wide shard."""
     weights, shard = LAYERS * WIDE * WIDE, WIDE * WIDE // ranks
     for transport in ("shm", "c10d"):
-        with rtp_ext.Ring(transport=transport, timeout=60.0) as ring:
+        with rtp_ext.Ring(transport=transport, timeout=60.0, buffers="lean") as ring:
             with LiveBytes(ring) as live:
                 model = rtp_ext.fully_rotate(_stack(), mesh=ring, frozen="nf4")
                 held = sum(local(p).untyped_storage().nbytes() for p in model.parameters())
@@ -142,7 +142,7 @@ def test_bytes_and_memory(ranks, cases):
                 assert counts[0].peak_bytes <= 2 * 1.02 * 0.5625 * shard and counts[1].bytes == 0
                 assert counts[2].peak_bytes == 4 * shard, "one shard in the compute dtype"
                 layer = RotatedOperation("linear", (Weight((WIDE, WIDE), frozen="nf4"),))
-                planned = rtp_bytes([layer] * LAYERS, ranks, receives_anywhere=transport != "shm")
+                planned = rtp_bytes([layer] * LAYERS, ranks, receives_anywhere=transport != "shm", look_ahead=0)
                 assert planned.weight_slots_bytes == counts[0].bytes
                 assert planned.scratch_bytes == counts[2].bytes and planned.parameters_bytes == held
                 assert planned.gradients_bytes == planned.optimizer_bytes == 0
