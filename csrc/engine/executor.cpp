@@ -74,10 +74,7 @@ void Executor::set_trace(bool on) {
 
 Execution::Execution(Executor& executor, const Schedule& schedule, std::optional<ShardBundle> weight,
                      std::optional<ShardBundle> gradient, std::string operation)
-    : executor_(executor),
-      schedule_(schedule),
-      gradient_(std::move(gradient)),
-      operation_(std::move(operation)) {
+    : executor_(executor), schedule_(schedule), gradient_(std::move(gradient)), operation_(std::move(operation)) {
   executor_.check_alive(operation_);
   range_.begin([&] { return operation_; });
   for (auto* bundle : {&weight, &gradient_}) {

@@ -59,7 +59,8 @@ ScheduleOptions pass_options(const OperationFacts& operation, const StepSize& st
   options.bundle = operation.kind.bundle && !forward;
   options.halves = step.halves && !step.direct_gradients() && !forward;
   options.receive_in_slots = !forward && !step.movement.receives_anywhere;
-  options.late = step.late > 0 && operation.late(options.group > 1 || options.route == Route::gather) && !forward && alone;
+  options.late =
+      step.late > 0 && operation.late(options.group > 1 || options.route == Route::gather) && !forward && alone;
   options.gradient_route = step.gradient_route;
   options.narrow = step.narrow();
   options.apart = step.gradients_apart;
@@ -186,8 +187,8 @@ class Walk {
     if (pass.weight && !known.weight_slots.empty()) {
       pass.weights.slot = *slot_bytes(operation, chunks, chunk, travels, weight_bytes, known.weight_slots.front());
     }
-    const bool stages =
-        pass.weight && known.uses_home && movement_of(operation, step_, known.options).staged(known.hops(Channel::weight) > 0);
+    const bool stages = pass.weight && known.uses_home &&
+                        movement_of(operation, step_, known.options).staged(known.hops(Channel::weight) > 0);
     pass.weights.staged = stages ? *pass.weight : 0;
     pass.scratch = slot_bytes(operation, chunks, chunk, travels, [&](size_t place, int64_t numbers) {
                      const bool made = operation.parameters[place].frozen || quantized(place);
