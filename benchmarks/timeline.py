@@ -143,7 +143,7 @@ def main() -> None:
                 for ratio in args.ratios:
                     row = measure(ranks, group, gradients, ratio, args)
                     told = {"ranks": ranks, "group": group, "gradients": gradients, "ratio": ratio}
-                    told |= {"tokens": args.tokens, "shape": [args.rows, args.inputs]}
+                    told |= {"tokens": args.tokens, "shape": f"{args.rows}x{args.inputs}", "dtype": "float32"}
                     append_line(args.output, result_line(card, benchmark="timeline", **told, **row))
                     print(
                         f"R {ranks} g {group} {gradients:<12} ratio {ratio:<4g} predicted {row['predicted_ms']:7.1f} "

@@ -499,6 +499,18 @@ TRAVEL: Columns = {
 }
 PAPER: Columns = {key: told(key) for key in ("claim", "where", "measured here", "result")}
 
+TIMELINE: Columns = {
+    "ranks": number("ranks"),
+    "shards a product": number("group"),
+    "gradients": told("gradients"),
+    "product / hop": number("ratio", "g"),
+    "closed form, ms": number("predicted_ms", 1),
+    "measured, ms": number("measured_ms", 1),
+    "measured / closed form": quotient("measured_ms", "predicted_ms"),
+    "without the wire, ms": number("free_ms", 1),
+    "hops of a direction, ms": number("wire_ms", 1),
+}
+
 
 def _hosts(file: str, columns: Columns) -> Table:
     return Table(file, columns, _between_hosts, _of_hosts, SOME)
@@ -530,6 +542,7 @@ TABLES: dict[str, Table] = {
         machine=False,
         shown=claims,
     ),
+    "timeline": Table("timeline", TIMELINE, lambda lines, _: last_command(lines)),
     "travel": Table("travel_curves", TRAVEL, _over_seeds, _of_travel),
     "muon": Table("muon", MUON, last_muon_runs, _of_muon, ANY),
     "where": Table("where", WHERE, last_where, _of_where, range(2, 3)),

@@ -107,13 +107,17 @@ std::optional<ShardBundle> Weights::bundle() const {
   if (local_.empty()) return std::nullopt;
   std::vector<TensorLayout> layouts;
   std::vector<at::Tensor> local;
+  bool turns = false;
   for (size_t place = 0; place < count(); ++place) {
     if (index_[place] < 0) continue;
     layouts.push_back(layout(static_cast<int>(place), rotation_.compute_dtype));
     const at::Tensor& own = local_[static_cast<size_t>(index_[place])];
+    turns = turns || turned(place);
     local.push_back(turned(place) ? own.t() : chunk(own));
   }
-  return travelling_weights(executor_, rotation_, std::move(layouts), std::move(local), facts_.kind.dims);
+  ShardBundle bundle = travelling_weights(executor_, rotation_, std::move(layouts), std::move(local), facts_.kind.dims);
+  bundle.turned = turns;
+  return bundle;
 }
 
 RotationOptions Weights::options() const {

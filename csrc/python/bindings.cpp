@@ -269,8 +269,8 @@ void bind_executor(py::module_& m) {
             std::optional<ShardBundle> weight, gradient;
             if (!weights.empty()) weight = weight_bundle(executor, weights, shapes, options);
             if (!gradients.empty()) gradient = travelling_gradients(make_bundle(gradients, gradient_shapes), options);
-            const Schedule& schedule =
-                backward_schedule(executor, options, weight, {dgrad, gradient.has_value(), bundle});
+            const Schedule& schedule = backward_schedule(
+                executor, options, weight, {dgrad, gradient.has_value(), bundle, options.halves && !bundle});
             return std::make_unique<Execution>(executor, schedule, std::move(weight), std::move(gradient),
                                                options.name + " backward");
           },

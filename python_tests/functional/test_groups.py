@@ -1,6 +1,7 @@
 """MLPs, vocabulary heads, experts and transposed linear layers in groups: the shards of several owners are one operand.
 The results are those of the plain operation, the bytes those of single shards, the slots those of the footprint."""
 
+import copy
 from functools import partial
 from itertools import product
 
@@ -174,16 +175,39 @@ HIDDEN = (60, 120)
 
 
 class Model(nn.Module):
-    """MLPs of two sizes."""
+    """MLPs of several sizes."""
 
-    def __init__(self):
+    def __init__(self, hidden=HIDDEN):
         super().__init__()
         self.mlps = nn.Sequential(
-            *(nn.Sequential(nn.Linear(30, hidden), nn.GELU(), nn.Linear(hidden, 30)) for hidden in HIDDEN)
+            *(nn.Sequential(nn.Linear(30, size), nn.GELU(), nn.Linear(size, 30)) for size in hidden)
         )
 
     def forward(self, x):
         return self.mlps(x)
+
+
+@on_ranks([3, 4])
+def test_layers_ahead_with_transposed_shards_of_one_row_or_none(rank, ranks, cases):
+    """Sent ahead, and with late gradients: steps of SGD as of one process on the batches of all ranks."""
+    hidden = (2 * ranks - 3, 3, 11)  # of the last ranks, shards have one hidden feature, or none
+    for options in ({"group": 2}, {"route": "gather"}, {"group": 2, "late_gradients": 2, "transport": "tcp"}):
+        torch.manual_seed(0)
+        plain = Model(hidden).double()
+        with rtp_ext.Ring(timeout=60.0, **options) as ring, cases.case(f"{options}"):
+            model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=ring)
+            both = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (plain, model)]
+            for step in range(4):
+                batches = [random(7, 30, dtype=torch.float64, seed=10 * step + each) for each in range(ranks)]
+                loss = model(batches[rank]).square().mean()
+                loss.backward()
+                losses = [plain(batch).square().mean() for batch in batches]
+                (sum(losses) / ranks).backward()
+                assert_same(loss, losses[rank], 1e-10, f"loss of step {step}")
+                for optimizer in both:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert ring.prefetched()[1] > 0, "control: shards were sent ahead"
 
 
 def test_the_pool_is_the_footprint():

@@ -74,15 +74,20 @@ def test_commands_of_the_pages_compare_like_with_like():
 
 
 def test_the_first_lines_say_what_rotation_does_not_win():
-    """The pages name the cases in which a ring is not faster than `fully_shard` before any example."""
-    for text, ends, says in (
-        (TEXTS["planner.md"], "```", "saves memory, and takes about as much time as `fully_shard`, or more"),
-        (scale.PAGE.read_text(), "![", "do not win time; they win memory"),
+    """The pages say before any example where a ring is faster than `fully_shard` by prediction, and where not."""
+    for text, ends, says, least, most in (
+        (
+            *(TEXTS["planner.md"], "```"),
+            "In these predictions, which no run on a GPU has confirmed, rotation takes less memory than `fully_shard`, "
+            "and no more time.",
+            *(0.0, 1.0),
+        ),
+        (scale.PAGE.read_text(), "![", "do not win time; they win memory", 0.97, 10.0),
     ):
         first = text[: text.index(ends)]
-        assert re.search(r"\*\*In these predictions r\w+ " + re.escape(says), " ".join(first.split()))
-        slower = [float(cell) for cell in re.findall(r" (\d\.\d\d) \|$", first, re.MULTILINE)]
-        assert len(slower) >= 4 and min(slower) > 0.97, "else the sentence is to change"
+        assert says in " ".join(first.split())
+        times = [float(cell) for cell in re.findall(r" (\d\.\d\d) \|$", first, re.MULTILINE)]
+        assert len(times) >= 4 and least <= min(times) <= max(times) <= most, "else the sentence is to change"
 
 
 def test_no_number_of_the_prose_goes_unchecked():

@@ -13,6 +13,8 @@ import pytest
 from kernel_structures import (
     AddConverted,
     Addends,
+    CodeMatrix,
+    Codes,
     Dequantize,
     DequantizeBlocks,
     EmbeddingGather,
@@ -56,6 +58,10 @@ def structures(rows: int, columns: int):
         for blocks in range(6):
             yield "dequantize_blocks", DequantizeBlocks(kind, blocks, rows * columns, AT, AT)
         yield "add_converted", AddConverted(kind, rows * columns, Addends.at(AT), AT)
+        matrix = CodeMatrix(kind, rows, columns, AT, columns, 1, 32, AT)
+        yield "block_amax", matrix
+        for format in range(2):
+            yield "quantize_codes", Codes(matrix, format, 0, AT, columns, 1, AT, columns, 1, 0, 0)
     for odd in (0, 4, 2):  # the alignment decides which words the kernel copies
         yield "embedding_gather", EmbeddingGather(AT, rows, AT + odd, 0, rows, columns * 16, AT, columns * 16)
 

@@ -86,6 +86,7 @@ void PassWeights::lease(int content, int64_t bytes) {
 
 void PassWeights::release(int content) {
   Content& left = contents_[static_cast<size_t>(content)];
+  if (!left.slot) return;  // it could not be allocated
   if (!left.places.empty()) left.slot->usage = folded(std::exchange(left.places, {}), ring_.streams());
   ring_.pool.give_back(Channel::weight, std::exchange(left.slot, nullptr));
 }
@@ -110,6 +111,7 @@ void PassWeights::lease_staged(int64_t bytes) {
 }
 
 void PassWeights::release_staged() {
+  if (!staged_) return;  // it could not be allocated
   staged_->usage = std::exchange(home_, {});
   ring_.pool.give_back(Channel::weight, std::exchange(staged_, nullptr));
 }

@@ -226,9 +226,9 @@ void ShardBundle::stage(Streams& streams, const at::Tensor& memory, int rank) {
 
 bool ShardBundle::cast() const {
   for (size_t index = 0; index < layouts.size(); ++index) {
-    if (layouts[index].casts(local[index].scalar_type()) || !local[index].is_contiguous()) return true;
+    if (layouts[index].casts(local[index].scalar_type())) return true;
   }
-  return false;
+  return turned;
 }
 
 at::Tensor half_of(const at::Tensor& whole, Half half) {

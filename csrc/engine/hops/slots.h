@@ -60,6 +60,8 @@ struct Place {
 struct ShardBundle {
   std::vector<TensorLayout> layouts;
   std::vector<at::Tensor> local;
+  // A weight travels transposed, on all ranks: the local tensor is a view, even where its few rows are contiguous.
+  bool turned = false;
 
   int64_t offset(const Place& place, size_t index) const;  // byte offset in a slot
   // Slot size that fits so many shards of any owners, or two halves apart.
@@ -81,7 +83,7 @@ struct ShardBundle {
   // Copies the local tensors into `memory`, in the layout of a slot, cast or quantized, and replaces them with the
   // copies. Undefined tensors are not copied.
   void stage(Streams& streams, const at::Tensor& memory, int rank);
-  bool cast() const;  // whether a local tensor differs from its travel format, or is a transposed view
+  bool cast() const;  // whether a local tensor differs from its travel format
 };
 
 // Returns a half of the rows of a tensor. A scalar is one row.
