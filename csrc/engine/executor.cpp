@@ -362,7 +362,7 @@ void Execution::end() {
   sink.end(begun_);
   executor_.last_ = streams.record_compute();
   return_slots();
-  executor_.late_.end_pass();
+  executor_.prefetcher_.captured() ? executor_.late_.drain() : executor_.late_.end_pass();
   range_.end();
   carveout_.reset();
   streams_pass_.reset();

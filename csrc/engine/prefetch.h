@@ -40,6 +40,8 @@ class Prefetcher {
   void allow(bool on, std::optional<int64_t> bytes) { look_ahead_.allow(on, bytes); }
   void enter(Context context);
   const Context& context() const { return context_; }
+  // Whether the user has captured a pass: its graph may run at any time, and uses the slots that the pass had.
+  bool captured() const { return captured_; }
 
   // Registers the pass that starts now, and returns its weights, of which some hops may have been prefetched. Drains
   // hops that were prefetched for another pass, or from parameters that have been written since. `gradient`: bytes of a

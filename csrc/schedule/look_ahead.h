@@ -52,12 +52,13 @@ class WeightMoves {
   void make(int64_t time) {
     stage();
     newest_ = time;
-    const int position = schedule_->moves[made_++];
+    const int position = schedule_->moves[made_];
     const int content = schedule_->steps[static_cast<size_t>(position)].receive.content;
     if (content >= 0 && !held_[static_cast<size_t>(content)]) {
       lease(content, sizes_.slot);
       held_[static_cast<size_t>(content)] = true;
     }
+    ++made_;
     move(position);
   }
   // Copies the local shard, if a copy travels.

@@ -241,13 +241,13 @@ def test_slots_and_states_of_ragged_shards_on_real_rings():
 def test_rotations_of_a_stage_in_the_estimate():
     """The slots in an estimate are those of `rtp_bytes` for the layers of the stage."""
     model = ModelSpec.preset("llama-3-70b")
-    report = estimate_memory(model, EIGHT, Strategy(rtp=8, recompute="full", fused_loss=True))
+    report = estimate_memory(model, EIGHT, Strategy(rtp=8, recompute="full", fused_loss=True, buffers="lean"))
     largest = 3 * model.hidden * model.ffn // 8
     assert report.components["rotation_slots"] == largest * (2 * 3 + 4 * 2), (
         "bf16 weights, one staged; float32 gradients"
     )
     assert report.components["parameters"] == 4 * model.parameters / 8
-    in_place = estimate_memory(model, EIGHT, Strategy(rtp=8, in_place=True, param_dtype="fp32"))
+    in_place = estimate_memory(model, EIGHT, Strategy(rtp=8, in_place=True, param_dtype="fp32", buffers="lean"))
     pieces_of_the_head = 64 << 20  # travel out of place, through a second slot
     assert in_place.components["rotation_slots"] == largest * 4 * (1 + 2) + pieces_of_the_head
     with pytest.raises(ValueError, match="0 <= rank < 2"):

@@ -57,9 +57,11 @@ def test_two_levels_are_the_engine_s_schedule_and_slots():
     flat, two = (_seconds(TWO, rtp=16, route=route, fused_loss=True) for route in ("ring", "two-level"))
     assert two.components["rotation"] < 0.5 * flat.components["rotation"]
     rotations, others = rotations_of(LLAMA, layers=3, fused_loss=True)
-    flat_bytes, two_bytes = (rtp_bytes(rotations, 16, others=others, compute_bytes=2, hosts=n) for n in (1, 2))
+    flat_bytes, two_bytes = (
+        rtp_bytes(rotations, 16, others=others, compute_bytes=2, hosts=n, look_ahead=0) for n in (1, 2)
+    )
     assert two_bytes.gradient_slots_bytes > flat_bytes.gradient_slots_bytes
-    report = estimate_memory(LLAMA, TWO, Strategy(rtp=16, fused_loss=True))
+    report = estimate_memory(LLAMA, TWO, Strategy(rtp=16, fused_loss=True, buffers="lean"))
     assert report.components["rotation_slots"] == two_bytes.weight_slots_bytes + two_bytes.gradient_slots_bytes
 
 
@@ -138,7 +140,7 @@ def test_what_travels_in_fewer_bits():
     )
     rotations = [RotatedOperation("linear", (Weight((512, 256)), Weight((512,))))]
     held, int8, bfloat16, direct, narrow_direct, lean = (
-        rtp_bytes(rotations, 4, compute_bytes=4, **ways)
+        rtp_bytes(rotations, 4, compute_bytes=4, look_ahead=0, **ways)
         for ways in (
             {},
             {"travel": "int8"},
@@ -166,7 +168,7 @@ def test_what_travels_in_fewer_bits():
     few = {"rtp": 8, "fused_loss": True}
     slots = [
         _bytes(**few, **more).components["rotation_slots"]
-        for more in ({}, {"travel": "int8"}, {"gradient_route": "direct", "gradient_travel": "int8"})
+        for more in ({"buffers": "lean"}, {"travel": "int8"}, {"gradient_route": "direct", "gradient_travel": "int8"})
     ]
     assert slots[2] > slots[0], "each of 7 contributions has a slot of its own"
     assert slots[0] != slots[1]
@@ -307,7 +309,7 @@ def test_the_host_issues_what_travels(nodes):
     """A ring's hops, and the products that its shards make more: where the host bounds a layer, they are seen."""
     cluster = Cluster.preset("h100-80gb", gpus=8, gpus_per_node=8 // nodes)
     small = ModelSpec.gpt(layers=4, hidden=256, heads=4, vocab=5120, seq=128)
-    plan = Strategy(rtp=8, route="ring")
+    plan = Strategy(rtp=8, route="ring", gradient_route="direct")  # planned operation by operation
     free = dataclasses.replace(CONSTANTS, driver_call_s=0.0, engine_product_s=0.0)
     clock, without = (StageClock(small, cluster, plan, constants) for constants in (CONSTANTS, free))
     assert without.per_layer["launches"] > 0, "bounded by the host"

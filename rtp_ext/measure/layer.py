@@ -116,7 +116,7 @@ class TimedLayer:
         plan = ring.gate.plans["rotated_linear"]
         if plan.route == "gather":
             raise ValueError(f"expected a layer that rotates, got one that is gathered: {plan.reason}")
-        room = ring.route_plan.has_room(ring.size, n * k * self.gradient_dtype.itemsize, plan.route)
+        room = ring.route_plan.has_room(ring.size, n * k * self.gradient_dtype.itemsize, plan.route, plan.group)
         self.direct = ring.gradients.direct(plan.route, self.gradient_dtype, room)
         self.halves = plan.halves and not self.direct
         self._options = ring.route_plan.rotation(

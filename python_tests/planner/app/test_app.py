@@ -110,7 +110,7 @@ def test_the_page_offers_what_the_command_does(capsys, tmp_path):
 
 
 def test_the_timeline_is_that_of_the_prediction():
-    settings = settings_of(_options("--plan", "rtp=4"))
+    settings = settings_of(_options("--plan", "rtp=4,gradient_route=direct"))  # planned operation by operation
     view = view_of(arguments(settings))
     passes = passes_of(view.model, view.cluster, view.rows[0].strategy)
     assert {each.pass_ for each in passes} == {"forward", "backward"} and len(passes) >= 8

@@ -71,12 +71,13 @@ class RoutePlan:
             ranks, gradient_bytes: of the ring, and of the gradients of all shards in the reduce dtype: whether there is
                 room for the contributions of all ranks.
         """
-        room = self.has_room(ranks, gradient_bytes, route)
+        group = self.group if group is None else group
+        room = self.has_room(ranks, gradient_bytes, route, group)
         direct = self.gradients.direct(route, reduce_dtype, room)
         return _native.RotationOptions(
             name=name,
             route=route,
-            group=self.group if group is None else group,
+            group=group,
             in_place=in_place,
             compute_dtype=compute_dtype,
             reduce_dtype=reduce_dtype,
@@ -89,12 +90,12 @@ class RoutePlan:
             gradients_apart=direct and room,
         )
 
-    def has_room(self, ranks: int, gradient_bytes: float, route: str) -> bool:
+    def has_room(self, ranks: int, gradient_bytes: float, route: str, group: int) -> bool:
         """Returns whether `buffers` permit slots for the contributions of all other ranks, and for two groups of this
         one's."""
         if isinstance(self.buffers, str):
             return self.buffers == "auto"
-        group = ranks if route == "gather" else min(self.group, ranks)
+        group = ranks if route == "gather" else min(group, ranks)
         groups = -(-ranks // group) - (ranks % group == 1 or group == 1)  # the own shard alone needs no slot
         return (ranks - 1 + min(groups, 2) * group) * gradient_bytes / ranks <= self.buffers
 
