@@ -265,17 +265,18 @@ void bind_executor(py::module_& m) {
           "backward",
           [](Executor& executor, const std::vector<at::Tensor>& weights, const Shapes& shapes,
              const std::vector<at::Tensor>& gradients, const Shapes& gradient_shapes, const RotationOptions& options,
-             bool dgrad, bool bundle) {
+             bool dgrad, bool bundle, bool halves) {
             std::optional<ShardBundle> weight, gradient;
             if (!weights.empty()) weight = weight_bundle(executor, weights, shapes, options);
             if (!gradients.empty()) gradient = travelling_gradients(make_bundle(gradients, gradient_shapes), options);
-            const Schedule& schedule = backward_schedule(
-                executor, options, weight, {dgrad, gradient.has_value(), bundle, options.halves && !bundle});
+            const Schedule& schedule =
+                backward_schedule(executor, options, weight, {dgrad, gradient.has_value(), bundle, halves});
             return std::make_unique<Execution>(executor, schedule, std::move(weight), std::move(gradient),
                                                options.name + " backward");
           },
           py::arg("executor"), py::arg("weights"), py::arg("shapes"), py::arg("gradients"), py::arg("gradient_shapes"),
-          py::arg("options"), py::arg("dgrad"), py::arg("bundle"), py::keep_alive<0, 1>(), py::call_guard<NoGil>())
+          py::arg("options"), py::arg("dgrad"), py::arg("bundle"), py::arg("halves") = false, py::keep_alive<0, 1>(),
+          py::call_guard<NoGil>())
       .def(
           "next",
           [](Execution& pass) -> std::optional<Step> {

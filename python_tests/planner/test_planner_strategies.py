@@ -176,16 +176,16 @@ def test_what_travels_in_fewer_bits():
     times = {
         name: _seconds(model=narrow, **few, **more).components["rotation"]
         for name, more in {
-            "plain": {},
-            "int8": {"travel": "int8"},
+            "plain": {"buffers": "lean"},
+            "int8": {"travel": "int8", "buffers": "lean"},
             "direct": {"gradient_route": "direct"},
             "both": {"gradient_route": "direct", "gradient_travel": "int8", "travel": "int8"},
         }.items()
     }
     assert times["both"] < 0.6 * times["plain"] and times["int8"] < times["plain"]
     assert times["both"] < times["int8"]
-    # in the engine's schedule the direct route is the slower one where it sends as many bytes
-    assert times["plain"] < times["direct"] < 1.25 * times["plain"]
+    # operation by operation, without a look-ahead, the direct route is the slower one where it sends as many bytes
+    assert times["plain"] < times["direct"]
 
 
 def test_policies_between_rings():

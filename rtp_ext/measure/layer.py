@@ -184,6 +184,7 @@ class TimedLayer:
             else:
                 local = self._partial("gradient home", chunk)
                 arguments = (_native.Execution.backward, [shard], shapes, [local], shapes, self._options, True, False)
+                arguments += (self.halves,)
             make.append(functools.partial(self.ring.run, "hops alone", *arguments))
         return make
 
