@@ -87,6 +87,10 @@ def durations(traces: Iterable[rtp_ext.ring.telemetry.Trace]) -> tuple[list[Lock
     return steps, medians, statistics.median(beyond)
 
 
+def _shards(step: Lockstep, kind: str) -> float:
+    return sum(part for part, each in zip(step.parts, step.kinds, strict=True) if each == kind)
+
+
 def measure(ranks: int, group: int, gradients: str, ratio: float, args: argparse.Namespace) -> dict[str, Any]:
     free = Layer(ranks, group, gradients, args, None)
     free.step()
@@ -109,7 +113,7 @@ def measure(ranks: int, group: int, gradients: str, ratio: float, args: argparse
     times = [each | {"weight": hop, "gradient": hop} for each in found]
     predicted = sum(step.makespan(each, by_host=True) for step, each in zip(steps, times, strict=True)) + beyond
     measured, alone = statistics.median(taken["wired"]), statistics.median(taken["free"])
-    hops = sum(max(step.kinds.count("weight"), step.kinds.count("gradient")) for step in steps) * hop
+    hops = hop * sum(max(_shards(step, "weight"), _shards(step, "gradient")) for step in steps)
     for layer in (free, wired):
         layer.ring.close()
     return {
