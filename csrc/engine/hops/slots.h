@@ -119,9 +119,10 @@ struct Slot {
 };
 
 // [Note: slots]
-// A shard travels through slots, which all layers of a ring share. A pass leases them, and gives them back when its
-// last step is enqueued, not when it has run: a slot keeps its uses, the hops and computes that may still read or write
-// it, and the next pass that leases it waits for exactly those. Hops are posted in the order of the schedule on every
+// A shard travels through slots, which all layers of a ring share. A pass leases those of gradients when it begins, and
+// each of weights with the first hop into it, perhaps before it begins. It gives them back when the last step that uses
+// them is enqueued, not when it has run: a slot keeps its uses, the hops and computes that may still read or write it,
+// and the next pass that leases it waits for exactly those. Hops are posted in the order of the schedule on every
 // rank, so that the rank that sends and the one that receives need no word about which slot is meant. A rank whose
 // slots are all in use delays its own hops, and the neighbour's no further than the slots that have already arrived.
 
