@@ -12,8 +12,7 @@ are the durations of `rtp_ext.timeline.Lockstep`; what a pass takes beyond its s
     free_ms, wire_ms            without the wire; of all hops of one direction, whichever takes longer
     hidden                      share of the hops that is hidden: (free + hops of both passes - measured) / hops
 
-A rate is given as that of hops to products: 2 is a product that takes twice as long as the hop of its shard, as on 8
-H100 with 4096 tokens of Llama 3 8B.
+A ratio is the time of a product over that of the hop of its shard: 2 on 8 H100 with 4096 tokens of Llama 3 8B.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Layer:
 
     def __init__(self, ranks: int, group: int, gradients: str, args: argparse.Namespace, link: str | None) -> None:
         options = GRADIENTS[gradients] | {"group": group, "route": "direct" if "direct" in gradients else "ring"}
-        self.ring = rtp_ext.Ring.emulated(ranks, link=link, prefetch=0, **options)
+        self.ring = rtp_ext.Ring.emulated(ranks, link=link, prefetch=False, **options)
         generator = torch.Generator().manual_seed(0)
         self.x = torch.randn(args.tokens, args.inputs, generator=generator).requires_grad_()
         self.shard = torch.randn(args.rows, args.inputs, generator=generator).requires_grad_()

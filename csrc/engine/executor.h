@@ -164,8 +164,7 @@ class Executor {
 // neighbours receive their data and weights that travel in place return to their owner.
 class Execution {
  public:
-  // Weights are first copied into one additional slot if their local dtype differs from the travel dtype, or if the
-  // transport cannot send from their memory. `schedule` belongs to the executor.
+  // `schedule` belongs to the executor.
   Execution(Executor& executor, const Schedule& schedule, std::optional<ShardBundle> weight,
             std::optional<ShardBundle> gradient, std::string operation);
   Execution(const Execution&) = delete;

@@ -43,14 +43,14 @@ class Prefetcher {
   // Whether the user has captured a pass: its graph may run at any time, and uses the slots that the pass had.
   bool captured() const { return captured_; }
 
-  // Registers the pass that starts now, and returns its weights, of which some hops may have been prefetched. Drains
+  // Registers the pass that starts now, and returns its weights. Some of their hops may have been prefetched. Drains
   // hops that were prefetched for another pass, or from parameters that have been written since. `gradient`: bytes of a
   // slot of gradients.
   std::unique_ptr<PassWeights> begin(const Schedule& schedule, std::optional<ShardBundle> weight, int64_t gradient,
                                      const std::string& name);
   // Posts what may be posted before the product at `position` of a pass.
   void look_ahead(PassWeights& current, const PassHandle& pass, int position);
-  // Makes the next move of the pass that runs, whose turn it is.
+  // Makes the move at `position` of the pass that runs, unless it was made ahead.
   void make(PassWeights& current, const PassHandle& pass, int position);
   bool empty() const { return pending_.empty(); }
 

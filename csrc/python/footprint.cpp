@@ -59,7 +59,6 @@ void bind_footprint(py::module_& m) {
            }),
            py::arg("key"), py::arg("parameters"), py::arg("input_gradient") = true)
       .def_readonly("kind", &OperationFacts::kind)
-      .def_property_readonly("late", [](const OperationFacts& facts) { return facts.late(/*grouped=*/false); })
       .def("travels", &OperationFacts::travels, py::arg("parameter"), py::arg("pass_"))
       .def(
           "chunks",

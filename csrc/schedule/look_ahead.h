@@ -126,9 +126,9 @@ class WeightMoves {
 // Hops of weights are posted ahead of their products, in the order of use: those of the pass that runs, then those of
 // the passes that follow, as long as what has been posted or has landed, and no product has taken, fits in a number of
 // bytes, which all passes share. Each slot counts as the largest one, which it may become, so that the pool grows by no
-// more. Beyond that, the first shard of the next pass may come into the slots that the pass
-// before has left. A hop that forwards what another one brought is posted one product later at the earliest, so that
-// posting waits no longer than the schedule does.
+// more. Beyond that, the first shard of the next pass may come into the slots that the pass before has left. A hop that
+// forwards what another one brought is posted one product later at the earliest, so that posting waits no longer than
+// the schedule does.
 class LookAhead {
  public:
   // At most so many slots, which the transports can tell apart.

@@ -7,6 +7,7 @@ from itertools import product
 
 import torch
 from harness import on_ranks
+from live_bytes import assert_pool
 from operation_checks import EXACT, check_controls, check_frozen, check_pass, train
 from operations.bundles import make_experts, make_head, make_mlp
 from operations.layers import make_linear
@@ -236,10 +237,6 @@ def test_the_pool_is_the_footprint():
                 **dict(route=route, gradient_route=gradients, group=group, gradients_apart=True),
                 look_ahead=None,
             )
-            for channel in ("weight", "gradient"):
-                count, expected = ring.slot_count(channel), getattr(planned, channel)
-                where = f"{ranks} ranks, group {group}, {route}, {gradients}, {dtype}, {channel}"
-                assert (count.slots, count.bytes) == (expected.slots, expected.bytes), where
-                assert count.peak_bytes == expected.peak_bytes, where
+            assert_pool(ring, planned, f"{ranks} ranks, group {group}, {route}, {gradients}, {dtype}")
             sizes.add((planned.weight.bytes, dtype))
     assert len(sizes) > 6, "control: groups are of other sizes"

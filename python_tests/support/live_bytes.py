@@ -1,4 +1,4 @@
-"""Counts the bytes of live tensors."""
+"""Counts the bytes of live tensors, and compares slots with a footprint."""
 
 from __future__ import annotations
 
@@ -105,3 +105,11 @@ def _maps_a_file(address: int) -> bool:
             if first <= address < last:
                 return inode != "0"
     return False
+
+
+def assert_pool(ring: rtp_ext.Ring, planned: Any, where: str) -> None:
+    """The slots of a ring are those of a footprint, to the byte."""
+    for channel in ("weight", "gradient"):
+        count, expected = ring.slot_count(channel), getattr(planned, channel)
+        assert (count.slots, count.bytes) == (expected.slots, expected.bytes), f"{where}, {channel}"
+        assert count.peak_bytes == expected.peak_bytes, f"{where}, {channel}"

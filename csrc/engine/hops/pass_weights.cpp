@@ -86,7 +86,6 @@ void PassWeights::lease(int content, int64_t bytes) {
 
 void PassWeights::release(int content) {
   Content& left = contents_[static_cast<size_t>(content)];
-  if (!left.slot) return;  // it could not be allocated
   if (!left.places.empty()) left.slot->usage = folded(std::exchange(left.places, {}), ring_.streams());
   ring_.pool.give_back(Channel::weight, std::exchange(left.slot, nullptr));
 }

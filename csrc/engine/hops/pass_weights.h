@@ -26,7 +26,9 @@ struct RingParts {
   WeightSizes sizes(const Schedule& schedule, const std::optional<ShardBundle>& weights) const;
 };
 
-// Waits and memory of the weights of a pass, of which some moves may be made before the pass begins.
+// The memory of the weights of a pass, and the waits for it. Some of the moves may be made before the pass begins. The
+// local tensors are first copied into a slot of their own if their dtype differs from the travel dtype, or if the
+// transport cannot send from their memory.
 class PassWeights : public WeightMoves {
  public:
   // `sent`: counts the hops before the pass begins.

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import Cases, run_ranks
+from live_bytes import assert_pool
 from models import batch_loss, make_model, mean_loss, train
 from operation_checks import assert_result, plain_results, rotated_result
 from operations.layers import make_linear, make_linears
@@ -196,11 +197,7 @@ def test_the_pool_is_the_footprint():
                     **dict(cast=dtype != torch.float32, compute_bytes=dtype.itemsize, reduce_bytes=dtype.itemsize),
                     **dict(ways, gradients_apart=True, halves=halves, look_ahead=None),
                 )
-                for channel in ("weight", "gradient"):
-                    count, expected = ring.slot_count(channel), getattr(planned, channel)
-                    where = f"{ranks} ranks, {ways}, halves {halves}, {dtype}, {channel}"
-                    assert (count.slots, count.bytes) == (expected.slots, expected.bytes), where
-                    assert count.peak_bytes == expected.peak_bytes, where
+                assert_pool(ring, planned, f"{ranks} ranks, {ways}, halves {halves}, {dtype}")
                 sizes.add((planned.weight.bytes, dtype))
         assert len(sizes) > ranks, "control: groups are of other sizes"
 

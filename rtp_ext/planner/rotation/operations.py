@@ -133,11 +133,6 @@ class RotatedOperation:
         """Weights that travel in backward: all of a bundle, otherwise those that the input gradient needs."""
         return tuple(weight for place, weight in enumerate(self.weights) if self.facts.travels(place, "backward"))
 
-    @property
-    def late(self) -> bool:
-        """Whether its gradients may arrive after its pass."""
-        return self.facts.late
-
     def chunks(self, ranks: int, element_bytes: int) -> int:
         """Returns the number of chunks of each shard under the default slot cap of a ring."""
         return self.facts.chunks(ranks, element_bytes, engine().SLOT_CAP)[0]

@@ -297,7 +297,7 @@ def _two_lanes(rotation: RotatedOperation, tokens: int, parts: int, cluster: Clu
 
 
 def products_of(rotation: RotatedOperation, joined: bool) -> list[Weight]:
-    """Returns the weight of every product: matrices, of which neighbours of one input, cut by outputs, are one operand
+    """Returns the weight of every product. Adjacent matrices that multiply one input, cut by outputs, are one operand
     where they are `joined`."""
     found: list[Weight] = []
     for weight in rotation.weights:

@@ -2,8 +2,8 @@
 
 Rotation hides hops behind GEMMs, but R small GEMMs take longer than one large one, and every hop has its latency. Where
 a layer is tiny or has few tokens, gathering the whole weight first is faster; between both are groups, whose shards are
-one operand. The times are those of `rtp_ext.cost`,
-from the shapes, a link rate (modelled too, or measured by `Ring.measure_link`) and a GEMM rate; nothing is timed here.
+one operand. The times are those of `rtp_ext.cost`, from the shapes, a link rate (modelled too, or measured by
+`Ring.measure_link`) and a GEMM rate; nothing is timed here.
 """
 
 from __future__ import annotations
