@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/emulated_step.py --output results.jsonl --tokens 8192,2048
     python benchmarks/gpu/emulated_step.py --cases groups     1, 2 and 8 shards per product
+    python benchmarks/gpu/emulated_step.py --cases graphs     the same with passes as CUDA graphs, which spare the host
     python benchmarks/gpu/emulated_step.py --device cpu --size tiny --tokens 64
 
 On the emulated ring a rank multiplies its tokens with R shards, all of which are its own: the products, hops, casts and
@@ -57,6 +58,11 @@ CASES = {
     "groups": (
         Case("plain"),
         *(Case(f"rtp ce-local:4 g={group}", "rtp", "ce-local:4", group=group) for group in (1, 2, 8)),
+    ),
+    "graphs": (
+        Case("plain"),
+        *(Case(f"rtp sm-local graphs g={group}", "rtp", "sm-local", "on", group) for group in (1, 2, 8)),
+        Case("rtp sm-local g=8", "rtp", "sm-local", group=8),
     ),
     "others": (
         Case("plain"),

@@ -31,6 +31,7 @@ from rtp_ext._native import kernels
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 sys.path.append(str(Path(__file__).resolve().parents[2] / "python_tests" / "kernels"))  # kernel_checks and its imports
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python_tests" / "support"))
 
 from shared.card import RESULTS, append_line, command_line, environment_card, result_line
 

@@ -1,5 +1,6 @@
 """Helpers of the tests in this folder: rings over every link, and the file for the results of a run."""
 
+import functools
 import json
 import os
 import sys
@@ -8,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness import run_ranks
 
 import rtp_ext
 
 LINKS = ["sm-local", "ce-local", "ce-local:4", "nccl-self", "pcie"]
+run_gpu_ranks = functools.partial(run_ranks, fresh=os.environ.get("FAKE_GPU") != "1")
 BROKEN = 70  # exit status of a worker whose CUDA context is lost
 COPY_ENGINES = ["ce-local", "ce-local:2", "ce-local:4", "pcie"]  # links that need no SM
 

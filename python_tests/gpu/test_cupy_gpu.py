@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
 from reference import TOLERANCE, assert_same, differs, random
-from support import emulated, several_ranks_problem, share_gpu
+from support import emulated, run_gpu_ranks, several_ranks_problem, share_gpu
 
 import rtp_ext
 from rtp_ext.functional import rotated_linear
@@ -108,7 +107,7 @@ def test_collectives_by_cupy(tmp_path):
     """Two ranks: CuPy gathers the weight and scatters the gradient with its own communicator."""
     if (problem := several_ranks_problem(2)) is not None:
         pytest.skip(problem)
-    run_ranks(_against_collectives, 2, str(tmp_path / "nccl"), timeout=60.0)
+    run_gpu_ranks(_against_collectives, 2, str(tmp_path / "nccl"), timeout=60.0)
 
 
 def test_arrays_change_hands_without_a_copy():

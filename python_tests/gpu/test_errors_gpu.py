@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from harness import run_ranks
-from support import emulated, record
+from support import emulated, record, run_gpu_ranks
 
 import rtp_ext
 from rtp_ext.functional import rotated_linear
@@ -82,7 +81,7 @@ def _meets_a_broken_gpu(rank, ranks):
 def test_a_broken_gpu_is_a_cuda_error():
     if not hasattr(torch.cuda, "_compile_kernel"):
         pytest.skip(f"torch {torch.__version__} compiles no kernels at run time (torch.cuda._compile_kernel)")
-    (messages,) = run_ranks(_meets_a_broken_gpu, 1, timeout=60.0)
+    (messages,) = run_gpu_ranks(_meets_a_broken_gpu, 1, timeout=60.0)
     record(test="broken GPU", errors=messages)
     assert messages[0][0] == "CudaError", messages
     assert "failed with code" in messages[0][1]

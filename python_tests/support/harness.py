@@ -104,6 +104,7 @@ def run_ranks(
     timeout: float = 120.0,
     lost: Collection[int] = (),
     group_timeout: float = 60.0,
+    fresh: bool = False,
 ) -> list[Any]:
     """Calls `fn(rank, ranks, *args)` in `ranks` processes that share a Gloo process group.
 
@@ -113,6 +114,7 @@ def run_ranks(
         lost: ranks that will kill or stop themselves. They return None, and are killed once the others have ended; one
             that fails before is a failure.
         group_timeout: seconds, of the default process group.
+        fresh: new processes, which import everything: a fork cannot use CUDA once any module has counted the GPUs.
 
     Returns:
         The results, by rank.
@@ -122,9 +124,10 @@ def run_ranks(
             ends the other ranks.
     """
     __tracebackhide__ = True
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server process inherits it when it starts
-    context.set_forkserver_preload(PRELOADED)
+    if not fresh:
+        context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="rtp_ranks_") as folder:
         started = []
         try:

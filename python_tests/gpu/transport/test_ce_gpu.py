@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from harness import run_ranks
-from support import several_ranks_problem, share_gpu
+from support import run_gpu_ranks, several_ranks_problem, share_gpu
 from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
@@ -48,4 +47,4 @@ def _counts_slots(rank, ranks, log):
 def test_slots_are_counted_and_given_back(tmp_path):
     if (problem := several_ranks_problem(2)) is not None:
         pytest.skip(problem)
-    run_ranks(_counts_slots, 2, str(tmp_path / "nccl"), timeout=120.0)
+    run_gpu_ranks(_counts_slots, 2, str(tmp_path / "nccl"), timeout=120.0)

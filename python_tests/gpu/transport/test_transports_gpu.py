@@ -11,10 +11,9 @@ import time
 
 import pytest
 import torch
-from harness import run_ranks
 from models import batch_loss, make_model, mean_loss, train
 from reference import assert_same, full
-from support import record, several_ranks_problem, share_gpu
+from support import record, run_gpu_ranks, several_ranks_problem, share_gpu
 from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
@@ -120,7 +119,7 @@ def _run(work, ranks, transport, tmp_path, **options):
         pytest.skip(problem)
     log = str(tmp_path / "nccl")
     try:
-        results = run_ranks(work, ranks, transport, log, timeout=LIMIT, **options)
+        results = run_gpu_ranks(work, ranks, transport, log, timeout=LIMIT, **options)
     finally:
         text = "".join(file.read_text(errors="replace") for file in tmp_path.glob("nccl.*"))
         connections = sorted(set(re.findall(r"\bvia ([A-Z][\w/]*)", text)))
