@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from rtp_ext._native import kernels
+from rtp_ext.recipes import RECIPES, empty, quantize_into, recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 sys.path.append(str(Path(__file__).resolve().parents[2] / "python_tests" / "kernels"))  # kernel_checks and its imports
@@ -160,8 +161,20 @@ def block_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
             )  # fmt: skip
 
 
+def code_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """8-bit codes of a shard and of tokens: each number is read twice, for the largest magnitudes and for the codes."""
+    for rows, columns in ((sizes.hidden // sizes.ranks, sizes.features), (sizes.tokens, sizes.features)):
+        values = normal(rows, columns, dtype=torch.bfloat16, device=device)
+        for name in RECIPES:
+            out = empty(recipe(name).tokens, rows, columns, device, gpu=True)
+            yield Case(
+                "quantize_codes", name, values.dtype, (rows, columns), moved(values, values, out.codes, out.scales),
+                lambda o=out, v=values: quantize_into(o, v),
+            )  # fmt: skip
+
+
 def all_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    for make in (hidden_cases, logit_cases, embedding_cases, pack_cases, block_cases):
+    for make in (hidden_cases, logit_cases, embedding_cases, pack_cases, block_cases, code_cases):
         yield from make(sizes, device)
 
 

@@ -18,14 +18,10 @@ class CudaGraph : public Graph {
   }
   CudaGraph(const CudaGraph&) = delete;
   CudaGraph& operator=(const CudaGraph&) = delete;
-  // A graph that is still running is leaked together with its memory: destroying it is not known to be safe, and a
-  // destructor must not wait.
+  // CUDA frees a graph that still runs once it has ended; its memory is leaked, because a destructor must not wait.
   ~CudaGraph() override {
-    if (idle()) {
-      cudaGraphExecDestroy(executable_);
-    } else {
-      static_cast<void>(new std::shared_ptr<GraphMemory>(std::move(memory_)));
-    }
+    if (!idle()) static_cast<void>(new std::shared_ptr<GraphMemory>(std::move(memory_)));
+    cudaGraphExecDestroy(executable_);
   }
 
   bool idle() const override { return !launched_ || ended_.reached(); }

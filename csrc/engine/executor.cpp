@@ -57,6 +57,7 @@ const std::string& Executor::fail(const std::string& reason) noexcept {
 
 void Executor::close() {
   if (!alive()) return;
+  transport_->expect_no_graphs();
   clear_slots();
   end_ = "it was closed";
   transport_->close();

@@ -164,6 +164,8 @@ class Transport {
   virtual void abort(const std::string& reason) noexcept = 0;
   // Closes in good order, with no hop in flight. Idempotent.
   virtual void close() = 0;
+  // Throws RotationError if close() would wait for CUDA graphs that the user holds.
+  virtual void expect_no_graphs() const {}
   // Ends a ring that was not closed, with no hop of this rank in flight. Neighbours may still be running.
   virtual void drop() noexcept {
     try {

@@ -1,6 +1,7 @@
 """The transports between GPUs, run against the simulated CUDA runtime and NCCL: whole passes give what one process
 gives, whatever the streams' delays are, and a failure reaches every rank."""
 
+import gc
 import os
 import re
 import threading
@@ -327,3 +328,44 @@ def test_slots_that_nccl_knows_are_not_made_in_a_capture(sim):
 
     barrier = threading.Barrier(2)
     values(run_threads(work, 2, unique_ids(sim)))
+
+
+def test_communicators_outlive_the_graphs_of_the_caller(sim):
+    """NCCL ends a communicator after the graphs that hold its calls: closing is refused, dropping does not wait."""
+
+    def work(rank, ids, closes):
+        executor = connect(sim, "nccl", ids, rank, 2)
+        shard = torch.ones(10)
+
+        def pass_():
+            execution = _native.Execution.rotate(executor, [shard], [[[10]] * 2], "ring", False)
+            while execution.next() is not None:
+                pass
+
+        pass_()
+        sim.set_compute(True)
+        barrier.wait(20)
+        sim.begin_capture()
+        pass_()
+        graph = sim.end_capture()
+        barrier.wait(20)
+        started = time.monotonic()
+        if closes:
+            with pytest.raises(RotationError, match="expected no CUDA graph with hops of this ring, got 1"):
+                executor.close()
+            assert executor.alive
+            pass_()
+            sim.synchronize()
+            del graph
+            executor.close()
+        else:
+            del executor
+            gc.collect()
+            assert time.monotonic() - started < 10
+            del graph
+        sim.set_compute(False)
+
+    for closes in (True, False):
+        barrier = threading.Barrier(2)
+        values(run_threads(lambda rank, ids, closes=closes: work(rank, ids, closes), 2, unique_ids(sim)))
+        assert sim.mistakes() == []

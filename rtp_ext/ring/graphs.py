@@ -222,11 +222,16 @@ class PassGraphs:
         return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in results]
 
     def forget(self) -> None:
-        """Drops all graphs. Called when the slots that they use change, and when the ring closes."""
+        """Drops all graphs. Called when the slots that they use change."""
         for each in self._passes.values():
             self._retire(each)
         self._passes.clear()
         self._generation = self._executor.generation()
+
+    def close(self) -> None:
+        """Drops all graphs, also those that still run: NCCL ends no communicator that a graph holds."""
+        self.forget()
+        self._retired.clear()
 
     def _first(self, known: Pass, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Runs a pass and records its results. The run may allocate slots, which invalidates graphs."""

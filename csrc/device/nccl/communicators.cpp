@@ -18,6 +18,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(500);  // enqueueing a hop takes microseconds: too short to sleep
 
 constexpr auto kShortCall = std::chrono::milliseconds(200);  // a longer call waits for a peer
+constexpr auto kFreed = std::chrono::seconds(2);             // from the end of a graph to CUDA's word of it
 constexpr auto kRevoked = std::chrono::seconds(5);           // limit for pending calls to end after revocation
 
 ncclUniqueId parse_id(const std::string& bytes) {
@@ -135,6 +136,14 @@ void NcclCommunicators::call(size_t index, const std::string& what, const std::f
   wait_until_ready(lock, index, what);
 }
 
+void NcclCommunicators::call(size_t index, const std::string& what, cudaStream_t stream,
+                             const std::function<void(ncclComm_t)>& enqueue) {
+  call(index, what, [&](ncclComm_t comm) {
+    graphs_.add(stream);
+    enqueue(comm);
+  });
+}
+
 void* NcclCommunicators::receive(size_t index, const std::string& what,
                                  const std::function<void(ncclComm_t, void**)>& enqueue) {
   auto result = std::make_unique<void*>(nullptr);
@@ -183,10 +192,23 @@ std::optional<std::string> NcclCommunicators::asynchronous_error() noexcept {
   return std::nullopt;
 }
 
+void NcclCommunicators::expect_no_graphs() const {
+  const int left = graphs_.left(kFreed);
+  if (left == 0) return;
+  throw RotationError(concat("close: expected no CUDA graph with hops of this ring, got ", left,
+                             ": delete it first (`graph.reset()`), because NCCL ends no communicator before"));
+}
+
 void NcclCommunicators::abort() noexcept {
   std::unique_lock lock(mutex_, std::defer_lock);
   if (!end_calls(lock)) return;  // freeing a communicator during a call would crash the process
-  for (Communicator& comm : comms_) comm.abort();
+  for (Communicator& comm : comms_) {
+    if (comm.get() == nullptr || graphs_.left(std::chrono::milliseconds(0)) == 0) {
+      comm.abort();
+    } else {  // ends enqueued work, but returns only when the graphs are gone: commDestroySync in NCCL's src/init.cc
+      std::thread([kept = comm.release()] { ncclCommAbort(kept); }).detach();
+    }
+  }
 }
 
 void NcclCommunicators::leak() noexcept {

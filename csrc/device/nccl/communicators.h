@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/handles.h"
+#include "device/live_graphs.h"
 
 namespace rtp {
 
@@ -41,9 +42,14 @@ class NcclCommunicators {
   // RingTimeout if a rank does not join in time.
   NcclCommunicators(const std::vector<std::string>& ids, int rank, int ranks, at::Device device,
                     const CommunicatorOptions& options, std::chrono::milliseconds timeout);
+  NcclCommunicators(const NcclCommunicators&) = delete;
+  NcclCommunicators& operator=(const NcclCommunicators&) = delete;
+  ~NcclCommunicators() { abort(); }
 
   // Calls `enqueue` with a communicator and waits until the call has completed. `what` is the prefix of error messages.
   void call(size_t index, const std::string& what, const std::function<void(ncclComm_t)>& enqueue);
+  // The same for work on a stream.
+  void call(size_t index, const std::string& what, cudaStream_t stream, const std::function<void(ncclComm_t)>& enqueue);
 
   // The same for a call whose result NCCL writes from another thread once every rank has called; null if NCCL writes
   // none.
@@ -57,6 +63,9 @@ class NcclCommunicators {
 
   // Returns an asynchronous error of a communicator; nothing if there is none.
   std::optional<std::string> asynchronous_error() noexcept;
+
+  // Throws RotationError if graphs hold work of these communicators: NCCL ends a communicator only after them.
+  void expect_no_graphs() const;
 
   // Aborts all enqueued work at once. Idempotent. Later calls throw.
   void abort() noexcept;
@@ -76,6 +85,7 @@ class NcclCommunicators {
   std::chrono::milliseconds timeout_;
   std::atomic<bool> given_up_ = false;
   bool blocking_;
+  LiveGraphs graphs_;
   Mutex mutex_;  // NCCL must not be inside a call when a communicator is aborted
   std::vector<Communicator> comms_;
 };

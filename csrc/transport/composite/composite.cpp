@@ -77,6 +77,10 @@ class Composite : public CompositeTransport {
     inner_->close();
     outer_->close();
   }
+  void expect_no_graphs() const override {
+    inner_->expect_no_graphs();
+    outer_->expect_no_graphs();
+  }
   void drop() noexcept override {
     inner_->drop();
     outer_->drop();

@@ -83,7 +83,7 @@ class NcclSelf : public EmulatedLink {
 
   int multiprocessors() const override { return ctas_; }
   void copy(Channel channel, const std::vector<Copy>& copies, cudaStream_t stream) override {
-    communicators_.call(static_cast<size_t>(channel), "link nccl-self: enqueueing a hop", [&](ncclComm_t comm) {
+    communicators_.call(static_cast<size_t>(channel), "link nccl-self: enqueueing a hop", stream, [&](ncclComm_t comm) {
       NcclGroup group;
       for (const Copy& copy : copies) {
         RTP_NCCL_CHECK(ncclSend(copy.from, copy.bytes, ncclInt8, 0, comm, stream));

@@ -56,7 +56,7 @@ class NcclTransport : public SupervisedTransport {
 
  protected:
   Ends enqueue(const Hop& hop, cudaStream_t stream) override {
-    communicators_.call(static_cast<size_t>(hop.channel), hop.describe(), [&](ncclComm_t comm) {
+    communicators_.call(static_cast<size_t>(hop.channel), hop.describe(), stream, [&](ncclComm_t comm) {
       NcclGroup group;
       for (const Span& span : hop.send) {
         if (span.bytes > 0) RTP_NCCL_CHECK(ncclSend(span.data, span.bytes, ncclInt8, hop.to, comm, stream));

@@ -72,6 +72,7 @@ class SupervisedTransport : public CudaTransport {
   void check() const final;
   void abort(const std::string& reason) noexcept final;
   void close() final;
+  void expect_no_graphs() const final { communicators_.expect_no_graphs(); }
   // Aborts the communicators instead of finalizing them, because a destructor must not wait for peers. Waits for hops
   // in flight.
   void drop() noexcept final;

@@ -179,21 +179,18 @@ void bind_graphs(py::module_& m) {
   m.def("begin_capture",
         [] { RTP_CUDA_CHECK(cudaStreamBeginCapture(simulated::compute_stream(), cudaStreamCaptureModeThreadLocal)); });
   m.def("device_synchronize", [] { RTP_CUDA_CHECK(cudaDeviceSynchronize()); }, py::call_guard<NoGil>());
-  m.def("end_capture", [] {
+  const auto end_capture = [](cudaStream_t stream) {
     cudaGraph_t graph = nullptr;
-    RTP_CUDA_CHECK(cudaStreamEndCapture(simulated::compute_stream(), &graph));
-    cudaGraphDestroy(graph);
-  });
-  m.def("begin_capture",
-        [](const Stream& s) { RTP_CUDA_CHECK(cudaStreamBeginCapture(s.get(), cudaStreamCaptureModeThreadLocal)); });
-  m.def("end_capture", [](const Stream& s) {
-    cudaGraph_t graph = nullptr;
-    RTP_CUDA_CHECK(cudaStreamEndCapture(s.get(), &graph));
+    RTP_CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
     auto made = std::make_shared<CapturedGraph>();
     RTP_CUDA_CHECK(cudaGraphInstantiate(&made->executable, graph, 0));
     cudaGraphDestroy(graph);
     return made;
-  });
+  };
+  m.def("end_capture", [=] { return end_capture(simulated::compute_stream()); });
+  m.def("begin_capture",
+        [](const Stream& s) { RTP_CUDA_CHECK(cudaStreamBeginCapture(s.get(), cudaStreamCaptureModeThreadLocal)); });
+  m.def("end_capture", [=](const Stream& s) { return end_capture(s.get()); });
 }
 
 // Communicators, as transports create them.

@@ -57,6 +57,10 @@ void run(const std::vector<Node>& nodes) {
 
 }  // namespace
 
+void keep_with_graph(cudaStream_t stream, std::shared_ptr<void> object) {
+  if (stream->capture != nullptr) stream->capture->kept.push_back(std::move(object));
+}
+
 Capture* own_capture() {
   for (Capture* capture : captures()) {
     if (capture->thread == std::this_thread::get_id()) return capture;
@@ -106,9 +110,15 @@ using namespace simulated;
 // Opaque in CUDA's headers.
 struct CUgraph_st {
   std::vector<Node> nodes;
+  std::vector<std::shared_ptr<void>> kept;
+};
+struct CUuserObject_st {
+  void* data;
+  cudaHostFn_t destroy;
 };
 struct CUgraphExec_st {
   std::shared_ptr<const std::vector<Node>> nodes;
+  std::vector<std::shared_ptr<void>> kept;
   std::shared_ptr<Point> last;  // end of the newest launch
 };
 
@@ -148,14 +158,14 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   captures().erase(capture.get());
   if (capture->invalid) return note(cudaErrorStreamCaptureInvalidated);
   if (unjoined && !capture->mutated) return note(cudaErrorStreamCaptureUnjoined);
-  *graph = new CUgraph_st{std::move(capture->nodes)};
+  *graph = new CUgraph_st{std::move(capture->nodes), std::move(capture->kept)};
   return cudaSuccess;
 }
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long flags) {
   called("cudaGraphInstantiate");
   if (flags != 0) return note(cudaErrorInvalidValue);
-  *executable = new CUgraphExec_st{std::make_shared<const std::vector<Node>>(graph->nodes), nullptr};
+  *executable = new CUgraphExec_st{std::make_shared<const std::vector<Node>>(graph->nodes), graph->kept, nullptr};
   return cudaSuccess;
 }
 
@@ -182,7 +192,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
     before = std::exchange(executable->last, here);
     ++world().launches[this_maker()];
   }
-  const auto work = [nodes = executable->nodes, before, here, maker = this_maker()] {
+  const auto work = [nodes = executable->nodes, kept = executable->kept, before, here, maker = this_maker()] {
     if (before != nullptr) {
       std::unique_lock lock(world().mutex);
       wait_until(lock, [&] { return before->reached; });
@@ -199,11 +209,36 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
   called("cudaGraphExecDestroy");
-  {
-    const std::lock_guard lock(world().mutex);
-    if (executable->last != nullptr && !executable->last->reached) mistake("cudaGraphExecDestroy of a graph that runs");
+  delete executable;  // a launch that runs keeps what it needs
+  return cudaSuccess;
+}
+
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* data, cudaHostFn_t destroy, unsigned int count,
+                                 unsigned int flags) {
+  called("cudaUserObjectCreate");
+  if (count != 1 || flags != cudaUserObjectNoDestructorSync) return note(cudaErrorInvalidValue);
+  *object = new CUuserObject_st{data, destroy};
+  return cudaSuccess;
+}
+
+cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned int) {
+  called("cudaUserObjectRelease");
+  object->destroy(object->data);
+  delete object;
+  return cudaSuccess;
+}
+
+// `graph`: of a capture that has not ended, from cudaStreamGetCaptureInfo.
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned int count,
+                                      unsigned int flags) {
+  called("cudaGraphRetainUserObject");
+  if (graph == nullptr) return cudaUserObjectRelease(object, count);  // controls.capturing: no graph will come of it
+  const std::lock_guard lock(world().mutex);
+  auto* const capture = reinterpret_cast<Capture*>(graph);
+  if (captures().count(capture) == 0 || count != 1 || flags != cudaGraphUserObjectMove) {
+    return note(cudaErrorInvalidValue);
   }
-  delete executable;
+  capture->kept.emplace_back(object, [](cudaUserObject_t last) { cudaUserObjectRelease(last, 1); });
   return cudaSuccess;
 }
 

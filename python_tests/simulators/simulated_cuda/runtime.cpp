@@ -120,6 +120,7 @@ bool needs_context(const std::string& function) {
                                           "cudaEventDestroy",
                                           "cudaGraphDestroy",
                                           "cudaGraphExecDestroy",
+                                          "cudaUserObjectRelease",
                                           "cudaFreeHost",
                                           "cudaThreadExchangeStreamCaptureMode",
                                           "cudaGetDriverEntryPointByVersion"};

@@ -96,7 +96,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return note(stream->queue.empty() && !stream->busy ? cudaSuccess : cudaErrorNotReady);
 }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus* status, unsigned long long* id,
-                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+                                     cudaGraph_t* graph, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
   called("cudaStreamGetCaptureInfo");
   const std::lock_guard lock(world().mutex);
   const bool active = world().controls.capturing || stream->capture != nullptr;
@@ -105,6 +105,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCapture
                                 : cudaStreamCaptureStatusNone;
   if (*status == cudaStreamCaptureStatusInvalidated) return cudaSuccess;  // the other results are invalid then
   *id = stream->capture != nullptr ? stream->capture->id : active ? 1 : 0;
+  if (graph != nullptr) *graph = reinterpret_cast<cudaGraph_t>(stream->capture.get());
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode* mode) {

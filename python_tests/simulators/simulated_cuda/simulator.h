@@ -129,7 +129,11 @@ struct Capture {
   bool ended = false, invalid = false, mutated = false;
   std::vector<Node> nodes;
   std::map<cudaStream_t, std::set<size_t>> tails;  // by participating stream: predecessors of its next node
+  std::vector<std::shared_ptr<void>> kept;         // until the graph and everything made of it are gone
 };
+// Keeps `object` as long as the graph that `stream` is being captured into; without a capture, drops it. Requires the
+// mutex.
+void keep_with_graph(cudaStream_t stream, std::shared_ptr<void> object);
 // cudaStreamWaitEvent for an event of a capture: the stream joins the capture. Requires the mutex.
 cudaError_t wait_in_capture(cudaStream_t stream, const CUevent_st& event);
 // cudaEventRecord in a capture. Requires the mutex.

@@ -35,6 +35,7 @@ class WithoutWait : public Transport {
   bool joint() const override { return missing_ != "joint" && inner_->joint(); }
   void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
   void close() override { inner_->close(); }
+  void expect_no_graphs() const override { inner_->expect_no_graphs(); }
 
  private:
   class Part : public Transfer {
@@ -145,6 +146,7 @@ class CountedTransport : public Transport {
   }
   void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
   void close() override { inner_->close(); }
+  void expect_no_graphs() const override { inner_->expect_no_graphs(); }
 
  private:
   class Counted : public Transfer {

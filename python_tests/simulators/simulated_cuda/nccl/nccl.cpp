@@ -159,11 +159,19 @@ void enqueue_on(ncclComm_t comm, cudaStream_t stream, Work work) {
       wait_until(lock, [&] { return comm->pending < world().controls.launch_queue || ended(comm); });
       comm->inside = false;
     }
-    before = std::exchange(comm->last, done);
     comm->unsettled = comm->blocking ? 0 : 2;
-    ++comm->pending;
+    if (stream->capture == nullptr) {
+      before = std::exchange(comm->last, done);
+      ++comm->pending;
+    } else {
+      ++comm->graphs;
+      keep_with_graph(stream, std::shared_ptr<void>(comm, [](void* held) {
+                        --static_cast<ncclComm_t>(held)->graphs;
+                        world().changed.notify_all();
+                      }));
+    }
   }
-  enqueue(stream, [=, work = std::move(work)] {
+  enqueue(stream, [=, captured = stream->capture != nullptr, work = std::move(work)] {
     {
       std::unique_lock lock(world().mutex);
       if (before != nullptr) wait_until(lock, [&] { return before->reached; });
@@ -172,7 +180,7 @@ void enqueue_on(ncclComm_t comm, cudaStream_t stream, Work work) {
     work();
     const std::lock_guard lock(world().mutex);
     done->reached = true;
-    --comm->pending;
+    if (!captured) --comm->pending;
     world().changed.notify_all();
   });
 }
@@ -305,12 +313,13 @@ ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, n
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   called("ncclCommAbort");
-  const std::lock_guard lock(world().mutex);
+  std::unique_lock lock(world().mutex);
   if (comm->gone) mistake("ncclCommAbort after the end of a communicator");
   if (comm->inside) mistake("ncclCommAbort while a thread is inside a call");
   unmap_windows(comm, "ncclCommAbort");
   comm->aborted = comm->gone = true;
   world().changed.notify_all();
+  wait_until(lock, [&] { return comm->graphs == 0; });
   return ncclSuccess;
 }
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
@@ -318,6 +327,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   const ncclResult_t usable = check_usable(comm);
   if (usable != ncclSuccess) return usable;
   std::unique_lock lock(world().mutex);
+  if (comm->graphs != 0) mistake("ncclCommFinalize of a communicator that graphs hold, which waits for them");
   if (comm->registered != 0) mistake("the end of a communicator with registered memory");
   comm->finalizing = true;
   ++comm->clique->finalized;

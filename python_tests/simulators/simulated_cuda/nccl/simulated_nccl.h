@@ -4,6 +4,7 @@
 #include <nccl.h>
 
 #include <array>
+#include <atomic>
 
 #include "simulator.h"
 
@@ -50,6 +51,7 @@ struct ncclComm {
   bool blocking = false;
   bool revoked = false;
   std::vector<std::pair<int, int>> connecting;  // contacts that the last call waits for
+  std::atomic<int> graphs = 0;                  // calls that graphs hold: localPersistentRefs in NCCL
   int pending = 0;                              // work items that have not ended
   bool inside = false;                          // a thread is inside a blocking call
   ncclResult_t error = ncclSuccess;
