@@ -242,7 +242,7 @@ class Execution {
 };
 
 // Runs `action`; an error of the transport, of a signal's handler, or of torch while neighbours wait for hops, marks
-// the ring as failed and is rethrown.
+// the ring as failed and is rethrown. Where no neighbour waits, an error of torch ends the pass alone.
 template <typename Action>
 auto Execution::guarded(Action&& action) {
   const StreamsScope scope(executor_.streams());
@@ -268,6 +268,8 @@ auto Execution::guarded(Action&& action) {
     leave();
     if (!executor_.transport().loopback()) {  // the hops that neighbours have posted would wait for this rank
       error.add_context(fail(concat(operation_, ": ", error.what_without_backtrace())));
+    } else if (position_ > 0) {
+      end();
     }
     throw;
   }

@@ -135,7 +135,10 @@ void Prefetcher::drain() {
     // transport.
     PassWeights& weights = *pending_.front().weights;
     const Schedule& schedule = weights.schedule();
-    if (weights.made() == 0) continue;
+    if (weights.made() == 0) {
+      weights.give_back();  // a copy of the local shard, if memory ran out after it
+      continue;
+    }
     const Step& first = schedule.steps[static_cast<size_t>(schedule.moves.front())];
     const EventHandle waiting =
         ring_.sink.begin_outside(pending_.front().record.name, concat("unused: ", label(first)));

@@ -195,3 +195,30 @@ def test_where_all_ranks_caught_it_training_goes_on(rank, ranks, transport):
         for name, parameter in model.named_parameters():
             assert_same(full(parameter.grad), plain.get_parameter(name).grad, 1e-5, f"{place}: {name}")
     rtp_ext.ring_of(model).close()
+
+
+def _on_one_process(_rank, _ranks):
+    ring = rtp_ext.Ring.emulated(3)
+    shard = torch.ones(32 << 20)
+    size = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (int(size.split()[1]) * 1024 + (64 << 20), before[1]))
+    try:
+        for work in (
+            lambda: list(ring.rotate(shard)),
+            lambda: rotated_linear(torch.ones(1, 1 << 20), shard.view(32, 1 << 20), ring=ring),
+        ):
+            with pytest.raises(RuntimeError, match="allocate memory"):
+                work()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert ring.alive and ring.hops("weight") == 0
+    values = shard[:6].view(2, 3)
+    x = torch.arange(6.0).view(2, 3)
+    assert_same(rotated_linear(x, values, ring=ring), x @ values.t().repeat(1, 3), 1e-6, "y")
+    for rotated in (shard[:1000], shard):
+        assert sum(torch.equal(view, rotated) for _, view in ring.rotate(rotated)) == 3
+
+
+def test_a_ring_of_one_process_works_after_a_slot_that_did_not_fit():
+    run_ranks(_on_one_process, 1)
