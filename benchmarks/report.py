@@ -46,6 +46,7 @@ import forwards
 import outer
 from compatibility import compiled, frameworks, third_party_optimizers, versions
 from gpu import driver_calls
+from gpu import tables as gpu_tables
 from growth import growth
 from overheads import calls
 from reliability import faults
@@ -57,8 +58,9 @@ PAGES = [
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("results", "gpu_calls", "compile", "frameworks", "optimizers", "limits", "reliability")
+        for name in ("results", "gpu_results", "gpu_calls", "compile", "frameworks", "optimizers", "limits")
     ),
+    ROOT / "docs" / "reliability.md",
 ]
 BLOCK = marker("report")
 TABLES: dict[str, Table] = {
@@ -70,6 +72,7 @@ TABLES: dict[str, Table] = {
     "overheads": calls.TABLE,
     **{each.TABLE.file: each.TABLE for each in (compiled, frameworks, third_party_optimizers, versions)},
     **faults.TABLES,
+    **gpu_tables.TABLES,
 }
 
 

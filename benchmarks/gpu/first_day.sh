@@ -4,25 +4,27 @@
 #
 #   benchmarks/gpu/first_day.sh [--dry-run] main|more|ranks [OUT]        OUT: default $OUT, else build/first_day
 #
-#   main    one GPU, at most 470 s                                                                        seconds
-#     setup     import of the prebuilt extension, else a build of it (200 s more, off the end); card            40
-#     sums      float32 sums with beta = 1 against beta = 0                                                     12
+#   main    one GPU, at most 530 s                                                                        seconds
+#     setup     import of the prebuilt extension, else a build of it (200 s more, off the end); card            25
+#     ranks     2 ranks on this GPU over ce and nccl, one test at a time: rotate, train, prefetch, a lost one   95
+#     sums      float32 sums with beta = 1 against beta = 0                                                     10
 #     groups    a step of a rank of 8 with 1, 2 and 8 shards per product, against plain torch: 4 blocks of 8B   30
-#     together  side by side, since nothing is timed                                                            88
+#     together  side by side, since nothing is timed                                                            80
 #       tests       kernels, products, linear, MLP, embedding, head, experts, routes, streams, CUDA graphs, links, CuPy
 #       memcheck, racecheck, memcheck_layer     compute-sanitizer: 3 random cases of each kernel; a layer and an MLP
 #       memory      peak of one rank of 8 with Llama-3-8B: rtp-fused, rtp, fsdp2
 #       doctor      the transports of this machine
-#     alone     hops while all SMs are taken; traces; delays; a broken GPU                                      35
-#     host      host time of a hop, a pass, a graph over 3 links; ranks_host: over ce and nccl, 2 ranks here    50
-#     overlap   E_hide, roofline, T_gR / T_g1: 8B and 70B, 8192 and 2048 tokens, R = 8                          60
+#     alone     hops while all SMs are taken; traces; delays; a broken GPU                                      49
+#     host      host time of a hop, a pass, a graph over 3 links                                                20
+#     overlap   E_hide, roofline, T_gR / T_g1: 8B and 70B, 8192 and 2048 tokens, R = 8                          65
 #     emulated_step     the step with graphs, with other links and strategies                                   30
-#     ranks     2 ranks on this GPU over ce and nccl: rotate, train, prefetch, a lost one                       60
-#     kernels   each kernel of this package against the rate of a copy, nf4 among them                          25
-#     train_single, train_rtp-fused     one rank against plain torch, and against fsdp2: a block of 8B          34
+#     graphs    the step with graphs and 1, 2 and 8 shards per product                                          32
+#     kernels   each kernel of this package against the rate of a copy; products8: products in 8 bits           22
+#     train_single, train_rtp-fused     one rank against plain torch, and against fsdp2: a block of 8B          65
 #     summary   each figure beside its prediction: benchmarks/gpu/summary.py                                     6
-#   more    one GPU, at most 225 s: 4 ranks; random hops; graphs of both channels; a rank lost under 30 layers; memory of
-#           the other strategies; NCCL's CTAs 1 to 16; R = 2 and 4; replays; losses of train_lm
+#   more    one GPU, at most 270 s: host time of a hop with 2 ranks; calls of the host; 4 ranks; random hops; graphs of
+#           both channels; a rank lost under 30 layers; memory of the other strategies; NCCL's CTAs 1 to 16; R = 2 and 4;
+#           replays; losses of train_lm
 #   ranks   all GPUs of a machine with several, at most 530 s: contracts and transports between GPUs; hops, push against
 #           pull; overlap of a real ring; training against fsdp2
 #
@@ -44,8 +46,8 @@ DRY=0
 [[ "${1:-}" != --dry-run ]] || { DRY=1 && shift; }
 MODE="${1:-}"
 case "$MODE" in
-main) LIMIT=470 ;;
-more) LIMIT=225 ;;
+main) LIMIT=530 ;;
+more) LIMIT=270 ;;
 ranks) LIMIT=530 ;;
 *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit 2 ;;
 esac
@@ -57,10 +59,11 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 cd "$ROOT" || exit 2
 KIT="${KIT:-$ROOT/.gpukit}"
 PYTHON="${PYTHON:-python3}"
-WORKERS="${WORKERS:-8}" RANKED="${RANKED:-3}" # tests side by side: of one process, of several ranks
+WORKERS="${WORKERS:-8}" # tests side by side; those of several ranks take turns on a GPU without MPS, and run alone
 SHAPES="${SHAPES:-llama3-8b,llama3-70b}" ONE_SHAPE="${ONE_SHAPE:-llama3-8b}" TOKENS="${TOKENS:-8192,2048}"
 SECONDS_EACH="${SECONDS_EACH:-0.15}" MEMORY_OPTIONS="${MEMORY_OPTIONS:---model llama3-8b}"
-KERNEL_OPTIONS="${KERNEL_OPTIONS:---check 20 --repeats 30}" SUM_OPTIONS="${SUM_OPTIONS:-}" STEP_OPTIONS="${STEP_OPTIONS:-}"
+KERNEL_OPTIONS="${KERNEL_OPTIONS:---check 10 --repeats 20}" SUM_OPTIONS="${SUM_OPTIONS:-}" STEP_OPTIONS="${STEP_OPTIONS:-}"
+PRODUCT_OPTIONS="${PRODUCT_OPTIONS:---seconds 0.02}" CALL_OPTIONS="${CALL_OPTIONS:-}"
 TRAIN_OPTIONS="${TRAIN_OPTIONS:---model llama-8b-block --tokens 8192 --dtype bfloat16 --steps 6 --warmup 2}"
 LM_OPTIONS="${LM_OPTIONS:---steps 100 --batch 16}"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -177,7 +180,7 @@ prebuilt() { # the kit's files, where they fit this tree and this Python
 }
 
 setup() {
-  share 40
+  share 25
   if ((!DRY)); then
     machine >"$LOGS/machine.log" 2>&1 &
     prebuilt
@@ -227,17 +230,26 @@ alone() { # NAME ARGUMENTS...: tests one after the other
 # --- the modes ----------------------------------------------------------------------------------------------------------
 
 first() {
-  share 12
+  share 95
+  newer_nccl
+  alone ranks "$R::test_rotates[2-ce]" "$R::test_trains_like_the_plain_model[2-ce]" \
+    "$R::test_trains_like_the_plain_model[2-nccl]" "$C::test_prefetch_with_unequal_tokens" \
+    "$TESTS/transport/test_ce_gpu.py::test_slots_are_counted_and_given_back" "$C::test_cold_start_with_lazy_loading" \
+    "$R::test_a_killed_neighbour_is_a_timeout" "$R::test_rotates[2-nccl]" "$C::test_windows_without_multicast" \
+    "$R::test_rotates[2-c10d]"
+  PRELOAD=()
+  keep
+  share 10
   # shellcheck disable=SC2086
   py sums benchmarks/gpu/sums.py --output "$RESULTS" $SUM_OPTIONS
   share 30
   # shellcheck disable=SC2086
   py groups benchmarks/gpu/emulated_step.py --cases groups --output "$RESULTS" --budget 24 $STEP_OPTIONS
   keep
-  share 88
+  share 80
   py doctor -m rtp_ext doctor &
-  tested tests $TESTS/test_kernels_gpu.py $TESTS/test_linear_gpu.py $TESTS/test_bundles_gpu.py $TESTS/test_routes_gpu.py \
-    $TESTS/test_capture_gpu.py $TESTS/test_cupy_gpu.py $TESTS/transport/test_ce_gpu.py \
+  tested tests $TESTS/test_kernels_gpu.py $TESTS/test_codes_gpu.py $TESTS/test_linear_gpu.py $TESTS/test_bundles_gpu.py \
+    $TESTS/test_routes_gpu.py $TESTS/test_capture_gpu.py $TESTS/test_cupy_gpu.py $TESTS/transport/test_ce_gpu.py \
     -k 'not more_elements and not collectives_by_cupy and not given_back' &
   { sanitized memcheck memcheck "${SWEEP[@]}"; sanitized racecheck racecheck "${SWEEP[@]}"; } &
   sanitized memcheck_layer memcheck "$PYTHON" -m pytest -q -x -p no:cacheprovider \
@@ -247,46 +259,36 @@ first() {
   py memory benchmarks/memory_per_rank.py --device cuda --output "$RESULTS" --strategies rtp-fused,rtp,fsdp2 $MEMORY_OPTIONS &
   settled
 
-  share 35
+  share 49
   alone alone $TESTS/test_blocked_sm_gpu.py $TESTS/test_trace_gpu.py $TESTS/test_delays_gpu.py \
     $TESTS/test_kernels_gpu.py $TESTS/test_errors_gpu.py -k 'blocked or trace or delays or errors or more_elements'
   keep
 
-  share 25
+  share 20
   py host benchmarks/gpu/host_times.py --output "$RESULTS" --links ce-local,ce-local:4,nccl-self
-  share 25
-  newer_nccl
-  alone ranks_host "$C::test_host_time_of_a_hop"
-  PRELOAD=()
   keep
 
-  share 60
+  share 65
   py overlap "${OVERLAP[@]}" --ranks 8 --link ce-local:4,ce-local,sm-local,nccl-self:8 --shapes "$SHAPES" --tokens "$TOKENS" \
-    --seconds "$SECONDS_EACH" --budget 54
+    --seconds "$SECONDS_EACH" --budget 58
   keep
   share 30
   # shellcheck disable=SC2086
   py emulated_step benchmarks/gpu/emulated_step.py --output "$RESULTS" --budget 24 $STEP_OPTIONS
+  share 32
+  # shellcheck disable=SC2086
+  py graphs benchmarks/gpu/emulated_step.py --cases graphs --output "$RESULTS" --budget 27 $STEP_OPTIONS
   keep
 
-  share 60
-  newer_nccl
-  SPREAD=(${SPREAD[@]+-n "$RANKED" --dist worksteal --max-worker-restart=12})
-  tested ranks "$R::test_rotates[2-ce]" "$R::test_rotates[2-nccl]" "$R::test_trains_like_the_plain_model[2-ce]" \
-    "$C::test_prefetch_with_unequal_tokens" "$R::test_a_killed_neighbour_is_a_timeout" \
-    "$R::test_trains_like_the_plain_model[2-nccl]" "$C::test_cold_start_with_lazy_loading" \
-    "$C::test_windows_without_multicast" "$R::test_rotates[2-c10d]" \
-    "$TESTS/transport/test_ce_gpu.py::test_slots_are_counted_and_given_back"
-  PRELOAD=()
-  keep
-
-  share 25
+  share 22
   # shellcheck disable=SC2086
   py kernels benchmarks/gpu/kernels.py --output "$RESULTS" $KERNEL_OPTIONS
+  # shellcheck disable=SC2086
+  py products8 benchmarks/gpu/products8.py --output "$RESULTS" $PRODUCT_OPTIONS
   keep
   local strategies
   for strategies in single,rtp rtp-fused,fsdp2; do # the first two decide
-    share 17
+    share 33
     # shellcheck disable=SC2086
     OMP_NUM_THREADS="${OMP_NUM_THREADS_TRAIN:-16}" py "train_${strategies%,*}" benchmarks/compare.py --device cuda \
       --ranks 1 --strategies "$strategies" --no-memory --output "$RESULTS" $TRAIN_OPTIONS
@@ -295,17 +297,22 @@ first() {
 }
 
 second() {
-  share 62
+  share 35
   newer_nccl
+  alone ranks_host "$C::test_host_time_of_a_hop"
+  keep
+  share 87
   # shellcheck disable=SC2086
   py memory_more benchmarks/memory_per_rank.py --device cuda --output "$RESULTS" \
     --strategies rtp-recompute,rtp-inplace,ddp,tp $MEMORY_OPTIONS &
-  SPREAD=(${SPREAD[@]+-n "$RANKED" --dist worksteal --max-worker-restart=12})
-  tested ranks_more "$C::test_random_hops_of_ce" "$C::test_graphs_with_both_channels" \
+  alone ranks_more "$C::test_random_hops_of_ce" "$C::test_graphs_with_both_channels" \
     "$C::test_a_rank_is_lost_with_30_layers_queued" "$R::test_rotates[4-ce]" "$R::test_trains_like_the_plain_model[4-ce]" \
     "$R::test_rotates[4-nccl]" "$TESTS/test_cupy_gpu.py::test_collectives_by_cupy" &
   settled
   PRELOAD=()
+  # shellcheck disable=SC2086
+  py host_calls benchmarks/gpu/host_calls.py --output "$RESULTS" --budget 28 $CALL_OPTIONS
+  keep
   share 35
   py overlap_ctas "${OVERLAP[@]}" --ranks 8 --shapes "$ONE_SHAPE" --tokens "${TOKENS%%,*}" --directions forward,backward \
     --link nccl-self:1,nccl-self:2,nccl-self:4,nccl-self:8,nccl-self:16 --seconds 0.1 --budget 28 --again

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import end_if_broken
+from support import end_if_broken, record
 
 FOLDER = Path(__file__).resolve().parent
 MARKERS = {
@@ -32,6 +32,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="torch.cuda.is_available() is False: no GPU, or no driver"))
         elif fake and (real := item.get_closest_marker("real_gpu")) is not None:
             item.add_marker(pytest.mark.skip(reason=f"needs a real GPU: {real.args[0]}"))
+
+
+def pytest_runtest_logreport(report):
+    """Records a failure at once: a run that is stopped reports nothing at its end."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:  # a worker's reports reach the main process
+        record(failed=report.nodeid, text=str(report.longrepr)[-6000:])
 
 
 @pytest.fixture(autouse=True)

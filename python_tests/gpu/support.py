@@ -16,7 +16,6 @@ import rtp_ext
 LINKS = ["sm-local", "ce-local", "ce-local:4", "nccl-self", "pcie"]
 run_gpu_ranks = functools.partial(run_ranks, fresh=os.environ.get("FAKE_GPU") != "1")
 BROKEN = 70  # exit status of a worker whose CUDA context is lost
-COPY_ENGINES = ["ce-local", "ce-local:2", "ce-local:4", "pcie"]  # links that need no SM
 
 
 def emulated(ranks: int, **options: Any) -> rtp_ext.Ring:

@@ -173,9 +173,9 @@ class Ring:
         two-level. With `embedding="rows"` nothing travels, since no rank has other ids.
 
         `link`, for a GPU: `sm-local` (a plain copy within the GPU, which runs on SMs; the default), `ce-local` or
-        `ce-local:N` (copies that avoid the SMs, split over N = 1, 2 or 4 streams), `nccl-self` or `nccl-self:CTAS`
-        (NCCL from the rank to itself, on at most that many thread blocks), `pcie` (through pinned host memory). With
-        graphs `ce-local` copies by SMs, and is called `sm-local`. For a CPU: `wire:BYTES_PER_SECOND` or
+        `ce-local:N` (copies that ask for copy engines, on N = 1, 2 or 4 streams; an H100 takes SMs all the same),
+        `nccl-self` or `nccl-self:CTAS` (NCCL from the rank to itself, on at most that many thread blocks), `pcie`
+        (through pinned host memory). With graphs `ce-local` is called `sm-local`. For a CPU: `wire:BYTES_PER_SECOND` or
         `wire:BYTES_PER_SECOND:SECONDS_PER_MESSAGE`, whose hops arrive when a wire of that rate, one for each of weights
         and gradients, has carried them. An unknown link raises ValueError; one that does not work on this machine
         raises RotationError.

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "base/handles.h"
-#include "device/live_graphs.h"
+#include "device/nccl/live_graphs.h"
 
 namespace rtp {
 

@@ -2,7 +2,7 @@
 // one line.
 #include "../../../csrc/base/host.cpp"
 #include "../../../csrc/device/cuda_streams.cpp"
-#include "../../../csrc/device/live_graphs.cpp"
+#include "../../../csrc/device/nccl/live_graphs.cpp"
 #include "../../../csrc/device/nccl/communicators.cpp"
 #include "../../../csrc/device/streams.cpp"
 #include "../../../csrc/schedule/schedule.cpp"

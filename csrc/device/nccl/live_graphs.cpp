@@ -1,4 +1,4 @@
-#include "device/live_graphs.h"
+#include "device/nccl/live_graphs.h"
 
 #include <thread>
 
