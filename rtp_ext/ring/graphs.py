@@ -16,6 +16,7 @@ graph, so that the caller owns them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import threading
@@ -322,7 +323,7 @@ def _places(returned: Any, asked: list[tuple[int, torch.Tensor]]) -> Any:
         return None
     if isinstance(returned, _native.MlpResult):
         found = _places([returned.y, list(returned.kept)], asked)
-        return None if found is None else (_native.MlpResult, found[1])
+        return None if found is None else (functools.partial(_native.MlpResult, group=returned.group), found[1])
     if isinstance(returned, (list, tuple)):
         parts = [_Nothing if each is None else _places(each, asked) for each in returned]
         return None if any(part is None for part in parts) else (type(returned), parts)
@@ -341,4 +342,4 @@ def _fill(places: Any, results: Sequence[torch.Tensor]) -> Any:
         return results[places]
     kind, parts = places
     filled = [_fill(part, results) for part in parts]
-    return kind(*filled) if kind is _native.MlpResult else kind(filled)
+    return kind(filled) if kind in (list, tuple) else kind(*filled)

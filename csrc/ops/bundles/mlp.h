@@ -29,6 +29,7 @@ struct MlpResult {
   // Hidden values before the activation, [M, hidden_features], or with a gate [M, 2 * hidden_features], where those of
   // the gate and of up alternate by products; or empty.
   std::vector<at::Tensor> kept;
+  int group = 1;  // shards in a product, at most: the order of the columns of `kept`
 };
 
 // x [M, in_features] in options.compute_dtype; parameters: local shards of gate weight and bias, up weight and bias,
@@ -37,11 +38,11 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
                       const MlpShape& shape, bool keep, const RotationOptions& options);
 
 // Returns dx in options.compute_dtype, then the gradients of the parameters (this rank's shards, averaged over the
-// ring) in options.reduce_dtype; undefined if not needed. Hidden values that were not kept are recomputed from the
-// current shard, without additional hops.
+// ring) in options.reduce_dtype; undefined if not needed. `kept`, `group`: of the forward. Hidden values that were not
+// kept are recomputed from the current shard, without additional hops.
 std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, const at::Tensor& x,
-                                     const std::vector<at::Tensor>& kept, const std::vector<at::Tensor>& parameters,
-                                     const MlpShape& shape, bool needs_x, const std::vector<bool>& needs_parameter,
-                                     const RotationOptions& options);
+                                     const std::vector<at::Tensor>& kept, int group,
+                                     const std::vector<at::Tensor>& parameters, const MlpShape& shape, bool needs_x,
+                                     const std::vector<bool>& needs_parameter, const RotationOptions& options);
 
 }  // namespace rtp
