@@ -20,19 +20,11 @@ void bind_bundles(py::module_& m) {
       .required("activation", &MlpShape::activation)
       .optional("frozen", &MlpShape::frozen)
       .bind(m);
-  py::class_<MlpResult>(m, "MlpResult")
-      .def(py::init([](const at::Tensor& y, const std::vector<at::Tensor>& kept, int group) {
-             return MlpResult{y, kept, group};
-           }),
-           py::arg("y"), py::arg("kept"), py::arg("group"))
-      .def_readonly("y", &MlpResult::y)
-      .def_readonly("kept", &MlpResult::kept)
-      .def_readonly("group", &MlpResult::group);
   m.def("mlp_forward", &mlp_forward, py::arg("executor"), py::arg("x"), py::arg("parameters"), py::arg("shape"),
         py::arg("keep"), py::arg("options"), py::call_guard<OperationScope>());
   m.def("mlp_backward", &mlp_backward, py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("kept"),
-        py::arg("group"), py::arg("parameters"), py::arg("shape"), py::arg("needs_x"), py::arg("needs_parameter"), py::arg("options"),
-        py::call_guard<OperationScope>());
+        py::arg("group"), py::arg("parameters"), py::arg("shape"), py::arg("needs_x"), py::arg("needs_parameter"),
+        py::arg("options"), py::call_guard<OperationScope>());
 
   Fields<CrossEntropyShape>("CrossEntropyShape")
       .required("vocabulary", &CrossEntropyShape::vocabulary)

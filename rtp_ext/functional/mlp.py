@@ -165,10 +165,9 @@ class MLP(Operation):
     @staticmethod
     def forward(call, settings, inputs, parameters):
         arguments = (inputs[0], parameters, settings.shape, settings.keeps(call), call.options)
-        result = call.run(_native.mlp_forward, *arguments)
-        # The plan may be another one in the backward, as may that of a recomputation: the order of the values is kept.
-        order = [torch.tensor([result.group], device="cpu")] if result.kept else []
-        return [result.y, *result.kept, *order]
+        y, hidden, group = call.run(_native.mlp_forward, *arguments)
+        # The order of the values travels with them: a backward, or what it recomputes, may have another plan.
+        return [y, *hidden, *[torch.tensor([group], device="cpu") for _ in hidden]]
 
     @staticmethod
     def backward(call, settings, gradients, inputs, parameters, kept, needs):

@@ -45,7 +45,7 @@ struct MlpWeights : Weights {
 // that a product writes them without a copy.
 class KeptColumns {
  public:
-  // `group`: MlpResult::group of the forward, whose plan may differ from that of the backward.
+  // `group`: what the forward returned, whose plan may differ from that of the backward.
   KeptColumns(Executor& executor, const MlpWeights& layout, int group)
       : layout_(layout), layers_(layout.gate_weight < 0 ? 1 : 2) {
     int64_t column = 0;
@@ -201,20 +201,20 @@ at::Tensor project_activated(const at::Tensor& x, const std::vector<at::Tensor>&
 
 }  // namespace
 
-MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector<at::Tensor>& parameters,
-                      const MlpShape& shape, bool keep, const RotationOptions& options) {
+std::tuple<at::Tensor, KeptValues, int> mlp_forward(Executor& executor, const at::Tensor& x,
+                                                    const std::vector<at::Tensor>& parameters, const MlpShape& shape,
+                                                    bool keep, const RotationOptions& options) {
   check_operand(executor, options, "an input", x, shape.in_features);
   check_blocks(shape, options);
   const MlpWeights layout(executor, options, Pass::forward, shape, parameters);
   ShardBundle bundle = *layout.bundle();
   const int64_t rows = x.size(0);
 
-  MlpResult result;
-  result.group = layout.group();
+  KeptValues kept;
   if (keep) {
-    result.kept = {executor.results().empty({rows, (shape.gated ? 2 : 1) * shape.hidden_features}, x.options())};
+    kept = {executor.results().empty({rows, (shape.gated ? 2 : 1) * shape.hidden_features}, x.options())};
   }
-  const KeptColumns columns(executor, layout, result.group);
+  const KeptColumns columns(executor, layout, layout.group());
   FirstLayer first(executor, layout, shape, options, Pass::forward, rows, /*passes=*/1, /*trained=*/false);
   ProductSum sum(rows, shape.out_features, x.options());
   const at::Tensor bias = shape.down_bias ? at::empty({shape.out_features}, x.options()) : at::Tensor();
@@ -231,7 +231,7 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
     }
     const int64_t features = layout.features(*step);
     if (features == 0) continue;
-    const at::Tensor room = keep ? columns.of(result.kept[0], *step) : at::Tensor();
+    const at::Tensor room = keep ? columns.of(kept[0], *step) : at::Tensor();
     at::Tensor value;
     if (!shape.gated) value = project_activated(x, shard, layout, shape.activation, room);
     if (!value.defined()) {
@@ -241,16 +241,15 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
     }
     sum.add(value, layout.matrix(shard, layout.down_weight).t());
   }
-  result.y = sum.result();
-  if (bias.defined()) result.y.add_(bias);
-  result.y = executor.results().of(result.y, options.compute_dtype);
-  return result;
+  at::Tensor y = sum.result();
+  if (bias.defined()) y.add_(bias);
+  return {executor.results().of(y, options.compute_dtype), std::move(kept), layout.group()};
 }
 
 std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, const at::Tensor& x,
-                                     const std::vector<at::Tensor>& kept, int group,
-                                     const std::vector<at::Tensor>& parameters, const MlpShape& shape, bool needs_x,
-                                     const std::vector<bool>& needs_parameter, const RotationOptions& options) {
+                                     const KeptValues& kept, int group, const std::vector<at::Tensor>& parameters,
+                                     const MlpShape& shape, bool needs_x, const std::vector<bool>& needs_parameter,
+                                     const RotationOptions& options) {
   check_operand(executor, options, "an output gradient", dy, shape.out_features);
   check_blocks(shape, options);
   const MlpWeights layout(executor, options, Pass::backward, shape, parameters);

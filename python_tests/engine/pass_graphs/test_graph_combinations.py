@@ -56,7 +56,7 @@ TWO_LEVELS = {
 
 
 class Calls:
-    """Forwards and backwards of operations on one rank: `made[number](kept)` gives a function and its arguments."""
+    """Passes of operations on one rank: `made[number](last)`, of the last result, gives a function and arguments."""
 
     def __init__(self, rank, ranks, case):
         options = {"route": "ring", "in_place": False, "compute_dtype": F32, "reduce_dtype": F32, "slot_cap": 0}
@@ -121,7 +121,7 @@ class Calls:
             )
             yield lambda last, dy=dy, x=x, local=local, shape=shape, told=told: (
                 _native.mlp_backward,
-                [dy, x, last.kept, last.group, local, shape, True, [True] * len(local), told],
+                [dy, x, *last[1:], local, shape, True, [True] * len(local), told],
             )
 
 
@@ -130,7 +130,7 @@ def tensors_of(returned):
         return [returned]
     if isinstance(returned, (list, tuple)):
         return [tensor for each in returned for tensor in tensors_of(each)]
-    return [] if returned is None else [returned.y, *returned.kept]
+    return []
 
 
 def same(one, other):
