@@ -83,7 +83,7 @@ class InputProjections {
     if (use.halves && places.size() > 1 && !layers.grouped()) halves = {Half::first, Half::second};
     JoinedColumns columns(projections.size());
     int64_t repeats = 0;
-    for (const Step& product : products_of(executor, options, pass, layers.grouped())) {
+    for (const Step& product : products_of(executor, pass, layers.group())) {
       int64_t products = 0;
       for (const Half half : halves) {
         for (const size_t k : members) {

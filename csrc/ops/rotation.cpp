@@ -43,14 +43,14 @@ const Schedule& forward_schedule(Executor& executor, const RotationOptions& opti
   return executor.schedule(schedule_options(executor, options, Pass::forward, &weights, permits));
 }
 
-std::vector<Step> products_of(Executor& executor, const RotationOptions& options, Pass pass, bool grouped, bool wraps) {
+std::vector<Step> products_of(Executor& executor, Pass pass, int group, bool wraps) {
   std::vector<Step> products;
-  if (!grouped) {
+  if (group == 1) {
     for (Step step; static_cast<int>(products.size()) < executor.ranks(); products.push_back(step)) ++step.owner;
     return products;
   }
   const Compute kind = pass == Pass::forward ? Compute::forward : Compute::dgrad;
-  for (const Step& step : executor.schedule(schedule_options(executor, options, pass, nullptr, {false, true})).steps) {
+  for (const Step& step : executor.schedule({.pass = pass, .group = group}).steps) {
     if (step.action != Action::compute || step.compute != kind) continue;
     if (wraps) products.push_back(step);
     for (int index = 0; !wraps && index < step.products(executor.ranks()); ++index) {

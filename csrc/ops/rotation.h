@@ -48,10 +48,9 @@ struct Permits {
 const Schedule& forward_schedule(Executor& executor, const RotationOptions& options, const ShardBundle& weights,
                                  const Permits& permits = {});
 
-// Returns the products of a pass of an operation that permits groups if `grouped`, in the order of owners: as `owner`
-// and `owners` of steps. `wraps`: see Execution::wrap_groups.
-std::vector<Step> products_of(Executor& executor, const RotationOptions& options, Pass pass, bool grouped,
-                              bool wraps = false);
+// Returns the products of a pass with at most `group` shards each, in the order of owners: as `owner` and `owners` of
+// steps. `wraps`: see Execution::wrap_groups.
+std::vector<Step> products_of(Executor& executor, Pass pass, int group, bool wraps = false);
 
 // The gradients that a backward pass computes, whether its weight gradients depend on its input gradients, and what the
 // operation permits.

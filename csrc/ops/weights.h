@@ -1,6 +1,7 @@
 // The parameters of an operation and their gradients, as they are cut and as they travel.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "ops/rotation.h"
@@ -66,13 +67,15 @@ class Weights {
   }
   // The options of a pass. Chunks travel out of place, because the local shards of two ranks are cut differently.
   RotationOptions options() const;
-  // Whether the shards of several owners can be one operand, and are. Chunks cannot: their rows are not those of one
-  // range.
+  // Whether the shards of several owners can be one operand, and how many are, at most. Chunks cannot: their rows are
+  // not those of one range.
   bool groups() const;
-  bool grouped() const {
-    const bool requested = rotation_.group > 1 || rotation_.route == Route::gather;
-    return requested && executor_.ranks() > 1 && !executor_.sourced() && groups();
+  int group() const {
+    const int ranks = executor_.ranks();
+    const int requested = rotation_.route == Route::gather ? ranks : std::min(rotation_.group, ranks);
+    return requested > 1 && !executor_.sourced() && groups() ? requested : 1;
   }
+  bool grouped() const { return group() > 1; }
   // Whether a weight travels transposed, see OperationFacts::turns. as_stored() returns its shards as they are stored.
   bool turned(size_t parameter) const { return facts_.turns(parameter) && grouped(); }
   at::Tensor as_stored(int parameter, const at::Tensor& shards) const {

@@ -20,16 +20,11 @@ void bind_bundles(py::module_& m) {
       .required("activation", &MlpShape::activation)
       .optional("frozen", &MlpShape::frozen)
       .bind(m);
-  py::class_<MlpResult>(m, "MlpResult")
-      .def(py::init([](const at::Tensor& y, const std::vector<at::Tensor>& kept) { return MlpResult{y, kept}; }),
-           py::arg("y"), py::arg("kept"))
-      .def_readonly("y", &MlpResult::y)
-      .def_readonly("kept", &MlpResult::kept);
   m.def("mlp_forward", &mlp_forward, py::arg("executor"), py::arg("x"), py::arg("parameters"), py::arg("shape"),
         py::arg("keep"), py::arg("options"), py::call_guard<OperationScope>());
   m.def("mlp_backward", &mlp_backward, py::arg("executor"), py::arg("dy"), py::arg("x"), py::arg("kept"),
-        py::arg("parameters"), py::arg("shape"), py::arg("needs_x"), py::arg("needs_parameter"), py::arg("options"),
-        py::call_guard<OperationScope>());
+        py::arg("group"), py::arg("parameters"), py::arg("shape"), py::arg("needs_x"), py::arg("needs_parameter"),
+        py::arg("options"), py::call_guard<OperationScope>());
 
   Fields<CrossEntropyShape>("CrossEntropyShape")
       .required("vocabulary", &CrossEntropyShape::vocabulary)

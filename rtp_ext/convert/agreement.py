@@ -147,9 +147,7 @@ def plan_anew(root: nn.Module, ring: Ring) -> None:
         return
     layers = []
     for prepared in _operations(root):
-        # The hidden values that an MLP's forward keeps lie in the order of its plan: it keeps its first one.
-        sized = [ready for ready in prepared.found.values() if isinstance(ready.size, kinds)]
-        planned = [ready for ready in sized if not (isinstance(ready.size, LayerSize) and ready.size.down)]
+        planned = [ready for ready in prepared.found.values() if isinstance(ready.size, kinds)]
         if planned:
             layers.append((prepared, planned))
     answers = ring.exchange([(planned[0].name, prepared.seen) for prepared, planned in layers])

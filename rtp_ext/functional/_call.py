@@ -94,7 +94,6 @@ class Call:
     watched: tuple[torch.Tensor, ...] = ()  # the parameters
     late: tuple[Ring, int] | None = None  # see `local_shards`
     params: Sequence[ShardedParameter] = ()  # what `prepare` was given
-    on_host: Any = None  # that the forward leaves for its backward besides tensors
 
     @classmethod
     def of(

@@ -100,7 +100,7 @@ class Operation:
 
     @staticmethod
     def graph_results(rows: Any, sizes: Sequence[Any], dtype: torch.dtype) -> list[tuple[Shape, torch.dtype]]:
-        """Returns shape and dtype of all that a forward returns in a graph."""
+        """Returns shape and dtype of all that a forward returns in a graph. Those of int64 are on the host."""
         return [((rows, size), dtype) for size in sizes[1:]]
 
     @staticmethod
@@ -162,7 +162,7 @@ def in_graph(use: Operation, inputs: Sequence[Any], owner: Any) -> list[Tensor] 
     grad = torch.is_grad_enabled()
     needs = [grad and tensor.requires_grad for tensor in [*operands, *parameters]]
     shards = [local(parameter) for parameter in parameters]
-    results = torch.ops.rtp_ext.forward_2(
+    results = torch.ops.rtp_ext.forward_3(
         owner._rtp_number, options.ring.name, use.key, operands, shards, sizes, needs, dtype
     )
     return use.shaped(results[: use.results or len(sizes) - 1], inputs)

@@ -135,13 +135,13 @@ class Experts(Operation):
     def forward(call, settings, inputs, parameters):
         arguments = (*inputs, parameters, settings.shape, settings.keeps(call), call.options)
         routed = call.run(_native.experts_forward, *arguments)
-        call.on_host = routed.starts
-        return [routed.y, routed.order, routed.ends, *([] if routed.kept is None else [routed.kept])]
+        starts = torch.tensor(routed.starts, device="cpu")
+        return [routed.y, routed.order, routed.ends, starts, *([] if routed.kept is None else [routed.kept])]
 
     @staticmethod
     def backward(call, settings, gradients, inputs, parameters, kept, needs):
-        (order, ends, *hidden), (x, weights, _) = kept, inputs
-        routed = _native.ExpertsResult(hidden[0] if hidden else None, order, ends, call.on_host)
+        (order, ends, starts, *hidden), (x, weights, _) = kept, inputs
+        routed = _native.ExpertsResult(hidden[0] if hidden else None, order, ends, starts.tolist())
         tensors = (gradients[0].contiguous(), x, weights, routed, parameters)
         wanted = (*needs[:2], *needs[3:])
         dx, dweights, *of_parameters = call.run(

@@ -148,6 +148,11 @@ class MLP(Operation):
         return [rows], [up.shape[features], down.shape[outputs], *kept]
 
     @staticmethod
+    def graph_results(rows: Any, sizes: Sequence[Any], dtype: torch.dtype) -> list[tuple[Any, torch.dtype]]:
+        y, *values = [((rows, size), dtype) for size in sizes[1:]]
+        return [y, *values, *[((1,), torch.int64) for _ in values]]
+
+    @staticmethod
     def reads(call: Call, settings: _MLP) -> Sequence[bool]:
         needs_x, *needs = call.needs
         keep = settings.keeps(call)
@@ -160,13 +165,15 @@ class MLP(Operation):
     @staticmethod
     def forward(call, settings, inputs, parameters):
         arguments = (inputs[0], parameters, settings.shape, settings.keeps(call), call.options)
-        result = call.run(_native.mlp_forward, *arguments)
-        return [result.y, *result.kept]
+        y, hidden, group = call.run(_native.mlp_forward, *arguments)
+        # The order of the values travels with them: a backward, or what it recomputes, may have another plan.
+        return [y, *hidden, *[torch.tensor([group], device="cpu") for _ in hidden]]
 
     @staticmethod
     def backward(call, settings, gradients, inputs, parameters, kept, needs):
-        tensors = (gradients[0].contiguous(), inputs[0], kept, parameters)
-        return call.run(_native.mlp_backward, *tensors, settings.shape, needs[0], needs[1:], call.options)
+        *hidden, group = kept or [1]
+        arguments = (gradients[0].contiguous(), inputs[0], hidden, int(group), parameters, settings.shape)
+        return call.run(_native.mlp_backward, *arguments, needs[0], needs[1:], call.options)
 
 
 @dataclass(frozen=True)

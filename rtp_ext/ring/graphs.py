@@ -325,25 +325,24 @@ def _places(returned: Any, asked: list[tuple[int, torch.Tensor]]) -> Any:
                 del asked[index]
                 return place
         return None
-    if isinstance(returned, _native.MlpResult):
-        found = _places([returned.y, list(returned.kept)], asked)
-        return None if found is None else (_native.MlpResult, found[1])
     if isinstance(returned, (list, tuple)):
-        parts = [_Nothing if each is None else _places(each, asked) for each in returned]
+        parts = [_Constant(each) if isinstance(each, int | None) else _places(each, asked) for each in returned]
         return None if any(part is None for part in parts) else (type(returned), parts)
     return None
 
 
-class _Nothing:
-    """Marks a None in the return value of a pass."""
+@dataclass
+class _Constant:
+    """None or a number in the return value of a pass."""
+
+    value: int | None
 
 
 def _fill(places: Any, results: Sequence[torch.Tensor]) -> Any:
     """Reverses `_places`: puts `results` in the place of their indices."""
-    if places is _Nothing:
-        return None
+    if isinstance(places, _Constant):
+        return places.value
     if isinstance(places, int):
         return results[places]
     kind, parts = places
-    filled = [_fill(part, results) for part in parts]
-    return kind(*filled) if kind is _native.MlpResult else kind(filled)
+    return kind([_fill(part, results) for part in parts])

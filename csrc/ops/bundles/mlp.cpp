@@ -41,13 +41,15 @@ struct MlpWeights : Weights {
   int gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias;
 };
 
-// The columns of hidden values that the forward keeps: those of one of its products are adjacent, the gate's first.
+// The columns of hidden values that the forward keeps: those of one of its products are adjacent, the gate's first, so
+// that a product writes them without a copy.
 class KeptColumns {
  public:
-  KeptColumns(Executor& executor, const MlpWeights& layout, const RotationOptions& options)
+  // `group`: what the forward returned, whose plan may differ from that of the backward.
+  KeptColumns(Executor& executor, const MlpWeights& layout, int group)
       : layout_(layout), layers_(layout.gate_weight < 0 ? 1 : 2) {
     int64_t column = 0;
-    for (const Step& step : products_of(executor, options, Pass::forward, layout.grouped(), /*wraps=*/true)) {
+    for (const Step& step : products_of(executor, Pass::forward, group, /*wraps=*/true)) {
       const int64_t features = layout.features(step);
       for (const Weights::Range& range : layout.ranges(layout.down_weight, step)) {
         const int64_t gate = column + range.place;
@@ -108,7 +110,7 @@ class FirstLayer {
              Pass pass, int64_t tokens, int64_t passes, bool trained)
       : layout_(layout), gated_(shape.gated) {
     int64_t products = 0;
-    for (const Step& step : products_of(executor, options, pass, layout.grouped(), /*wraps=*/true)) {
+    for (const Step& step : products_of(executor, pass, layout.group(), /*wraps=*/true)) {
       products += layout.features(step) > 0;
     }
     const auto copied = [&](at::ScalarType dtype) {
@@ -199,19 +201,20 @@ at::Tensor project_activated(const at::Tensor& x, const std::vector<at::Tensor>&
 
 }  // namespace
 
-MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector<at::Tensor>& parameters,
-                      const MlpShape& shape, bool keep, const RotationOptions& options) {
+std::tuple<at::Tensor, KeptValues, int> mlp_forward(Executor& executor, const at::Tensor& x,
+                                                    const std::vector<at::Tensor>& parameters, const MlpShape& shape,
+                                                    bool keep, const RotationOptions& options) {
   check_operand(executor, options, "an input", x, shape.in_features);
   check_blocks(shape, options);
   const MlpWeights layout(executor, options, Pass::forward, shape, parameters);
   ShardBundle bundle = *layout.bundle();
   const int64_t rows = x.size(0);
 
-  MlpResult result;
+  KeptValues kept;
   if (keep) {
-    result.kept = {executor.results().empty({rows, (shape.gated ? 2 : 1) * shape.hidden_features}, x.options())};
+    kept = {executor.results().empty({rows, (shape.gated ? 2 : 1) * shape.hidden_features}, x.options())};
   }
-  const KeptColumns columns(executor, layout, options);
+  const KeptColumns columns(executor, layout, layout.group());
   FirstLayer first(executor, layout, shape, options, Pass::forward, rows, /*passes=*/1, /*trained=*/false);
   ProductSum sum(rows, shape.out_features, x.options());
   const at::Tensor bias = shape.down_bias ? at::empty({shape.out_features}, x.options()) : at::Tensor();
@@ -228,7 +231,7 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
     }
     const int64_t features = layout.features(*step);
     if (features == 0) continue;
-    const at::Tensor room = keep ? columns.of(result.kept[0], *step) : at::Tensor();
+    const at::Tensor room = keep ? columns.of(kept[0], *step) : at::Tensor();
     at::Tensor value;
     if (!shape.gated) value = project_activated(x, shard, layout, shape.activation, room);
     if (!value.defined()) {
@@ -238,14 +241,13 @@ MlpResult mlp_forward(Executor& executor, const at::Tensor& x, const std::vector
     }
     sum.add(value, layout.matrix(shard, layout.down_weight).t());
   }
-  result.y = sum.result();
-  if (bias.defined()) result.y.add_(bias);
-  result.y = executor.results().of(result.y, options.compute_dtype);
-  return result;
+  at::Tensor y = sum.result();
+  if (bias.defined()) y.add_(bias);
+  return {executor.results().of(y, options.compute_dtype), std::move(kept), layout.group()};
 }
 
 std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, const at::Tensor& x,
-                                     const std::vector<at::Tensor>& kept, const std::vector<at::Tensor>& parameters,
+                                     const KeptValues& kept, int group, const std::vector<at::Tensor>& parameters,
                                      const MlpShape& shape, bool needs_x, const std::vector<bool>& needs_parameter,
                                      const RotationOptions& options) {
   check_operand(executor, options, "an output gradient", dy, shape.out_features);
@@ -262,7 +264,7 @@ std::vector<at::Tensor> mlp_backward(Executor& executor, const at::Tensor& dy, c
   std::map<int, Slice> hidden;  // by first owner, from their dgrad to their wgrad
   const int64_t passes = (needs_x ? sum_passes(options.compute_dtype) : 0) + kept.empty();
   const bool trained = gradients.wants(layout.gate_weight) && gradients.wants(layout.up_weight);
-  const KeptColumns columns(executor, layout, options);
+  const KeptColumns columns(executor, layout, group);
   FirstLayer first(executor, layout, shape, options, Pass::backward, dy.size(0), passes, trained);
   const BackwardNeeds needs{.wgrad = gradients.any(), .bundle = kMlp.bundle, .permits = {.groups = layout.grouped()}};
   const Schedule& schedule = backward_schedule(executor, layout.options(), weights, needs);

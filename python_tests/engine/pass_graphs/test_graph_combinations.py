@@ -56,7 +56,7 @@ TWO_LEVELS = {
 
 
 class Calls:
-    """Forwards and backwards of operations on one rank: `made[number](kept)` gives a function and its arguments."""
+    """Passes of operations on one rank: `made[number](last)`, of the last result, gives a function and arguments."""
 
     def __init__(self, rank, ranks, case):
         options = {"route": "ring", "in_place": False, "compute_dtype": F32, "reduce_dtype": F32, "slot_cap": 0}
@@ -89,10 +89,10 @@ class Calls:
         told = _native.RotationOptions(name="linears", **options)
         local = [part for out in outs for part in (self.tensor(out, INPUTS, dim=0), self.tensor(out, dim=0))]
         x, dys = self.tensor(TOKENS, INPUTS), [self.tensor(TOKENS, out) for out in outs]
-        yield lambda kept: (_native.linear_forward, [[x], local, bundle, projections, told])
+        yield lambda last: (_native.linear_forward, [[x], local, bundle, projections, told])
         # together, and in the two parts of a zero-bubble pipeline
         for of_x, of_parameters in ((True, True), (True, False), (False, True)):
-            yield lambda kept, of_x=of_x, of=of_parameters: (
+            yield lambda last, of_x=of_x, of=of_parameters: (
                 _native.linear_backward,
                 [dys, [x], local, bundle, projections, [of_x], [of] * len(local), told],
             )
@@ -102,8 +102,8 @@ class Calls:
         told = _native.RotationOptions(name="partial", **options)
         weight, bias = self.tensor(7, INPUTS, dim=1), self.tensor(7, dim=0)
         x, dy = self.tensor(TOKENS, INPUTS), self.tensor(TOKENS, 7)
-        yield lambda kept: (_native.partial_linear_forward, [x, weight, bias, shape, told])
-        yield lambda kept: (_native.partial_linear_backward, [dy, x, weight, shape, (True, True, True), told])
+        yield lambda last: (_native.partial_linear_forward, [x, weight, bias, shape, told])
+        yield lambda last: (_native.partial_linear_backward, [dy, x, weight, shape, (True, True, True), told])
 
     def _mlps(self, options):
         for gated, keeps, activation in ((True, True, "silu"), (False, False, "gelu_tanh")):
@@ -115,13 +115,13 @@ class Calls:
             ups = [part for _ in range(1 + gated) for part in (self.tensor(8, INPUTS, dim=0), self.tensor(8, dim=0))]
             local = [*ups, self.tensor(5, 8, dim=1), self.tensor(5, dim=0)]
             x, dy = self.tensor(TOKENS, INPUTS), self.tensor(TOKENS, 5)
-            yield lambda kept, x=x, local=local, shape=shape, keeps=keeps, told=told: (
+            yield lambda last, x=x, local=local, shape=shape, keeps=keeps, told=told: (
                 _native.mlp_forward,
                 [x, local, shape, keeps, told],
             )
-            yield lambda kept, dy=dy, x=x, local=local, shape=shape, told=told: (
+            yield lambda last, dy=dy, x=x, local=local, shape=shape, told=told: (
                 _native.mlp_backward,
-                [dy, x, kept, local, shape, True, [True] * len(local), told],
+                [dy, x, *last[1:], local, shape, True, [True] * len(local), told],
             )
 
 
@@ -130,7 +130,7 @@ def tensors_of(returned):
         return [returned]
     if isinstance(returned, (list, tuple)):
         return [tensor for each in returned for tensor in tensors_of(each)]
-    return [] if returned is None else [returned.y, *returned.kept]
+    return []
 
 
 def same(one, other):
@@ -145,11 +145,10 @@ def compare(rank, sim, ranks, ids, barrier, case):
         expected = []
         for step in range(STEPS):
             calls.feed(step)
-            kept = []
+            returned = None
             for call in calls.made:
-                function, arguments = call(kept)
+                function, arguments = call(returned)
                 returned = function(plain, *arguments)
-                kept = list(getattr(returned, "kept", []))
                 expected.append([tensor.clone() for tensor in tensors_of(returned)])
         assert not same(expected[0], expected[len(calls.made)]), "control: steps differ"
         executor.prefetch(False)
@@ -157,13 +156,12 @@ def compare(rank, sim, ranks, ids, barrier, case):
         graphs, answers = Graphs(executor), iter(expected)
         for step in range(STEPS):
             calls.feed(step)
-            kept = []
+            returned = None
             for number, call in enumerate(calls.made):
-                function, arguments = call(kept)
+                function, arguments = call(returned)
                 graphs.other = number
                 with late(sim) as operators:
                     returned = graphs.run(f"call {number}", function, arguments)
-                kept = list(getattr(returned, "kept", []))
                 sim.synchronize()
                 assert same(tensors_of(returned), next(answers)), f"call {number} of step {step}, {graphs!r}"
                 if step == STEPS - 1:

@@ -27,7 +27,7 @@ from rtp_ext.ring.registry import owner_of, ring_named
 
 # Compiler caches identify an operator by its name and schema only. Increase this number when the effects or the
 # behaviour of an operator change.
-VERSION = 2
+VERSION = 3
 
 
 @functools.cache
@@ -134,8 +134,9 @@ def _expect_registered(call: Call, params: list[Tensor]) -> None:
 
 def forward_fake(given: Forward) -> list[Tensor]:
     results = OPERATIONS[given.operation].graph_results(_rows(given.inputs), given.sizes, given.dtype)
-    stamp = [given.number.new_empty((2, len(given.params)))] if any(given.needs) else []
-    return [*(given.params[0].new_empty(shape, dtype=each) for shape, each in results), *stamp]
+    host, device = given.number, given.params[0]
+    made = [(host if each == host.dtype else device).new_empty(shape, dtype=each) for shape, each in results]
+    return [*made, host.new_empty((2, len(given.params)))] if any(given.needs) else made
 
 
 def backward(given: Backward) -> list[Tensor]:

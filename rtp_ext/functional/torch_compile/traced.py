@@ -58,11 +58,11 @@ def gather(owner: Any, ring: Any, parameters: list[Tensor], policy: Any) -> list
         floating = parameter.is_floating_point()
         dtypes.append(policy.param_dtype if floating and policy.param_dtype is not None else parameter.dtype)
     shards = [local(parameter) for parameter in parameters]
-    return torch.ops.rtp_ext.gather_2(owner._rtp_number, ring.name, shards, shapes, dtypes)
+    return torch.ops.rtp_ext.gather_3(owner._rtp_number, ring.name, shards, shapes, dtypes)
 
 
 def scope(state: Any, event: str, split: bool = False) -> None:
     """Marks the begin or end of a scope in the forward of a model."""
     kind = state.ring.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    torch.ops.rtp_ext.scope_2(state._rtp_number, state.ring.name, event, split, autocast)
+    torch.ops.rtp_ext.scope_3(state._rtp_number, state.ring.name, event, split, autocast)
