@@ -18,6 +18,7 @@ ScheduleOptions schedule_options(const Executor& executor, const RotationOptions
   schedule.in_place = options.in_place && options.route != Route::gather && schedule.group == 1 && weights != nullptr &&
                       executor.movement(*weights).in_place();
   schedule.two_lanes = permits.two_lanes;
+  schedule.collective = options.collective && permits.groups;
   return schedule;
 }
 

@@ -38,6 +38,7 @@ class Composite : public CompositeTransport {
   const char* name() const override { return name_.c_str(); }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
+    if (is_collective(hop.action)) return outer_->post(hop);
     const bool from_inside = inside(hop, hop.from), to_inside = inside(hop, hop.to);
     if (from_inside == to_inside) return post(hop, to_inside);
     Hop receiving = hop, sending = hop;
@@ -60,6 +61,8 @@ class Composite : public CompositeTransport {
   }
   Moment moment(const Hop& hop) override { return level(hop, hop.from).moment(hop); }
   void delay(const Hop& hop, std::chrono::microseconds time) override { level(hop, hop.from).delay(hop, time); }
+
+  bool has_collectives() const override { return outer_->has_collectives(); }
 
   int multiprocessors() const override { return inner_->multiprocessors() + outer_->multiprocessors(); }
 
