@@ -204,8 +204,8 @@ struct Schedule {
   bool uses_home = false;         // whether a hop or product reads the local weight
   int last_of_home = -1;          // position of the last step that does
 
-  // Returns whether the last step adds the last arriving gradient to the local tensor and no other step waits for it:
-  // it may run after the pass.
+  // Returns whether the last step adds the last arriving gradient to the local tensor, or copies it there, and no other
+  // step waits for it: it may run after the pass.
   bool ends_late() const { return options.late && gradient_hops > 0; }
 
   const std::vector<int>& slots(Channel channel) const {
