@@ -1,5 +1,5 @@
-"""Operations whose shards all come by one all-gather, and whose gradients leave by one reduce-scatter: results are those
-of the plain operation, the counts of operations and bytes those of collectives, the slots those of the footprint."""
+"""Operations whose shards all come by one all-gather, and whose gradients leave by one reduce-scatter: results are
+those of the plain operation, the counts of operations and bytes those of collectives, the slots those of the footprint."""
 
 import copy
 import os
@@ -7,6 +7,7 @@ import signal
 import time
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from operations.layers import make_embedding, make_linear, make_linears
 from pretended_hosts import pretend_hosts
 from reference import adamw, assert_same, full
 from torch import nn
+from trace_checks import check_trace
 
 import rtp_ext
 from rtp_ext.nn import RotatedLinear
+from rtp_ext.observe import record
 
 COLLECTIVE = {"transport": "c10d", "collective": True}
 QKV = {"q": 9, "k": 5, "v": 5}
@@ -115,7 +118,11 @@ def test_training_frozen_parameters_and_controls(rank, ranks, cases):
             for name in ("q, k, v, biases", "mlp, gated, uneven, biases", "head, uneven", "experts, biases"):
                 with cases.case(f"{name} {options}"):
                     train(OPERATIONS[name](), rank, ranks, True, torch.float64, ring=ring)
-            for operation in (make_linear(), make_mlp((5, 7, 6), bias=False), make_experts(routing="distinct", choices=5)):
+            for operation in (
+                make_linear(),
+                make_mlp((5, 7, 6), bias=False),
+                make_experts(routing="distinct", choices=5),
+            ):
                 check_controls(operation, ring, (EXACT, EXACT))
 
 
@@ -220,7 +227,9 @@ def test_the_pool_is_the_footprint(ranks, cases):
             for _ in range(4):
                 model(torch.ones(3, 30, dtype=dtype, requires_grad=True)).sum().backward()
             size = dict(
-                **dict(ranks=ranks, in_place=False, sends_anywhere=True, receives_anywhere=True, slot_cap=0, cast=False),
+                **dict(
+                    ranks=ranks, in_place=False, sends_anywhere=True, receives_anywhere=True, slot_cap=0, cast=False
+                ),
                 **dict(compute_bytes=dtype.itemsize, reduce_bytes=dtype.itemsize, group=ranks, look_ahead=None),
             )
             planned, of_hops = (native.footprint(operations, **size, collective=way) for way in (True, False))
@@ -250,10 +259,12 @@ def test_two_hosts(rank, ranks, cases):
             assert added(ring, before)[::2] == [2, 1]
         with cases.case("embedding"):
             check_pass(make_embedding(), ring)
+        with cases.case("bytes"), pytest.raises(rtp_ext.RotationError, match=r"shm\+c10d does not count the bytes"):
+            ring.bytes_between_hosts("weight")
     message = r"expected collective=False, or transport nccl or c10d, got True over shm\+tcp"
     with cases.case("sockets"), pytest.raises(ValueError, match=message):
         rtp_ext.Ring(transport="shm+tcp", route="gather", collective=True, timeout=60.0)
-    with cases.case("groups"), pytest.raises(ValueError, match="all shards, or route='gather'.* on route two-level"):
+    with cases.case("groups"), pytest.raises(ValueError, match=r"route='gather' with .* on route two-level"):
         rtp_ext.Ring(transport="shm+c10d", group=4, collective=True, timeout=60.0)
 
 
@@ -299,6 +310,25 @@ def test_ranks_out_of_step(rank, cases):
                 assert "first" in str(error.value) and "second" in str(error.value) and not ring.alive
 
 
+@on_ranks(3)
+def test_trace_and_record(rank, ranks, cases):
+    with rtp_ext.Ring(**COLLECTIVE, group=3, timeout=60.0) as ring:
+        model = rtp_ext.fully_rotate(Model(), mesh=ring)
+        for _ in range(2):
+            model(ids_of(rank, 0)).sum().backward()
+        with ring.trace() as trace:
+            model(ids_of(rank, 0)).sum().backward()
+        with cases.case("trace"):
+            check_trace(trace, ahead=True)
+            labels = [(event.lane, event.label) for event in trace.events if event.kind == "step"]
+            assert ("weight", "gather W") in labels and ("gradient", "scatter G") in labels
+        written = record.read(Path(ring.record()))
+        hops = [event for event in written.of("hop") if event.to == record.ALL_RANKS]
+        with cases.case("record"):
+            assert {event.describe().rpartition(", ")[2] for event in hops} == {"weight gather", "gradient scatter"}
+            assert sum(event.bytes for event in hops if event.channel == "gradient") > 0
+
+
 @on_ranks(3, lost={1})
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_lost_rank(rank, how):
@@ -311,9 +341,14 @@ def test_a_lost_rank(rank, how):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     start = time.monotonic()
-    with pytest.raises(rtp_ext.RingTimeout, match=r"RotatedLinear (forward|backward), (weight gather|gradient scatter)"):
+    with pytest.raises(
+        rtp_ext.RingTimeout, match=r"RotatedLinear (forward|backward), (weight gather|gradient scatter)"
+    ):
         while True:
             layer(x).sum().backward()
     assert time.monotonic() - start < 10.0 and not ring.alive
-    with pytest.raises(rtp_ext.RotationError, match="cannot be used any more"):
+    with pytest.raises(rtp_ext.RotationError, match="cannot be used any more") as told:
         layer(x)
+    path = Path(str(told.value).rpartition("did last: ")[2])
+    lost = record.report(map(record.to_dict, record.rings([path])))
+    assert "of rank 1, which has left no record" in lost, lost

@@ -18,7 +18,8 @@
     route           hops go to the neighbour (on two levels to that of the host, or the same place of the next host), or
                     weights come directly from their owner's local shard (in one group, from its place there),
                     and gradients go directly to it
-    pairing         all ranks come to a collective at the same position; every send meets its receive at the same position on the peer, and both name the same shard or half
+    pairing         every send meets its receive at the same position on the peer, and both name the same shard or half;
+                    all ranks come to a collective at the same position
     contents        every read gets the shard that the step names
     overwritten     no step overwrites a shard that a later step reads
     gradients       every gradient gets every rank's contribution once and ends at its owner

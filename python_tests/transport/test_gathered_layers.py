@@ -1,6 +1,6 @@
-"""Route gather, hop by hop and by collectives, over every transport between GPUs, in layers so small that of the gathered
-shards less than 64 bytes lie between the two parts of one, which are other owners': numbers are those of one process,
-though nothing is computed before its stream gets there."""
+"""Route gather, hop by hop and by collectives, over every transport between GPUs, in layers so small that of the
+gathered shards less than 64 bytes lie between the two parts of one, which are other owners': numbers are those of one
+process, though nothing is computed before its stream gets there."""
 
 from datetime import timedelta
 

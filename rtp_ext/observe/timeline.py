@@ -169,7 +169,10 @@ def timeline(
         backward in one group   max(start + R compute, copy + R compute + g) + (R - 1) copy + (R - 2) g, for R > 1,
                                 where start = copy + max(copy + R compute, (R - 1) w)
 
-    A gather or scatter takes as long as R - 1 hops, from when the last rank has come to it.
+    A gather or scatter takes as long as R - 1 hops, from when the last rank has come to it:
+
+        forward by collectives  copy + (R - 1) w + R compute
+        backward by collectives 2 copy + R compute + max(R compute, (R - 1) w, (R - 1) g)
 
     On two levels, K hosts of G ranks, where w and g are hops inside a host, W and H hops of weights and gradients
     between hosts, and P is the time of one phase:

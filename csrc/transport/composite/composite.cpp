@@ -38,7 +38,10 @@ class Composite : public CompositeTransport {
   const char* name() const override { return name_.c_str(); }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
-    if (is_collective(hop.action)) return outer_->post(hop);
+    if (is_collective(hop.action)) {
+      collectives_ = true;
+      return outer_->post(hop);
+    }
     const bool from_inside = inside(hop, hop.from), to_inside = inside(hop, hop.to);
     if (from_inside == to_inside) return post(hop, to_inside);
     Hop receiving = hop, sending = hop;
@@ -86,7 +89,11 @@ class Composite : public CompositeTransport {
   }
 
   Transport& inner() const override { return *inner_; }
-  int64_t bytes_between_hosts(Channel channel) const override { return sent_[static_cast<size_t>(channel)]; }
+  int64_t bytes_between_hosts(Channel channel) const override {
+    if (collectives_)
+      throw RotationError(concat("transport ", name_, " does not count the bytes that collectives send between hosts"));
+    return sent_[static_cast<size_t>(channel)];
+  }
 
  private:
   bool here(int rank) const { return rank >= first_ && rank < first_ + per_host_; }
@@ -111,6 +118,7 @@ class Composite : public CompositeTransport {
   const int first_, per_host_;
   const std::string name_;
   std::array<int64_t, 2> sent_{};
+  bool collectives_ = false;  // some have been posted
 };
 
 }  // namespace
