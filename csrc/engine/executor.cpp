@@ -33,8 +33,6 @@ const Schedule& Executor::schedule(ScheduleOptions options) {
     options.sourced = true;
     options.hosts = source->hosts();
   }
-  RTP_CHECK_VALUE(!options.collective || ranks_ == 1 || transport_->has_collectives(),
-                  "schedule: expected a transport with collectives, got ", transport_->name());
   const auto found = schedules_.find(options);
   if (found != schedules_.end()) return found->second;
   return schedules_.emplace(options, make_schedule(ranks_, rank_, options)).first->second;

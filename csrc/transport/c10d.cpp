@@ -134,23 +134,10 @@ class C10dTransport : public Transport {
     const bool coalesced = device_.is_cuda() && (filled(hop.send) || filled(hop.receive));
     try {
       if (coalesced) group->startCoalescing(device_.type());
-      const bool collective = is_collective(hop.action);
-      for (size_t index = 0; index < hop.send.size() && collective; ++index) {
-        if (hop.send[index].bytes == 0) continue;
-        at::Tensor from = as_tensor(hop.send[index]).view(hop.dtype),
-                   to = as_tensor(hop.receive[index]).view(hop.dtype);
-        transfer->add_receive(hop.action == Action::gather ? gather_single(*group, to, from)
-                                                           : scatter_single(*group, to, from));
-      }
-      for (size_t index = 0; index < hop.receive.size() && !collective; ++index) {
-        if (hop.receive[index].bytes == 0) continue;
-        std::vector<at::Tensor> tensors{as_tensor(hop.receive[index])};
-        transfer->add_receive(group->recv(tensors, hop.from, tag + static_cast<int>(index)));
-      }
-      for (size_t index = 0; index < hop.send.size() && !collective; ++index) {
-        if (hop.send[index].bytes == 0) continue;
-        std::vector<at::Tensor> tensors{as_tensor(hop.send[index])};
-        transfer->add_send(group->send(tensors, hop.to, tag + static_cast<int>(index)));
+      if (is_collective(hop.action)) {
+        enqueue(hop, *transfer, *group);
+      } else {
+        enqueue(hop, *transfer, *group, tag);
       }
       if (coalesced) {
         transfer = std::make_shared<C10dTransfer>(hop, timeout_, device_.is_cpu());
@@ -193,6 +180,30 @@ class C10dTransport : public Transport {
   }
 
  private:
+  void enqueue(const Hop& hop, C10dTransfer& transfer, c10d::ProcessGroup& group, int tag) {
+    for (size_t index = 0; index < hop.receive.size(); ++index) {
+      if (hop.receive[index].bytes == 0) continue;
+      std::vector<at::Tensor> tensors{as_tensor(hop.receive[index])};
+      transfer.add_receive(group.recv(tensors, hop.from, tag + static_cast<int>(index)));
+    }
+    for (size_t index = 0; index < hop.send.size(); ++index) {
+      if (hop.send[index].bytes == 0) continue;
+      std::vector<at::Tensor> tensors{as_tensor(hop.send[index])};
+      transfer.add_send(group.send(tensors, hop.to, tag + static_cast<int>(index)));
+    }
+  }
+
+  // Of a gather or scatter.
+  void enqueue(const Hop& hop, C10dTransfer& transfer, c10d::ProcessGroup& group) {
+    for (size_t index = 0; index < hop.send.size(); ++index) {
+      if (hop.send[index].bytes == 0) continue;
+      at::Tensor from = as_tensor(hop.send[index]).view(hop.dtype);
+      at::Tensor to = as_tensor(hop.receive[index]).view(hop.dtype);
+      transfer.add_receive(hop.action == Action::gather ? gather_single(group, to, from)
+                                                        : scatter_single(group, to, from));
+    }
+  }
+
   // Throws unless all ranks have come to the same gather or scatter: those of Gloo have no tag, and end the process
   // where their sizes differ.
   void compare(const Hop& hop, const Group& group) {
@@ -200,10 +211,11 @@ class C10dTransport : public Transport {
     at::Tensor tokens = at::empty({group->getSize() * bytes}, at::kByte), own = tokens.narrow(0, rank * bytes, bytes);
     const HopToken token = HopToken::of(hop);
     std::memcpy(own.data_ptr(), &token, sizeof(HopToken));
+    const auto start = Clock::now();
     try {
       gather_single(*group, tokens, own)->wait(timeout_);
     } catch (const std::exception& error) {
-      throw_timeout(hop, Hop::kAllRanks, timeout_, error.what());
+      throw_timeout(hop, Hop::kAllRanks, Clock::now() - start, error.what());
     }
     for (int peer = 0; peer < group->getSize(); ++peer) {
       HopToken other;

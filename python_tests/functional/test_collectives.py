@@ -1,5 +1,5 @@
 """Operations whose shards all come by one all-gather, and whose gradients leave by one reduce-scatter: results are
-those of the plain operation, the counts of operations and bytes those of collectives, the slots those of the footprint."""
+those of the plain operation, counts of operations and bytes those of collectives, slots those of the footprint."""
 
 import copy
 import os
@@ -347,8 +347,5 @@ def test_a_lost_rank(rank, how):
         while True:
             layer(x).sum().backward()
     assert time.monotonic() - start < 10.0 and not ring.alive
-    with pytest.raises(rtp_ext.RotationError, match="cannot be used any more") as told:
+    with pytest.raises(rtp_ext.RotationError, match="cannot be used any more"):
         layer(x)
-    path = Path(str(told.value).rpartition("did last: ")[2])
-    lost = record.report(map(record.to_dict, record.rings([path])))
-    assert "of rank 1, which has left no record" in lost, lost

@@ -41,8 +41,7 @@ class RoutePlan:
     def of(cls, options: RingOptions, hop_route: str, gradients: GradientRoutes, missed: str = "") -> RoutePlan:
         route = "gather" if options.route == "gather" else hop_route
         return cls(
-            *(route, hop_route, options.travel, gradients, options.group or 1, missed, options.buffers),
-            options.collective,
+            route, hop_route, options.travel, gradients, options.group or 1, missed, options.buffers, options.collective
         )
 
     def expect_in_place(self, name: str) -> None:
