@@ -91,6 +91,7 @@ class RingKeywords(TypedDict, total=False):
     graphs: Graphs
     in_place: bool
     group: int | None
+    collective: bool
     checksum: bool
     transport_options: Mapping[str, Any] | None
 
@@ -162,6 +163,11 @@ class RingOptions:
         in_place: local shards themselves travel and return to their owners, with one slot instead of two. Where a cast
             copy travels anyway, and over shm, whose hops arrive in slots only, this saves nothing and copies travel.
             Not on route two-level, and not with travel.
+        collective: where all shards are one operand (group=R, route gather, or chosen by the route planner), one
+            all-gather brings the weights of an operation, and one reduce-scatter adds up its gradients and sends them
+            home, in the reduce dtype and in an order that the collective chooses; gradients of other operations take
+            the chain. Transports `nccl` and `c10d`, also between hosts. A ring on which no operation can have such a
+            group is a ValueError.
         checksum: every hop carries a CRC-32C; a changed one raises a RotationError that names the hop. For CPUs.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: SMs that NCCL may take for each of two communicators
             (default of the maximum: 8; 0: NCCL chooses). `blocking`: no thread for each group of NCCL's calls (default:
@@ -185,6 +191,7 @@ class RingOptions:
     graphs: Graphs = "off"
     in_place: bool = False
     group: int | None = None
+    collective: bool = False
     checksum: bool = False
     transport_options: TransportOptions = None  # type: ignore[assignment]
 
@@ -226,8 +233,26 @@ class RingOptions:
                 "'rows'"
             )
         check_group(self.group, self.route, self.travel, self.in_place)
+        if self.collective not in (False, True):
+            raise ValueError(f"Ring: expected collective True or False, got {self.collective!r}")
+        if self.collective:
+            self._check_collective()
         if self.in_place:
             check_in_place("Ring", self.travel, self.route)
+
+    def _check_collective(self) -> None:
+        refused = {
+            "route": "two-level",
+            "gradient_route": "direct",
+            "gradient_travel": "int8",
+            "gradient_halves": True,
+            "travel": self.travel,
+            "in_place": True,
+            "checksum": True,
+        }
+        for name, value in refused.items():
+            if value is not None and getattr(self, name) == value:
+                raise ValueError(f"Ring: expected collective=False with {name}={value!r}, got True")
 
     @property
     def look_ahead(self) -> int | None:

@@ -25,7 +25,7 @@
 #   more    one GPU, at most 270 s: host time of a hop with 2 ranks; calls of the host; 4 ranks; random hops; graphs of
 #           both channels; a rank lost under 30 layers; memory of the other strategies; NCCL's CTAs 1 to 16; R = 2 and 4;
 #           replays; losses of train_lm
-#   ranks   all GPUs of a machine with several, at most 530 s: contracts and transports between GPUs; hops, push against
+#   ranks   all GPUs of a machine with several, at most 515 s: contracts and transports between GPUs; hops, push against
 #           pull; overlap of a real ring; training against fsdp2
 #
 # The seconds of the steps add up to the limit of a mode. Each step ends by the sum of its seconds and of those before it,
@@ -48,7 +48,7 @@ MODE="${1:-}"
 case "$MODE" in
 main) LIMIT=530 ;;
 more) LIMIT=270 ;;
-ranks) LIMIT=530 ;;
+ranks) LIMIT=515 ;;
 *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit 2 ;;
 esac
 SCALE="${SCALE:-1}"

@@ -156,6 +156,12 @@ Usage& Execution::usage(const Access& access) {
   return usage_[{buffer.slot, access.place, access.half}];
 }
 
+std::vector<Usage*> Execution::usages(const std::vector<Access>& accesses) {
+  std::vector<Usage*> usages;
+  for (const Access& access : accesses) usages.push_back(&usage(access));
+  return usages;
+}
+
 std::vector<at::Tensor> Execution::views(Buffer buffer, int owner, Half half, int owners) const {
   std::vector<at::Tensor> views;
   if (!buffer.exists()) return views;
@@ -224,7 +230,7 @@ const Step* Execution::next() {
       if (step.action != Action::compute && step.channel == Channel::weight) {
         executor_.prefetcher_.make(*weights_, begun_, position());
         weights_->end_step(position());
-      } else if (step.action == Action::hop) {
+      } else if (step.travels()) {
         hop(step);
       } else if (schedule_.ends_late() && position_ == schedule_.steps.size()) {
         leave_late(step);
@@ -302,14 +308,18 @@ void Execution::after_compute(const Step& step) {
 }
 
 void Execution::hop(const Step& step) {
-  const auto send = views(step.send, step.send_owner, step.half);
-  const auto receive = views(step.receive, step.receive_owner, step.half);
   Hop hop = hop_of(schedule_, step, operation_, gradient_hops_++);
-  set_memory(hop, schedule_, step, gradient(), send, receive);
-  hop.send_slot = step.send.is_home() ? nullptr : slot(step.send)->data();
-  hop.receive_slot = step.receive.is_home() ? nullptr : slot(step.receive)->data();
+  if (is_collective(step.action)) {
+    set_collective_memory(hop, schedule_, gradient(), slot(step.send)->memory);
+  } else {
+    const auto send = views(step.send, step.send_owner, step.half);
+    const auto receive = views(step.receive, step.receive_owner, step.half);
+    set_memory(hop, schedule_, step, gradient(), send, receive);
+    hop.send_slot = step.send.is_home() ? nullptr : slot(step.send)->data();
+    hop.receive_slot = step.receive.is_home() ? nullptr : slot(step.receive)->data();
+  }
   const Range range([&] { return concat(operation_, ": ", label(step)); });
-  executor_.hops().post(hop, usage(accesses().reads.front()), usage(accesses().writes.front()),
+  executor_.hops().post(hop, usages(accesses().reads), usages(accesses().writes),
                         executor_.sink_.begin(begun_, position(), step), begun_, position());
 }
 

@@ -193,6 +193,7 @@ class Execution {
 
   const ShardBundle& gradient() const;
   Usage& usage(const Access& access);
+  std::vector<Usage*> usages(const std::vector<Access>& accesses);
   void lease_slots();
   void return_slots();
 

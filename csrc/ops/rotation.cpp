@@ -9,7 +9,7 @@ namespace rtp {
 namespace {
 
 // The options of a pass that both directions have.
-ScheduleOptions schedule_options(const Executor& executor, const RotationOptions& options, Pass pass,
+ScheduleOptions schedule_options(Executor& executor, const RotationOptions& options, Pass pass,
                                  const ShardBundle* weights, const Permits& permits) {
   ScheduleOptions schedule;
   schedule.pass = pass;
@@ -18,6 +18,9 @@ ScheduleOptions schedule_options(const Executor& executor, const RotationOptions
   schedule.in_place = options.in_place && options.route != Route::gather && schedule.group == 1 && weights != nullptr &&
                       executor.movement(*weights).in_place();
   schedule.two_lanes = permits.two_lanes;
+  schedule.collective = options.collective && permits.groups && executor.ranks() > 1;
+  RTP_CHECK_VALUE(!schedule.collective || executor.transport().has_collectives(), options.name,
+                  ": expected a transport with collectives, got ", executor.transport().name());
   return schedule;
 }
 

@@ -27,6 +27,7 @@ struct RotationOptions {
   GradientRoute gradient_route = GradientRoute::chain;  // direct is unsupported on route two_level
   bool gradients_quantized = false;  // gradient route direct only: gradients travel in 8 bits, with block scales
   bool gradients_apart = false;      // gradient route direct only: see ScheduleOptions::apart
+  bool collective = false;           // of operations that take groups: see ScheduleOptions
 
   // The dtype in which the owner sums gradients. A sum that travels is rounded at every rank anyway.
   at::ScalarType local_dtype() const;

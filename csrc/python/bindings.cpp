@@ -69,7 +69,8 @@ void set_ce_mode(Transport& transport, Channel channel, const std::string& mode)
 
 void bind_transports(py::module_& m) {
   py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport")
-      .def_property_readonly("name", [](const Transport& t) { return t.name(); });
+      .def_property_readonly("name", [](const Transport& t) { return t.name(); })
+      .def_property_readonly("has_collectives", &Transport::has_collectives);
   py::class_<ShmTransport, Transport, std::shared_ptr<ShmTransport>>(m, "ShmTransport")
       .def(py::init(&make_shm_transport), py::arg("rank"), py::arg("ranks"), py::arg("timeout"), py::arg("first") = 0)
       .def("address", &ShmTransport::address)
@@ -305,6 +306,7 @@ void bind_operations(py::module_& m) {
       .optional("gradient_route", &RotationOptions::gradient_route)
       .optional("gradients_quantized", &RotationOptions::gradients_quantized)
       .optional("gradients_apart", &RotationOptions::gradients_apart)
+      .optional("collective", &RotationOptions::collective)
       .bind(m)
       .def_property_readonly("local_dtype", &RotationOptions::local_dtype);
   py::class_<LinearShape>(m, "LinearShape")

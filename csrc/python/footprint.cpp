@@ -87,7 +87,8 @@ void bind_footprint(py::module_& m) {
       .optional("gradients_quantized", &StepSize::gradients_quantized)
       .optional("gradients_apart", &StepSize::gradients_apart)
       .optional("travel", &StepSize::travel)
-      .optional("halves", &StepSize::halves);
+      .optional("halves", &StepSize::halves)
+      .optional("collective", &StepSize::collective);
   m.def(
       "footprint",
       [step](const std::vector<OperationFacts>& operations, const py::kwargs& size) {

@@ -46,7 +46,8 @@ std::vector<std::string> access_names(const std::vector<Access>& accesses) {
 
 void bind_schedule(py::module_& m) {
   py::class_<Step>(m, "Step",
-                   "One hop, compute, copy or add of a schedule; fields that its action does not use are None or -1.")
+                   "One hop, compute, copy, add, gather or scatter of a schedule; fields that its action does not use "
+                   "are None or -1.")
       .def_property_readonly("action", [](const Step& step) { return name(step.action); })
       .def_property_readonly("channel",
                              [](const Step& step) -> std::optional<std::string> {
@@ -104,6 +105,7 @@ void bind_schedule(py::module_& m) {
                              [](const Schedule& schedule) { return name(schedule.options.gradient_route); })
       .def_property_readonly("narrow", [](const Schedule& schedule) { return schedule.options.narrow; })
       .def_property_readonly("apart", [](const Schedule& schedule) { return schedule.options.apart; })
+      .def_property_readonly("collective", [](const Schedule& schedule) { return schedule.options.collective; })
       .def_readonly("steps", &Schedule::steps)
       .def_property_readonly("group", [](const Schedule& schedule) { return schedule.options.group; })
       .def_property_readonly("weight_slots", [](const Schedule& schedule) { return schedule.weight_slots.size(); })
@@ -128,7 +130,8 @@ void bind_schedule(py::module_& m) {
       .optional("narrow", &ScheduleOptions::narrow)
       .optional("apart", &ScheduleOptions::apart)
       .optional("sourced", &ScheduleOptions::sourced)
-      .optional("group", &ScheduleOptions::group);
+      .optional("group", &ScheduleOptions::group)
+      .optional("collective", &ScheduleOptions::collective);
   m.def(
       "make_schedule",
       [fields](int ranks, int rank, const py::kwargs& options) {

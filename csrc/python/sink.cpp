@@ -27,6 +27,7 @@ py::dict keywords(const ScheduleOptions& options) {
   made["narrow"] = options.narrow;
   made["apart"] = options.apart;
   made["group"] = options.group;
+  made["collective"] = options.collective;
   if (options.sourced) made["sourced"] = true;
   return made;
 }

@@ -29,13 +29,17 @@ class Builder {
     if (chosen.route == Route::gather) chosen.route = Route::direct, chosen.group = ranks;
     chosen.group = std::min(chosen.group, ranks);
     if (chosen.in_place || chosen.sourced || chosen.route == Route::two_level) chosen.group = 1;
+    chosen.collective = chosen.collective && chosen.group == ranks && ranks > 1;
     const bool gradients = chosen.pass == Pass::backward && chosen.wgrad, levels = chosen.route == Route::two_level;
     const bool direct = chosen.gradient_route == GradientRoute::direct && gradients && !levels;
+    RTP_CHECK_VALUE(!chosen.collective || !direct,
+                    "schedule: expected gradient route chain with collectives, which add up gradients, got direct");
     chosen.narrow = chosen.narrow && direct && ranks > 1;
     // With two ranks, both routes send one contribution, and the chain needs no addition.
     chosen.gradient_route = direct && (ranks > 2 || chosen.narrow) ? GradientRoute::direct : GradientRoute::chain;
     chosen.apart = chosen.apart && chosen.gradient_route == GradientRoute::direct && ranks > 2;
-    chosen.halves = chosen.halves && gradients && !levels && chosen.gradient_route == GradientRoute::chain;
+    chosen.halves =
+        chosen.halves && gradients && !levels && !chosen.collective && chosen.gradient_route == GradientRoute::chain;
     chosen.two_lanes = chosen.two_lanes && !chosen.bundle && chosen.group == 1 && !chosen.sourced;
     chosen.late = chosen.late && gradients;
   }
@@ -82,6 +86,12 @@ class Builder {
     schedule_.steps.push_back(step);
   }
 
+  // A gather or scatter of the shards in a slot that has a place for every owner.
+  void collective(Action action, Channel channel, Buffer slot) {
+    hop(channel, -1, -1, rank(), rank(), slot, slot);
+    schedule_.steps.back().action = action;
+  }
+
   // Copies `from` to `to` on this rank, or adds it; then adds the places after it, `count` in all. Gradients are on the
   // stream of the wgrads, so that no dgrad waits for a hop.
   void local(Action action, Channel channel, int owner, Buffer from, Buffer to, Half half = Half::whole,
@@ -118,7 +128,7 @@ class Builder {
     find_contents();
     for (const Step& step : schedule_.steps) {
       schedule_.accesses.push_back({reads(step, schedule_.ranks), writes(step, schedule_.ranks)});
-      const Buffer& read = step.action == Action::hop ? step.send : step.weight;
+      const Buffer& read = step.travels() ? step.send : step.weight;
       const bool weight = read.channel == Channel::weight && read.is_home();
       if (!weight || step.action == Action::copy || step.action == Action::add) continue;
       schedule_.uses_home = true;

@@ -64,6 +64,7 @@ ScheduleOptions pass_options(const OperationFacts& operation, const StepSize& st
   options.gradient_route = step.gradient_route;
   options.narrow = step.narrow();
   options.apart = step.gradients_apart;
+  options.collective = groups && step.collective;
   return options;
 }
 
@@ -314,10 +315,11 @@ std::vector<Sent> traffic(const OperationFacts& operation, const StepSize& step,
       std::vector<int64_t> shard = parameter.shape;
       const std::vector<int64_t> sizes = parameter.sizes(step.ranks);
       for (const Step& hop : schedule.steps) {
-        const bool gradient = hop.channel == Channel::gradient;
-        if (hop.action != Action::hop) continue;
+        const bool gradient = hop.channel == Channel::gradient, collective = is_collective(hop.action);
+        if (!hop.travels()) continue;
         if (!(gradient ? operation.has_gradient(place) : operation.travels(place, pass))) continue;
-        shard[parameter.dim] = sizes[static_cast<size_t>(hop.send_owner)];
+        // a collective sends as much of every shard as the largest has, to all other ranks
+        shard[parameter.dim] = collective ? sizes[0] * (step.ranks - 1) : sizes[static_cast<size_t>(hop.send_owner)];
         int64_t& total = gradient                ? sent[place].gradient
                          : pass == Pass::forward ? sent[place].forward
                                                  : sent[place].backward;

@@ -141,6 +141,7 @@ struct StepSize {
   bool gradients_apart = false;
   TravelFormat travel = TravelFormat::plain;  // of weights
   bool halves = false;                        // gradients travel in two halves, unless they take the direct route
+  bool collective = false;                    // groups of all shards travel by collectives
 
   bool quantizes_weight(const OperationFacts& operation, size_t parameter) const {
     return ranks > 1 && !operation.is_bias(parameter) && quantizes(travel, compute_bytes);

@@ -22,7 +22,7 @@ std::vector<std::vector<Wait>> hazards(const std::vector<Step>& steps, int ranks
   std::map<Key, Uses<Position, Position>> uses;
   std::vector<std::vector<Wait>> waits;
   for (int step = 0; step < static_cast<int>(steps.size()); ++step) {
-    const bool is_hop = steps[step].action == Action::hop;
+    const bool is_hop = steps[step].travels();
     const auto read = reads(steps[step], ranks);
     const auto written = writes(steps[step], ranks);
     std::vector<Wait>& needed = waits.emplace_back();

@@ -60,6 +60,10 @@ class WeightRotation {
     if (group == 0 && groups_.shards(0) > 1) {
       builder_.local(Action::copy, Channel::weight, owner(0), home(), buffer(0));
     }
+    if (builder_.options().collective) {
+      if (group == 0) builder_.collective(Action::gather, Channel::weight, buffer(0));
+      return;
+    }
     for (int s = groups_.begin(group); s < groups_.begin(group + 1); ++s) post(s - 1);
   }
   void compute(Compute kind, int group) {
@@ -133,6 +137,9 @@ void build_forward(Builder& builder) {
 // an addition, and one addition at the end reads and writes the own gradient once: 4 (R - 1) + 8 bytes of memory
 // traffic for each float32 value. Otherwise those of a group are added after the next wgrad, before others arrive in
 // their places: up to 12 bytes for each. The order is fixed: those of ranks r - 1, r - 2, ...
+//
+// With options().collective one scatter adds up the contributions of all ranks to all shards, and the own sum is copied
+// home.
 class GradientHops {
  public:
   explicit GradientHops(Builder& builder) : builder_(builder), groups_(builder, +1) {}
@@ -146,6 +153,11 @@ class GradientHops {
     leaving_ = groups_.slot(builder_, Channel::gradient, group);
     builder_.compute(Compute::wgrad, owners > 1 ? groups_.owner(group) : builder_.at(next_), weight, kNoBuffer,
                      leaving_, Half::whole, owners);
+    if (builder_.options().collective) {
+      builder_.collective(Action::scatter, Channel::gradient, leaving_);
+      next_ = end_;
+      return;
+    }
     if (group == 0) {
       builder_.local(Action::copy, Channel::gradient, builder_.at(0), leaving_, home());
       summed_ = true;
@@ -171,6 +183,10 @@ class GradientHops {
   // Adds what has arrived and is not added yet.
   void land() {
     if (builder_.ranks() == 1 || !lands()) return;
+    if (builder_.options().collective) {
+      builder_.local(Action::copy, Channel::gradient, builder_.at(0), leaving_, home());
+      return;
+    }
     if (!direct()) due_ = next_ - 1;
     builder_.local(summed_ ? Action::add : Action::copy, Channel::gradient, builder_.at(0), arriving(due_), home(),
                    Half::whole, next_ - due_);
@@ -320,6 +336,8 @@ std::vector<Access> reads(const Step& step, int ranks) {
   if (step.action == Action::compute) {
     add_access(accesses, step, step.weight, ranks, step.owner, step.owners);
     add_access(accesses, step, step.gradient_in, ranks, step.owner, step.owners);
+  } else if (step.action == Action::scatter) {
+    add_access(accesses, step, step.send, ranks, 0, ranks);
   } else {
     for (int each = 0; each < step.count; ++each) {
       add_access(accesses, step, step.arrival(each), ranks, step.send_owner);
@@ -333,6 +351,8 @@ std::vector<Access> writes(const Step& step, int ranks) {
   std::vector<Access> accesses;
   if (step.action == Action::compute) {
     add_access(accesses, step, step.gradient_out, ranks, step.owner, step.owners);
+  } else if (step.action == Action::gather) {
+    add_access(accesses, step, step.receive, ranks, step.receive_owner + 1, ranks - 1);
   } else {
     add_access(accesses, step, step.receive, ranks, step.receive_owner);
   }
@@ -347,6 +367,7 @@ std::string label(const Step& step) {
     return concat(name(step.compute), ' ', shard_name(step, letter, step.owner), others, sum);
   }
   const char letter = step.channel == Channel::weight ? 'W' : 'G';
+  if (is_collective(step.action)) return concat(name(step.action), ' ', letter);
   if (step.action != Action::hop) {
     const std::string place = step.receive.is_home() ? "home" : concat("slot ", step.receive.slot);
     return concat(step.action == Action::add ? "add " : "", shard_name(step, letter, step.send_owner), " to ", place);
@@ -409,6 +430,10 @@ const char* name(Action action) {
       return "copy";
     case Action::add:
       return "add";
+    case Action::gather:
+      return "gather";
+    case Action::scatter:
+      return "scatter";
   }
   return "?";
 }

@@ -35,7 +35,10 @@ enum class GradientRoute : uint8_t {
 
 enum class Compute : uint8_t { forward, dgrad, wgrad };
 
-enum class Action : uint8_t { hop, compute, copy, add };
+// gather: shards of all owners come into one slot on every rank; scatter: every owner gets the sum of all ranks'
+// contributions to its gradient. Each is one operation of all ranks.
+enum class Action : uint8_t { hop, compute, copy, add, gather, scatter };
+inline bool is_collective(Action action) { return action == Action::gather || action == Action::scatter; }
 
 // How the halves of a gradient lie in a buffer, if it travels in halves: `together` as its rows do; `apart`, each where
 // it is for every owner, so that halves of different owners do not overlap.
@@ -81,7 +84,9 @@ struct Step {
   // hop: `send`, the shard of `send_owner`, leaves for rank `to`; the shard of `receive_owner` arrives from rank `from`
   // in `receive`. `outer`: the hop goes between hosts, concurrently with those inside a host. copy: copies `send` to
   // `receive` on this rank (both of owner `send_owner`); add: adds it. Both then add what is in the next `count - 1`
-  // places, in this order.
+  // places, in this order. gather, scatter: `send` and `receive` are the same slot, with a place for every owner, and
+  // both owners are this rank; a gather fills the places of the others, a scatter replaces its own contribution by the
+  // sum.
   Channel channel = Channel::weight;
   bool outer = false;
   int to = -1;
@@ -105,6 +110,9 @@ struct Step {
   Buffer gradient_out = kNoBuffer;
 
   Half half = Half::whole;  // half of the gradient
+
+  // Whether it moves data between ranks.
+  bool travels() const { return action == Action::hop || is_collective(action); }
 
   // What a copy or an addition takes: one of `count`.
   Buffer arrival(int index) const {
@@ -156,6 +164,9 @@ struct ScheduleOptions {
   bool apart = false;    // gradient route direct only: contributions have a place each and are added at once
   bool sourced = false;  // forward only: the shards come from a source without hops: see ShardSource
   int group = 1;         // shards in a product, at most; not in place, sourced, or on two levels
+  // A group of all shards is filled by one gather, and its gradients leave by one scatter; requires gradient route
+  // chain and excludes halves.
+  bool collective = false;
 
   // Returns whether both make the same hops. The number of compute streams may differ between ranks: it depends on each
   // rank's own tokens and device.
@@ -184,7 +195,7 @@ struct Schedule {
   ScheduleOptions options;
   std::vector<Step> steps;
   std::vector<Accesses> accesses;  // by step
-  int weight_hops = 0;             // number of hops by channel
+  int weight_hops = 0;             // number of hops by channel; a collective counts as one
   int gradient_hops = 0;
   std::vector<int> weight_slots;  // by slot: the number of shards that it holds
   std::vector<int> gradient_slots;
@@ -193,8 +204,8 @@ struct Schedule {
   bool uses_home = false;         // whether a hop or product reads the local weight
   int last_of_home = -1;          // position of the last step that does
 
-  // Returns whether the last step adds the last arriving gradient to the local tensor and no other step waits for it:
-  // it may run after the pass.
+  // Returns whether the last step adds the last arriving gradient to the local tensor, or copies it there, and no other
+  // step waits for it: it may run after the pass.
   bool ends_late() const { return options.late && gradient_hops > 0; }
 
   const std::vector<int>& slots(Channel channel) const {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <list>
 #include <mutex>
 
@@ -18,6 +19,22 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 
 constexpr size_t kMaxTensors = 8;  // maximum per hop
 
+// The collectives by their names in torch before 2.14, where it has no others.
+template <typename ProcessGroup>
+Work gather_single(ProcessGroup& group, at::Tensor& to, at::Tensor& from) {
+  if constexpr (requires { group.all_gather_single(to, from); })
+    return group.all_gather_single(to, from);
+  else
+    return group._allgather_base(to, from);
+}
+template <typename ProcessGroup>
+Work scatter_single(ProcessGroup& group, at::Tensor& to, at::Tensor& from) {
+  if constexpr (requires { group.reduce_scatter_single(to, from); })
+    return group.reduce_scatter_single(to, from);
+  else
+    return group._reduce_scatter_base(to, from);
+}
+
 // The works of one hop. The transport holds a weak reference, so that an abort reaches them.
 class C10dTransfer : public Transfer {
  public:
@@ -28,7 +45,7 @@ class C10dTransfer : public Transfer {
   void add_receive(Work work) { received_.push_back(std::move(work)); }
 
   void wait_received() override { wait(received_, hop_.from); }
-  void wait_sent() override { wait(sent_, hop_.to); }
+  void wait_sent() override { is_collective(hop_.action) ? wait_received() : wait(sent_, hop_.to); }
 
   void abort() noexcept {
     for (auto* works : {&received_, &sent_}) {
@@ -101,10 +118,12 @@ class C10dTransport : public Transport {
 
   const char* name() const override { return "c10d"; }
   size_t most_tensors() const override { return kMaxTensors; }
+  bool has_collectives() const override { return true; }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     auto transfer = std::make_shared<C10dTransfer>(hop, timeout_, device_.is_cpu());
     const Group group = this->group(hop.channel);
+    if (is_collective(hop.action) && device_.is_cpu()) compare(hop, group);
     // Ranks that are out of step must not match each other's messages: they time out instead.
     const int tag = static_cast<int>(hop.identity() & 0x1ffffff) * static_cast<int>(kMaxTensors);
     RTP_ASSERT(hop.send.size() <= kMaxTensors && hop.receive.size() <= kMaxTensors, hop.describe(),
@@ -115,15 +134,10 @@ class C10dTransport : public Transport {
     const bool coalesced = device_.is_cuda() && (filled(hop.send) || filled(hop.receive));
     try {
       if (coalesced) group->startCoalescing(device_.type());
-      for (size_t index = 0; index < hop.receive.size(); ++index) {
-        if (hop.receive[index].bytes == 0) continue;
-        std::vector<at::Tensor> tensors{as_tensor(hop.receive[index])};
-        transfer->add_receive(group->recv(tensors, hop.from, tag + static_cast<int>(index)));
-      }
-      for (size_t index = 0; index < hop.send.size(); ++index) {
-        if (hop.send[index].bytes == 0) continue;
-        std::vector<at::Tensor> tensors{as_tensor(hop.send[index])};
-        transfer->add_send(group->send(tensors, hop.to, tag + static_cast<int>(index)));
+      if (is_collective(hop.action)) {
+        enqueue(hop, *transfer, *group);
+      } else {
+        enqueue(hop, *transfer, *group, tag);
       }
       if (coalesced) {
         transfer = std::make_shared<C10dTransfer>(hop, timeout_, device_.is_cpu());
@@ -166,6 +180,50 @@ class C10dTransport : public Transport {
   }
 
  private:
+  void enqueue(const Hop& hop, C10dTransfer& transfer, c10d::ProcessGroup& group, int tag) {
+    for (size_t index = 0; index < hop.receive.size(); ++index) {
+      if (hop.receive[index].bytes == 0) continue;
+      std::vector<at::Tensor> tensors{as_tensor(hop.receive[index])};
+      transfer.add_receive(group.recv(tensors, hop.from, tag + static_cast<int>(index)));
+    }
+    for (size_t index = 0; index < hop.send.size(); ++index) {
+      if (hop.send[index].bytes == 0) continue;
+      std::vector<at::Tensor> tensors{as_tensor(hop.send[index])};
+      transfer.add_send(group.send(tensors, hop.to, tag + static_cast<int>(index)));
+    }
+  }
+
+  // Of a gather or scatter.
+  void enqueue(const Hop& hop, C10dTransfer& transfer, c10d::ProcessGroup& group) {
+    for (size_t index = 0; index < hop.send.size(); ++index) {
+      if (hop.send[index].bytes == 0) continue;
+      at::Tensor from = as_tensor(hop.send[index]).view(hop.dtype);
+      at::Tensor to = as_tensor(hop.receive[index]).view(hop.dtype);
+      transfer.add_receive(hop.action == Action::gather ? gather_single(group, to, from)
+                                                        : scatter_single(group, to, from));
+    }
+  }
+
+  // Throws unless all ranks have come to the same gather or scatter: those of Gloo have no tag, and end the process
+  // where their sizes differ.
+  void compare(const Hop& hop, const Group& group) {
+    const auto bytes = static_cast<int64_t>(sizeof(HopToken)), rank = static_cast<int64_t>(group->getRank());
+    at::Tensor tokens = at::empty({group->getSize() * bytes}, at::kByte), own = tokens.narrow(0, rank * bytes, bytes);
+    const HopToken token = HopToken::of(hop);
+    std::memcpy(own.data_ptr(), &token, sizeof(HopToken));
+    const auto start = Clock::now();
+    try {
+      gather_single(*group, tokens, own)->wait(timeout_);
+    } catch (const std::exception& error) {
+      throw_timeout(hop, Hop::kAllRanks, Clock::now() - start, error.what());
+    }
+    for (int peer = 0; peer < group->getSize(); ++peer) {
+      HopToken other;
+      std::memcpy(&other, tokens.const_data_ptr<uint8_t>() + peer * bytes, sizeof(HopToken));
+      other.expect(hop, peer, "has come to");
+    }
+  }
+
   // A work keeps its tensor alive. For a slot, the tensor shares the storage: Gloo's thread may still use the memory
   // when a failed pass releases it.
   at::Tensor as_tensor(const Span& span) {

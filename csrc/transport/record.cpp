@@ -13,6 +13,7 @@
 
 #include "base/checks.h"
 #include "transport/sink.h"
+#include "transport/transport.h"
 
 namespace rtp {
 namespace {
@@ -95,8 +96,8 @@ std::string Sink::last_hop() const {
     if (entry.number != number || entry.kind != Kind::hop) continue;
     const std::string operation = names_.get() + entry.operation * kNameBytes;
     if (entry.hops == 0) return concat(operation, ", as a graph");
-    return concat(operation, ", ", rtp::name(entry.channel), " hop ", entry.index + 1, " of ", entry.hops, " to rank ",
-                  entry.to);
+    const std::string to = entry.to == Hop::kAllRanks ? "all ranks" : concat("rank ", entry.to);
+    return concat(operation, ", ", rtp::name(entry.channel), " hop ", entry.index + 1, " of ", entry.hops, " to ", to);
   }
   return "";
 }

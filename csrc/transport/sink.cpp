@@ -18,10 +18,10 @@ constexpr int64_t kShort = 5000;  // nanoseconds: shorter waits get no entry
 int64_t now_ns() noexcept { return HostClock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
 
 Lane lane_of(const Step& step) {
-  if (step.action == Action::hop && step.outer) {
+  if (step.travels() && step.outer) {
     return step.channel == Channel::weight ? Lane::outer_weight : Lane::outer_gradient;
   }
-  if (step.action == Action::hop) return step.channel == Channel::weight ? Lane::weight : Lane::gradient;
+  if (step.travels()) return step.channel == Channel::weight ? Lane::weight : Lane::gradient;
   return step.lane > 0 ? Lane::side : Lane::compute;
 }
 
@@ -134,7 +134,7 @@ uint64_t Sink::add_hop(const Hop& hop, int64_t before) {
   entry->from = static_cast<int16_t>(hop.from);
   entry->index = static_cast<int16_t>(hop.index);
   entry->hops = static_cast<int16_t>(hop.count);
-  for (const Span& span : hop.send) entry->bytes += span.bytes;
+  entry->bytes = hop.bytes_sent();
   return entry->number;
 }
 

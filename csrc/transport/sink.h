@@ -83,7 +83,7 @@ class Sink {
     uint64_t bytes;   // hop: bytes sent
     uint32_t count;   // hop: number of earlier hops of its channel; wait: the same of its hop
     uint16_t operation;
-    int16_t to;     // hop and wait: the receiving rank
+    int16_t to;     // hop and wait: the receiving rank; of a gather or scatter Hop::kAllRanks, as `from`
     int16_t from;   // hop and wait: the sending rank; compute: the owner of the shard
     int16_t index;  // hop: index among those of its channel in the pass
     int16_t hops;   // hop: number of hops of its channel in the pass

@@ -11,7 +11,18 @@ namespace rtp {
 std::string Hop::describe() const {
   if (count == kCollective) return operation;
   if (count == 0) return concat(operation, ", as a graph");
+  if (is_collective(action)) return concat(operation, ", ", rtp::name(channel), ' ', rtp::name(action));
   return concat(operation, ", ", rtp::name(channel), " hop ", index + 1, " of ", count);
+}
+
+uint64_t Hop::bytes_sent() const {
+  const auto sum = [](const std::vector<Span>& parts) {
+    uint64_t bytes = 0;
+    for (const Span& part : parts) bytes += part.bytes;
+    return bytes;
+  };
+  if (action == Action::gather) return sum(receive) - sum(send);
+  return action == Action::scatter ? sum(send) - sum(receive) : sum(send);
 }
 
 uint64_t Hop::identity() const {
@@ -60,8 +71,9 @@ std::vector<Block> blocks_of(const std::vector<Span>& parts, const std::vector<s
 void Transport::delay(const Hop&, std::chrono::microseconds time) { std::this_thread::sleep_for(time); }
 
 void throw_timeout(const Hop& hop, int peer, std::chrono::duration<double> waited, const std::string& cause) {
+  const std::string who = peer == Hop::kAllRanks ? "a rank" : concat("rank ", peer);
   throw RingTimeout(
-      concat(hop.describe(), ": rank ", peer, " of the ring did not answer (waited ", waited.count(), " s): ", cause));
+      concat(hop.describe(), ": ", who, " of the ring did not answer (waited ", waited.count(), " s): ", cause));
 }
 
 }  // namespace rtp

@@ -28,9 +28,14 @@ struct Span {
 // The memory of this rank that a hop uses: it sends from its source and receives into its target.
 enum class HopMemory : uint8_t { source, target };
 
-// One hop of this rank: `send` leaves for `to` while `receive` is filled from `from`.
+// One hop of this rank: `send` leaves for `to` while `receive` is filled from `from`. Or, as `action` says, a gather or
+// scatter between all ranks (`to` and `from` are kAllRanks), in place: of every part, `receive` of a gather and `send`
+// of a scatter hold an equal piece for each rank, the other one is the piece of this rank. A scatter adds numbers of
+// `dtype`.
 struct Hop {
   Channel channel = Channel::weight;
+  Action action = Action::hop;
+  at::ScalarType dtype = at::kByte;
   bool in_parts = false;   // it uses parts of a slot, where other data lie between its spans
   bool two_level = false;  // of a schedule of two levels: both neighbours are on this host, or neither is
   int to = 0;
@@ -54,10 +59,14 @@ struct Hop {
   uint64_t updates = 0;
 
   static constexpr int kCollective = -1;
+  static constexpr int kAllRanks = -1;
 
   std::string describe() const;
   // Returns an identity that is equal on both ends of a hop and differs from those of nearby hops.
   uint64_t identity() const;
+  // The bytes that this rank sends. In a gather its piece goes to all other ranks, in a scatter all pieces but its own:
+  // of algorithms that send no more.
+  uint64_t bytes_sent() const;
 };
 
 // Says which hop the bytes of a message belong to, so that ranks that are out of step detect it.
@@ -144,6 +153,9 @@ class Transport {
   // The number of SMs that a hop of one channel takes while it runs; 0: none, or not known.
   virtual int multiprocessors() const { return 0; }
 
+  // Returns whether hops may be gathers and scatters.
+  virtual bool has_collectives() const { return false; }
+
   // Returns whether the send and the receive of a hop must be posted together, because neither returns, or ends,
   // without calls of the peer that the other one may have to come before.
   virtual bool joint() const { return false; }
@@ -191,7 +203,7 @@ std::shared_ptr<Made> make_owned(Arguments&&... arguments) {
   });
 }
 
-// Throws the error for a neighbour that does not answer.
+// Throws the error for a neighbour, or one of all ranks, that does not answer.
 [[noreturn]] void throw_timeout(const Hop& hop, int peer, std::chrono::duration<double> waited,
                                 const std::string& cause);
 

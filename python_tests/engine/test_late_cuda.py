@@ -26,17 +26,23 @@ WAYS = {
     "direct, apart": {"gradient_route": "direct", "gradients_apart": True},
     "direct, apart, groups": {"gradient_route": "direct", "gradients_apart": True, "group": 2},
 }
+COLLECTIVES = {"collectives": {"route": "gather", "collective": True}, "chain": {}}
 
 
-def _work(rank, sim, ranks, id_, barrier):
-    end = Rank(sim, rank, ranks, id_, barrier, "push", TIMEOUT)
-    executor = end.executor
+def _work(rank, sim, ranks, ids, barrier, ways):
+    """Over `ce`; over `nccl` where there are two ids."""
+    if len(ids) == 1:
+        end = Rank(sim, rank, ranks, ids[0], barrier, "push", TIMEOUT)
+        executor = end.executor
+    else:
+        transport = sim.counted(sim.nccl(ids, rank, ranks, TIMEOUT, None), sim.Tally())
+        executor = _native.Executor(transport, rank, ranks, torch.device("cpu"))
     executor.allow_late(1)
     shape = _native.LinearBundle([_native.LinearShape(FEATURES, FEATURES, by_outputs=True, transposed=False)], [False])
     projections = [_native.Projection(0, 0, 0, FEATURES)]
     with one_of_ranks(sim, rank, executor, barrier=barrier):
         sim.set_compute(True)
-        for at, (name, way) in enumerate(WAYS.items()):
+        for at, (name, way) in enumerate(ways.items()):
             gradients, expected, seen = [], [], []
             for layer in range(LAYERS):
                 weight = random(FEATURES, FEATURES, dtype=DTYPE, seed=layer)
@@ -62,11 +68,16 @@ def _work(rank, sim, ranks, id_, barrier):
             for layer, gradient in enumerate(reversed(seen)):
                 assert_same(gradient, expected[layer], TOLERANCE[DTYPE], f"{name}, layer {layer}")
             assert differs(unread, expected[-1], TOLERANCE[DTYPE]) or not len(unread), f"control: {name}"
-        assert executor.landed_late() == LAYERS * len(WAYS)
-        end.check_rest()
+        assert executor.landed_late() == LAYERS * len(ways)
+        if len(ids) == 1:
+            end.check_rest()
+        else:
+            executor.close()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_results_of_one_process(sim, ranks):
     sim.controls.delay_us = 200
-    values(run_threads(_work, ranks, sim, ranks, sim.unique_id(), threading.Barrier(ranks)))
+    for ways, ids in ((WAYS, 1), (COLLECTIVES, 2)):
+        arguments = (sim, ranks, [sim.unique_id() for _ in range(ids)], threading.Barrier(ranks), ways)
+        values(run_threads(_work, ranks, *arguments))

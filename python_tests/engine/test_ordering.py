@@ -4,6 +4,7 @@ A CPU computes in order, so its results cannot show a missing wait; a recording 
 wait.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -291,9 +292,10 @@ CASES = {
 }
 
 
-def run(case, size=RANKS, recorded=True):
-    """Returns the results of the program; the records, if it is recorded; the ring."""
+def run(case, size=RANKS, recorded=True, collective=False):
+    """Returns the results of the program; the records, if it is recorded; the ring. collective: as of a ring."""
     ring = rtp_ext.Ring.emulated(size, rank=size // 2, **{"route": "ring", **case.ring})
+    ring.route_plan = dataclasses.replace(ring.route_plan, collective=collective)
     if not recorded:
         return list(case.program(ring, **case.options)), [], ring
     module = recording_transport.load()
@@ -398,6 +400,25 @@ def test_the_waits_of_streams_are_enough(recordings):
     for name, (_, records, _) in recordings.items():
         assert conflicts(records, streams=True) == [], name
         assert any_conflict(records, ["compute after received"], streams=True), name
+
+
+@pytest.mark.parametrize("program", [linear, frozen, three, mlp, vocabulary, layers])
+def test_collectives(program):
+    """Every conflict is ordered, and numbers are those of hops; of rings of other sizes, too."""
+    for size, ahead, options in ((RANKS, 0, {}), (RANKS, None, {}), (2, 0, {}), (3, None, {}), (RANKS, 0, SLOTS)):
+        case = Case(program, options, {"route": "gather"}, ahead=ahead)
+        if program is layers and size != RANKS:
+            continue
+        results, records, ring = run(case, size, collective=True)
+        expected, _, plain = run(case, size, recorded=False)
+        for got, wanted in zip(results, expected, strict=True):
+            for index, pair in enumerate(zip(got, wanted, strict=True)):
+                assert_same(*pair, 1e-5, f"{size} ranks, {ahead}, result {index}")
+        assert 0 < ring.hops("weight") < plain.hops("weight") or size == 2
+        for streams in (False, True):
+            assert conflicts(records, streams=streams) == [], (size, ahead, streams)
+            for wait in ("compute after received", "source after mark"):
+                assert any_conflict(records, [wait], streams=streams), wait
 
 
 def test_parameters_written_between_a_hop_sent_ahead_and_its_pass(recordings):

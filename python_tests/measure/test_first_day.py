@@ -24,7 +24,7 @@ from shared import card as shared_card
 from rtp_ext import _native
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS = {"main": 530, "more": 270, "ranks": 530}
+LIMITS = {"main": 530, "more": 270, "ranks": 515}
 SUMMARY = 6  # seconds, at the end
 H100 = expected.cluster_of("NVIDIA H100 80GB HBM3")
 

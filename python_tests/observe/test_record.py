@@ -231,3 +231,21 @@ def test_a_record_follows_nothing_that_others_put_in_its_place(tmp_path, monkeyp
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     assert not partial.exists(), "the part that was written goes"
+
+
+def test_a_rank_that_waits_for_a_gather():
+    """It names the ranks that have not come, and no neighbour."""
+
+    def record_of(rank, posted, waits):
+        event = record.RecordedEvent(1, 10, 0, 0, 8, 2, "first forward", -1, -1, 0, 1, "hop", "weight", "forward")
+        counts = {"weight": posted, "gradient": 0}
+        waiting = (event, "received", 20) if waits else None
+        events = [event] if waits else []
+        return record.Record("", rank, 4, 1, "a", "nccl", "", "", True, 10**9, 0, counts, waiting, events)
+
+    records = {0: record_of(0, 3, True), 1: record_of(1, 2, False), 3: record_of(3, 3, False)}
+    assert record.not_posted(records) == [
+        "rank 0 waited for first forward, weight gather, which rank 1 never posted",
+        "rank 0 waited for first forward, weight gather of rank 2, which has left no record",
+    ]
+    assert "for first forward, weight gather, of all ranks" in record.report([record.to_dict(records)])

@@ -34,6 +34,32 @@ def test_timeline_of_a_pass(hop, route):
             assert duration(in_place, hop_time=hop) == pytest.approx(ranks * slower)
 
 
+@pytest.mark.parametrize("hop", [0.0, 0.25, 1.0, 4.0])
+def test_timeline_of_collectives(hop):
+    for ranks in range(2, 9):
+        times = {"hop_time": hop, "copy_time": 0.125}
+        forward = schedule.schedules(ranks, group=ranks, collective=True)
+        expected = 0.125 + (ranks - 1) * hop + ranks
+        assert duration(forward, **times) == pytest.approx(expected)
+        backward = schedule.schedules(ranks, pass_="backward", group=ranks, collective=True)
+        expected_back = 0.25 + ranks + max(ranks, (ranks - 1) * hop)
+        assert duration(backward, **times) == pytest.approx(expected_back)
+        durations = {"forward": 1, "dgrad": 1, "wgrad": 1, "weight": hop, "gradient": hop, "copy": 0.125}
+        ends = [timeline.Lockstep(made[0]).makespan(durations) for made in (forward, backward)]
+        assert ends == pytest.approx([expected, expected_back])
+        late = duration(forward, compute_time=lambda rank, step: float(rank + 1), **times)
+        assert late == pytest.approx(0.125 + (ranks - 1) * hop + ranks), "the slowest rank"
+        text = schedule.table(
+            forward,
+            title=schedule.describe(forward, op="linear", pass_="forward", route="ring", in_place=False, group=ranks),
+        )
+        assert "gather W" in text and "1 weight hop, 0 gradient hops" in text
+    waits = schedule.schedules(3, group=3, collective=True)
+    slow = timeline.timeline(waits, hop_time=0.5, copy_time=lambda rank, step: 1.0 + rank)
+    gathers = [(event.start, event.end) for event in slow if event.label == "gather W"]
+    assert gathers == [(3.0, 4.0)] * 3, "from when the last rank has come"
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("hop", [0.0, 0.25, 1.0, 1.5, 4.0])
 def test_timeline_of_a_bundle(hop, in_place):

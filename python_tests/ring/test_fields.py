@@ -151,6 +151,7 @@ def test_ranks_compare_every_option(monkeypatch):
         "graphs": "auto",
         "in_place": True,
         "group": 2,
+        "collective": True,
         "checksum": True,
         "transport_options": TransportOptions.of({"blocking": True}),
     }

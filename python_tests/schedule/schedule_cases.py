@@ -29,6 +29,7 @@ class Case:
     narrow: bool = False
     apart: bool = False
     group: int = 1
+    collective: bool = False
 
     def schedules(self) -> list:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -74,8 +75,13 @@ class Case:
     @property
     def parts(self) -> tuple[int, ...]:
         """The halves that gradients travel in; 0: as a whole."""
-        whole = self.direct or self.taken not in ("ring", "direct") or "wgrad" not in self.products
+        whole = self.direct or self.at_once or self.taken not in ("ring", "direct") or "wgrad" not in self.products
         return (1, 2) if self.halves and not whole else (0,)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether collectives bring and send all shards."""
+        return self.collective and self.shards == self.ranks > 1
 
     @property
     def fused(self) -> bool:
@@ -117,7 +123,7 @@ class Case:
     def hops(self) -> dict[str, int]:
         weights = self.multiplies_weights
         gradients = "wgrad" in self.products
-        most = self.ranks - 1
+        most = 0 if self.at_once else self.ranks - 1
         return {
             "weight": (most + (self.in_place and self.ranks > 1)) * weights,
             "gradient": most * gradients * len(self.parts),
@@ -128,6 +134,8 @@ class Case:
         shard alone comes last."""
         if self.taken == "two-level":
             return self._two_level_order(rank)
+        if self.at_once:
+            return self._collective_order(rank)
         ranks, groups, hops = self.ranks, self.groups(rank), self.hops
         bundle, wgrad = self.bundle and self.pass_ == "backward", "wgrad" in self.products
         order: list[str] = []
@@ -184,6 +192,17 @@ class Case:
         order += copied * (not bundle)
         lands = not self.fused or bundle or self.late
         return order + [f"add gradient {rank}"] * (lands and hops["gradient"] > 0)
+
+    def _collective_order(self, rank: int) -> list[str]:
+        every = " ".join(map(str, range(self.ranks)))
+        products = {product: [f"{product} {every}"] for product in self.products}
+        if "wgrad" in products:
+            products["wgrad"].append("scatter gradient")
+        if not self.bundle:  # wgrad first
+            products = dict(reversed(products.items()))
+        arrive = [f"copy weight {rank}", "gather weight"] if self.multiplies_weights else []
+        order = [*arrive, *(step for steps in products.values() for step in steps)]
+        return order + [f"copy gradient {rank}"] * ("wgrad" in products)
 
     def _two_level_order(self, rank: int) -> list[str]:
         """DESIGN.md section 8, written down a second time."""

@@ -7,7 +7,8 @@
     lanes           with two streams forwards alternate, dgrads are on stream 0, wgrads and additions of gradients on
                     stream 1; otherwise all are on stream 0, groups too
     wgrad inputs    in a bundle wgrad(j) follows dgrad(j) and reads the same buffer; elsewhere it reads no weight
-    hop count       R - 1 hops of each kind that is needed, R weight hops in place, twice as many of half gradients,
+    hop count       one gather and one scatter by collectives, else
+                    R - 1 hops of each kind that is needed, R weight hops in place, twice as many of half gradients,
                     none of the others; R - 1 shards (in place R) in all; of K hosts K - 1 between them, on two levels
     slots           at most two slots of each kind, one weight slot in place; one of groups if there is one group; where
                     wgrads do not add to what arrived, also two for gradients that arrive, one on the direct route; two
@@ -17,7 +18,8 @@
     route           hops go to the neighbour (on two levels to that of the host, or the same place of the next host), or
                     weights come directly from their owner's local shard (in one group, from its place there),
                     and gradients go directly to it
-    pairing         every send meets its receive at the same position on the peer, and both name the same shard or half
+    pairing         every send meets its receive at the same position on the peer, and both name the same shard or half;
+                    all ranks come to a collective at the same position
     contents        every read gets the shard that the step names
     overwritten     no step overwrites a shard that a later step reads
     gradients       every gradient gets every rank's contribution once and ends at its owner
@@ -33,7 +35,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from schedule_cases import Case
-from schedule_races import HALVES, LANES, Ring, Step, deadlocks, races, waits_of
+from schedule_races import COLLECTIVES, HALVES, LANES, Ring, Step, deadlocks, races, waits_of
 
 
 class Violation(NamedTuple):
@@ -86,6 +88,8 @@ def _in_words(case: Case, step: Step) -> str:
         words = f"{step.compute} {' '.join(map(str, sorted(step.members(case.ranks))))}"
     elif step.action in ("copy", "add"):
         words = f"{step.action} {step.channel} {step.send_owner}"
+    elif step.action in COLLECTIVES:
+        words = f"{step.action} {step.channel}"
     elif step.channel == "gradient":
         words = f"gradient hop {step.send_owner} {step.receive_owner}"
     else:
@@ -132,6 +136,11 @@ def wgrad_inputs(case: Case, ring: Ring) -> Iterator[str]:
 def hop_count(case: Case, ring: Ring) -> Iterator[str]:
     for rank, steps in enumerate(ring):
         hops = [step for step in steps if step.action == "hop"]
+        wanted = ["gather"] * (case.at_once and case.multiplies_weights) + ["scatter"] * (
+            case.at_once and "wgrad" in case.products
+        )
+        if wanted != (made := [step.action for step in steps if step.action in COLLECTIVES]):
+            yield f"rank {rank}: expected the collectives {wanted}, got {made}"
         for channel, count in case.hops.items():
             done = [step for step in hops if step.channel == channel]
             if len(done) != count:
@@ -151,6 +160,8 @@ def slots(case: Case, ring: Ring) -> Iterator[str]:
     if case.taken == "two-level":
         most["weight slot"] = min(2, case.places - 1) + min(2, case.hosts - 1)
         most["gradient slot"] = 4
+    elif case.at_once:
+        most["gradient slot"] = 1
     elif not case.fused:
         most["gradient slot"] = of_groups + (1 if case.direct else min(2, case.ranks - 1))
     for rank, steps in enumerate(ring):
@@ -212,6 +223,10 @@ def pairing(case: Case, ring: Ring) -> Iterator[str]:
         if len(steps) != len(ring[0]):
             yield f"rank {rank}: expected as many steps as rank 0, {len(ring[0])}, got {len(steps)}"
         for position, step in enumerate(steps):
+            if step.action in COLLECTIVES:
+                for peer, others in enumerate(ring):
+                    if [each.action for each in others[position : position + 1]] != [step.action]:
+                        yield f"rank {rank}, step {position}: expected rank {peer} to come to the {step.action}"
             if step.action != "hop":
                 continue
             for peer, back, sent, received in ((step.to, "from_", 0, 1), (step.from_, "to", 1, 0)):
@@ -290,6 +305,7 @@ def simulate(case: Case, ring: Ring) -> list[Violation]:
     positions = [0] * ranks
     waiting = [False] * ranks  # has sent the message of its hop and waits for the one it receives
     messages: dict[tuple[int, int, str | None], list[list[Value | None]]] = {}
+    gathered: dict[int, dict[int, list[Value | None]]] = {}  # by position and rank: what a collective takes
 
     def compute(own: _Memory, position: int, step: Step) -> None:
         owners = step.members(ranks)
@@ -317,6 +333,23 @@ def simulate(case: Case, ring: Ring) -> list[Violation]:
             positions[rank] += 1
             return True
         channel = str(step.channel)
+        if step.action in COLLECTIVES:
+            taken = gathered.setdefault(position, {})
+            if rank not in taken:
+                owners = [step.send_owner] if step.action == "gather" else list(range(ranks))
+                taken[rank] = [own.read(position, *each) for each in held(step, channel, step.send, owners)]
+                return True
+            if len(taken) < ranks:
+                return False
+            for owner in range(ranks):
+                (place,) = step.parts(step.receive, [owner])
+                if step.action == "gather" and owner != rank:
+                    own.write(position, place, taken[owner][0])
+                if step.action == "scatter" and owner == rank:
+                    of = sum((value.ranks for each in taken.values() if (value := each[rank])), ())
+                    own.write(position, place, Value(channel, rank, 0, of))
+            positions[rank] += 1
+            return True
         received = held(step, channel, step.receive, [step.receive_owner])
         if step.action == "hop":
             if not waiting[rank]:

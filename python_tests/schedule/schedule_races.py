@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 HALVES = ("", "first", "second")
+COLLECTIVES = ("gather", "scatter")
+TRAVELS = ("hop", *COLLECTIVES)
 
 
 @dataclass
@@ -77,12 +79,16 @@ class Step:
         if self.action == "compute":
             mine = self.members(ranks)
             return [*self.parts(self.weight, mine), *self.parts(self.gradient_in, mine)]
+        if self.action == "scatter":
+            return self.parts(self.send, list(range(ranks)))
         added = self.receive if self.action == "add" else None
         return [*self.sent(), *self.parts(added, [self.receive_owner])]
 
     def writes(self, ranks: int) -> list[str]:
         if self.action == "compute":
             return self.parts(self.gradient_out, self.members(ranks))
+        if self.action == "gather":
+            return self.parts(self.receive, [(self.receive_owner + each) % ranks for each in range(1, ranks)])
         return self.parts(self.receive, [self.receive_owner])
 
 
@@ -99,7 +105,8 @@ def computes(ring: Ring, rank: int, kind: str) -> list[int]:
     return [at for at, step in enumerate(ring[rank]) if step.compute == kind]
 
 
-Node = tuple[int, int, str]  # rank, position, event: posted, sent, received (hops), done (all others)
+# rank, position, event: posted, sent, received (hops, collectives), done (all others)
+Node = tuple[int, int, str]
 
 WAITS = (
     "hop for arrival in its source",
@@ -140,7 +147,7 @@ def waits_of(steps: list[Step], ranks: int, without: Collection[str] = ()) -> Wa
         reads, writes = step.reads(ranks), step.writes(ranks)
         source = [buffers.setdefault(name, _Buffer()) for name in reads]
         target = [buffers.setdefault(name, _Buffer()) for name in writes]
-        if step.action == "hop":
+        if step.action in TRAVELS:
             needed += [(WAITS[0], buffer.arrived, "received") for buffer in source]
             needed += [(WAITS[1], buffer.written, "done") for buffer in source]
             needed += [(WAITS[2], buffer.arrived, "received") for buffer in target]
@@ -154,9 +161,9 @@ def waits_of(steps: list[Step], ranks: int, without: Collection[str] = ()) -> Wa
             needed += [(WAITS[9], reader, "done") for buffer in target for reader in buffer.read]
         keep(needed)
         for name in reads:
-            (buffers[name].departing if step.action == "hop" else buffers[name].read).append(position)
+            (buffers[name].departing if step.action in TRAVELS else buffers[name].read).append(position)
         for name in writes:
-            buffers[name] = _Buffer(arrived=position) if step.action == "hop" else _Buffer(written=position)
+            buffers[name] = _Buffer(arrived=position) if step.action in TRAVELS else _Buffer(written=position)
     needed = []
     for buffer in buffers.values():
         needed += [(WAITS[10], buffer.arrived, "received"), (WAITS[10], buffer.written, "done")]
@@ -178,7 +185,7 @@ def _happens_before(ring: Ring, waits: list[Waits]) -> dict[Node, int]:
     for rank, steps in enumerate(ring):
         last: dict[str, Node] = {}  # newest compute of each stream, newest post on each link
         for position, (step, needed) in enumerate(zip([*steps, None], waits[rank], strict=True)):
-            hop = step is not None and step.action == "hop"
+            hop = step is not None and step.action in TRAVELS
             first: Node = (rank, position, "posted" if hop else "done")
             lane = f"compute {step.lane if step else 0}" if not hop else step.link
             before[first] = [(rank, at, what) for at, what in needed]
@@ -187,7 +194,8 @@ def _happens_before(ring: Ring, waits: list[Waits]) -> dict[Node, int]:
             last[lane] = first
             if hop:
                 before[rank, position, "sent"] = [first]
-                before[rank, position, "received"] = [first, (step.from_, position, "posted")]
+                senders = range(len(ring)) if step.action in COLLECTIVES else [step.from_]
+                before[rank, position, "received"] = [first, *((each, position, "posted") for each in senders)]
     after: dict[Node, list[Node]] = {node: [] for node in before}
     for node, earlier in before.items():
         for other in earlier:
@@ -227,8 +235,8 @@ def races(ring: Ring, without: Collection[str] = (), waits: list[Waits] | None =
         writer: dict[str, Node] = {}
         for position, step in enumerate(steps):
             reads, writes = step.reads(ranks), step.writes(ranks)
-            reading: Node = (rank, position, "sent" if step.action == "hop" else "done")
-            writing: Node = (rank, position, "received" if step.action == "hop" else "done")
+            reading: Node = (rank, position, "sent" if step.action in TRAVELS else "done")
+            writing: Node = (rank, position, "received" if step.action in TRAVELS else "done")
             pairs = [(writer[name], reading, name) for name in reads if name in writer]
             pairs += [(writer[name], writing, name) for name in writes if name in writer]
             pairs += [(reader, writing, name) for name in writes for reader in readers.get(name, [])]
@@ -249,11 +257,11 @@ def races(ring: Ring, without: Collection[str] = (), waits: list[Waits] | None =
 Lane = Callable[[Step], str]
 LANES: dict[str, tuple[Lane, bool]] = {
     "communicators of both levels": (
-        lambda step: step.link if step.action == "hop" else f"compute {step.lane}",
+        lambda step: step.link if step.action in TRAVELS else f"compute {step.lane}",
         True,
     ),
-    "two communicators": (lambda step: str(step.channel) if step.action == "hop" else f"compute {step.lane}", True),
-    "one communicator": (lambda step: "hop" if step.action == "hop" else f"compute {step.lane}", True),
+    "two communicators": (lambda step: str(step.channel) if step.action in TRAVELS else f"compute {step.lane}", True),
+    "one communicator": (lambda step: "hop" if step.action in TRAVELS else f"compute {step.lane}", True),
     "posting host": (lambda step: "host", False),
 }
 
@@ -267,7 +275,7 @@ def deadlocks(
     """Runs all ranks until none can advance, and yields where each executor is stuck.
 
     A hop is a rendezvous: it ends when its two peers have started hops that name this rank, with the same index among
-    the hops of its link.
+    the hops of its link; a collective, when all ranks have started it.
 
     Args:
         lanes: one of LANES.
@@ -286,7 +294,7 @@ def deadlocks(
     index: dict[tuple[int, int], int] = {}  # of a hop on its link
     for rank, steps in enumerate(ring):
         for position, step in enumerate(steps):
-            if step.action == "hop":
+            if step.action in TRAVELS:
                 index[rank, position] = len(channels.setdefault((rank, step.link), []))
                 channels[rank, step.link].append(position)
     heads = dict.fromkeys(queues, 0)
@@ -295,6 +303,9 @@ def deadlocks(
 
     def meets(rank: int, position: int) -> bool:
         step = ring[rank][position]
+        if step.action in COLLECTIVES:
+            every = [channels.get((peer, step.link), [])[index[rank, position] :][:1] for peer in range(len(ring))]
+            return all(at and (peer, at[0]) in started for peer, at in enumerate(every))
         for peer, back in ((step.to, "from_"), (step.from_, "to")):
             theirs = channels.get((peer, step.link), [])[index[rank, position] :][:1]
             if not theirs or (peer, theirs[0]) not in started or getattr(ring[peer][theirs[0]], back) != rank:
@@ -315,7 +326,7 @@ def deadlocks(
                 heads[rank, name] += 1
                 moved = True
         for rank, position in started - ended:
-            if ring[rank][position].action != "hop" or meets(rank, position):
+            if ring[rank][position].action not in TRAVELS or meets(rank, position):
                 ended.add((rank, position))
                 moved = True
     for (rank, name), queue in queues.items():

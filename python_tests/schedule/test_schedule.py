@@ -91,6 +91,53 @@ def test_every_schedule_of_groups_is_right(variant):
             assert max(step.owners for step in products) == group
 
 
+@pytest.mark.parametrize("ranks", few((1, 2, 3, 5, 8), range(1, 17)))
+def test_every_schedule_of_collectives_is_right(ranks):
+    """Of all shards in one group; smaller groups travel by hops."""
+    ways = [{"pass_": "forward"}] + [
+        {"pass_": "backward", "bundle": bundle, "dgrad": dgrad, "wgrad": wgrad, "late": late, "halves": halves}
+        for bundle, dgrad, wgrad, late, halves in product((0, 1), repeat=5)
+        if wgrad or not (late or halves)
+    ]
+    for way, group in product(ways, ({"route": "gather"}, {"group": ranks}, {"group": ranks, "route": "direct"})):
+        this = case(ranks, **way, **group, collective=1)
+        check(this)
+        made = this.schedules()[0]
+        assert made.collective == (ranks > 1)
+        assert not made.late or ranks == 1 or made.steps[-1].label == "G0 to home", "nothing waits for it"
+        if ranks > 2:
+            smaller = replace(this, route="ring", group=ranks - 1)
+            assert smaller.ring() == replace(smaller, collective=False).ring()
+    with pytest.raises(ValueError, match="expected gradient route chain with collectives"):
+        case(3, "backward", group=3, collective=1, gradient_route="direct").schedules()
+
+
+def test_wrong_collectives_are_found():
+    forward, backward = case(3, "forward", group=3, collective=1), case(3, "backward", group=3, collective=1)
+
+    def found(this, change):
+        ring = this.ring()
+        for steps in ring[:2]:
+            change(steps)
+        return {violation.check for violation in violations(this, ring)}
+
+    def swapped(first):
+        def swap(steps):
+            steps[first], steps[first + 1] = steps[first + 1], steps[first]
+
+        return swap
+
+    actions = [step.action for step in backward.ring()[0]]
+    assert actions == ["copy", "gather", "compute", "scatter", "compute", "copy"]
+    assert {"order", "pairing", "contents"} <= found(forward, swapped(0))  # the own shard comes after the gather
+    assert {"order", "contents"} <= found(forward, swapped(1))  # a product before it
+    assert {"order", "pairing"} <= found(backward, swapped(2))  # a scatter before its wgrad
+    assert {"hop count", "gradients"} <= found(backward, lambda steps: steps.pop(3))
+    assert {"gradients"} <= found(backward, lambda steps: steps.pop(5))
+    for wait in (WAITS[1], WAITS[6]):  # a scatter waits for its wgrad, a product for the gather
+        assert list(races(backward.ring(), [wait])), wait
+
+
 def check(this):
     ranks, ring = this.ranks, this.ring()
     assert violations(this, ring) == [], this

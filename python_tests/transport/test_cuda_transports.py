@@ -39,14 +39,14 @@ def unique_ids(sim):
     return [sim.unique_id() for _ in range(2)]
 
 
-def linear(executor, layer, route, rank, ranks, features=(OUT, IN)):
+def linear(executor, layer, route, rank, ranks, features=(OUT, IN), **more):
     """A forward and a backward of one rotated linear layer, checked against one process."""
     out, inputs = features
     weight = random(out, inputs, dtype=DTYPE, seed=layer)
     xs = [random(3, inputs, dtype=DTYPE, seed=100 * layer + r) for r in range(ranks)]
     dys = [random(3, out, dtype=DTYPE, seed=1000 * layer + r) for r in range(ranks)]
     local = chunk(weight, ranks, rank).clone()
-    options = rotation_options(route, f"linear {layer}", DTYPE)
+    options = rotation_options(route, f"linear {layer}", DTYPE, **more)
     shape = _native.LinearShape(out, inputs, by_outputs=True, transposed=False)
     bundle = _native.LinearBundle([shape], [False])
     projections = [_native.Projection(0, 0, 0, out)]
@@ -112,6 +112,9 @@ def passes(rank, sim, kind, ids, ranks, rounds, plant="", timeout=TIMEOUT):
         linear(executor, 51, "ring", rank, ranks)
         executor.clear_slots()
         linear(executor, 52, "direct", rank, ranks, features=(2, 3))  # some shards are empty
+        for layer, features in ((53, (OUT, IN)), (54, (2, 3)), (55, (ranks + 1, 3))):
+            linear(executor, layer, "gather", rank, ranks, features, collective=True)
+        linear(executor, 56, "ring", rank, ranks)
         executor.close()
 
 
@@ -199,6 +202,22 @@ def test_a_failure_reaches_every_rank(sim, kind, fault):
     assert isinstance(first, RingTimeout)
     assert "rotate" in str(first) and "hop" in str(first), first
     assert timeout <= float(re.search(r"waited ([\d.]+) s", str(first))[1]) < timeout + 5, first
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_rank_that_takes_no_part_in_a_collective(sim, kind):
+    def work(rank, ids):
+        executor = connect(sim, kind, ids, rank, 3, timeout=timedelta(seconds=1))
+        linear(executor, 1, "gather", rank, 3, collective=True)
+        barrier.wait(20)
+        if rank == 2:
+            return executor  # alive, and silent
+        with pytest.raises(RingTimeout, match="linear 2 forward, weight gather: a rank of the ring did not answer"):
+            linear(executor, 2, "gather", rank, 3, collective=True)
+        assert not executor.alive
+
+    barrier = threading.Barrier(3)
+    values(run_threads(work, 3, unique_ids(sim)))
 
 
 def connected_news(ranks):

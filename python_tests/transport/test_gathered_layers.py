@@ -1,6 +1,6 @@
-"""Route gather over every transport between GPUs, in layers so small that of the gathered shards less than 64 bytes lie
-between the two parts of one, which are other owners': numbers are those of one process, though nothing is computed
-before its stream gets there."""
+"""Route gather, hop by hop and by collectives, over every transport between GPUs, in layers so small that of the
+gathered shards less than 64 bytes lie between the two parts of one, which are other owners': numbers are those of one
+process, though nothing is computed before its stream gets there."""
 
 from datetime import timedelta
 
@@ -22,12 +22,13 @@ skip_without_headers()
 
 DTYPE, EXACT = torch.float64, 1e-12
 OUTS, INPUTS, TOKENS, STEPS = [4, 8], 2, 3, 3
-KINDS = [*TRANSPORTS, *(f"ce, {mode}" for mode in MODES)]
+COLLECTIVE = ", by collectives"
+KINDS = [*TRANSPORTS, *(f"{kind}{COLLECTIVE}" for kind in TRANSPORTS), *(f"ce, {mode}" for mode in MODES)]
 
 
 def transport(sim, kind, ids, rank, ranks, mutant=None, timeout=TIMEOUT):
-    if kind in TRANSPORTS:
-        return sim.nccl(ids, rank, ranks, TIMEOUT, None, **TRANSPORTS[kind])
+    if not kind.startswith("ce"):
+        return sim.nccl(ids, rank, ranks, timeout, None, **TRANSPORTS[kind.removesuffix(COLLECTIVE)])
     made = sim.ce(ids[0], rank, ranks, timeout, None, -1 if mutant is None else list(ALL).index(mutant))
     sim.set_ce_modes(made, *MODES[kind.removeprefix("ce, ")])
     return made
@@ -42,7 +43,8 @@ def work(rank, sim, kind, ids, ranks, *planted):
     shapes = [_native.LinearShape(out, INPUTS, by_outputs=True, transposed=False) for out in OUTS]
     bundle = _native.LinearBundle(shapes, [True] * len(OUTS))
     projections = [_native.Projection(0, layer, 0, out) for layer, out in enumerate(OUTS)]
-    told = rotation_options("gather", "small", DTYPE)
+    collective = kind.endswith(COLLECTIVE)
+    told = rotation_options("gather", "small", DTYPE, collective=collective)
     before = None
     with one_of_ranks(sim, rank, executor):
         sim.set_compute(True)
@@ -81,6 +83,8 @@ def work(rank, sim, kind, ids, ranks, *planted):
                     assert_same(found, chunk(whole, ranks, rank), EXACT, f"{where}: gradient of layer {layer}")
             assert before is None or differs(wholes[1], before, 1e-3), "control: steps are alike"
             before = wholes[1]
+        hops = executor.hops("weight"), executor.hops("gradient")
+        assert hops == ((2 * STEPS, STEPS) if collective else (2 * STEPS * (ranks - 1), STEPS * (ranks - 1)))
         executor.close()
 
 
@@ -88,7 +92,7 @@ def work(rank, sim, kind, ids, ranks, *planted):
 def test_parts_between_others(sim, ranks):
     for number, kind in enumerate(KINDS):
         sim.controls.delay_us = 200 * (number % 2)
-        ids = unique_ids(sim) if kind in TRANSPORTS else [sim.unique_id()]
+        ids = [sim.unique_id()] if kind.startswith("ce") else unique_ids(sim)
         values(run_threads(work, ranks, sim, kind, ids, ranks, timeout=60.0))
         assert sim.mistakes() == [], kind
 

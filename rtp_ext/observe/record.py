@@ -25,6 +25,7 @@ _COMPUTES = ("forward", "dgrad", "wgrad", "copy")
 _MOST_RANKS = 1 << 20  # of a ring; more are no record of one
 LATE = 1e-3  # seconds; shorter delays are not reported
 
+ALL_RANKS = -1  # both ends of a gather or scatter
 Hop = tuple[str, int]  # the channel, and the number of earlier hops of it
 
 
@@ -61,6 +62,8 @@ class RecordedEvent:
         return self.channel, self.count
 
     def describe(self) -> str:
+        if self.kind in ("hop", "wait") and self.to == ALL_RANKS:
+            return f"{self.operation}, {self.channel} {'gather' if self.channel == 'weight' else 'scatter'}"
         if self.kind in ("hop", "wait"):
             return f"{self.operation}, {self.channel} hop {self.index + 1} of {self.hops}"
         return self.operation
@@ -195,6 +198,7 @@ def _state(record: Record) -> str:
         event, end, since = record.waiting
         seconds = (record.steady - since) / 1e9
         peer = f"from rank {event.from_} to arrive" if end == "received" else f"to rank {event.to} to leave"
+        peer = "of all ranks" if event.to == ALL_RANKS else peer
         return f"had waited {seconds:.3f} s for {event.describe()}, {peer}"
     if begun := [event for event in record.of("collective", "compute", "pass") if event.end == 0]:
         event = begun[-1] if begun[-1].kind != "pass" else begun[0]
@@ -257,10 +261,11 @@ def not_posted(records: dict[int, Record]) -> list[str]:
             continue
         event, end, _ = record.waiting
         peer = event.from_ if end == "received" else event.to
-        if peer not in records:
-            found.append(f"rank {rank} waited for {event.describe()} of rank {peer}, which has left no record")
-        elif records[peer].posted[event.channel] <= event.count:
-            found.append(f"rank {rank} waited for {event.describe()}, which rank {peer} never posted")
+        for each in range(record.ranks) if peer == ALL_RANKS else [peer]:
+            if each not in records:
+                found.append(f"rank {rank} waited for {event.describe()} of rank {each}, which has left no record")
+            elif records[each].posted[event.channel] <= event.count:
+                found.append(f"rank {rank} waited for {event.describe()}, which rank {each} never posted")
     ranks = next(iter(records.values())).ranks
     for channel in _CHANNELS:
         begun = [[event for event in record.of("hop") if event.channel == channel][-1:] for record in records.values()]
@@ -320,7 +325,7 @@ def waits(records: dict[int, Record]) -> list[str]:
     lines = []
     for rank, record in records.items():
         total: Counter[int] = Counter()
-        for event in record.of("wait"):
+        for event in (each for each in record.of("wait") if each.to != ALL_RANKS):
             total[event.from_ if event.what == "received" else event.to] += event.end - event.begin
         if total and (most := total.most_common(1)[0])[1] / 1e9 > LATE:
             lines.append(f"rank {rank} waited {most[1] / 1e9:.3f} s in all for rank {most[0]}")

@@ -17,6 +17,7 @@ __all__ = [
     "HALVES",
     "LARGEST_RING",
     "OPERATIONS",
+    "TRAVELS",
     "check_rank",
     "describe",
     "lane",
@@ -29,6 +30,7 @@ __all__ = [
 OPERATIONS = ("linear", "embedding", "mlp", "cross_entropy", "experts")
 _KINDS = {op: operation_kind("linear cross-entropy" if op == "cross_entropy" else op) for op in OPERATIONS}
 BUNDLES = tuple(op for op, kind in _KINDS.items() if kind.bundle)  # wgrad needs results of the dgrad of the same shard
+TRAVELS = ("hop", "gather", "scatter")  # actions that move data between ranks
 HALVES = ("", "a", "b")  # suffixes of a whole gradient shard and of its halves
 LARGEST_RING = 512  # limit of `schedules`: all ranks of a ring of R ranks have some R * R steps
 
@@ -77,6 +79,7 @@ def schedule_of(
     narrow: bool = False,
     apart: bool = False,
     group: int = 1,
+    collective: bool = False,
 ) -> Schedule:
     """Returns the schedule of one pass of one operation on rank `rank` of a ring of `ranks`.
 
@@ -102,10 +105,13 @@ def schedule_of(
         narrow: for the gradient route ``"direct"``: contributions travel in fewer bits than their sum has, and two
             ranks take this route too.
         group: shards in one product, 1 to `ranks`; a larger number means all. Not in place and on two levels.
+        collective: a group of all shards arrives by one gather, and its gradients leave by one scatter; with the
+            gradient route ``"chain"`` only.
 
     Raises:
         ValueError: an unknown name, fewer than one rank, a rank outside the ring, hosts that do not divide the ranks,
-            a group without a shard, in_place on two levels, or an input gradient of an embedding.
+            a group without a shard, in_place on two levels, collectives with gradients on the route direct, or an input
+            gradient of an embedding.
     """
     if op not in OPERATIONS:
         raise ValueError(f"expected an operation of {', '.join(OPERATIONS[:-1])} or {OPERATIONS[-1]}, got {op}")
@@ -130,6 +136,7 @@ def schedule_of(
         narrow=narrow,
         apart=apart,
         group=group,
+        collective=collective,
     )
 
 
@@ -139,7 +146,7 @@ def lane(step: Step) -> str:
 
     The side stream computes in parallel to the other if a single GEMM leaves much of a GPU idle.
     """
-    if step.action == "hop":
+    if step.action in TRAVELS:
         return f"outer {step.channel}" if step.outer else step.channel
     return "side" if step.lane else "compute"
 
@@ -198,7 +205,7 @@ def describe(
     for step in first.steps:
         if step.action == "compute":
             computes[step.compute] = computes.get(step.compute, 0) + 1
-        elif step.action == "hop":
+        elif step.action in TRAVELS:
             hops[step.channel] += 1
     selected = first.route
     if selected != route and (in_place or route == "two-level"):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rtp_ext._rules import Schedule, Step, hazards
-from rtp_ext.observe.schedule import HALVES, check_rank, lane
+from rtp_ext.observe.schedule import HALVES, TRAVELS, check_rank, lane
 
 __all__ = ["Event", "Lockstep", "plot", "timeline"]
 
@@ -48,7 +48,7 @@ class _Simulator:
     ):
         self.steps = [list(schedule.steps) for schedule in schedules]
         self.times = {"compute": compute_time, "hop": hop_time, "copy": copy_time, "add": copy_time}
-        self.times["outer hop"] = outer_time
+        self.times |= {"outer hop": outer_time, "gather": hop_time, "scatter": hop_time}
         self.waits = [hazards(schedule.steps, schedule.ranks) for schedule in schedules]
         self.queues: dict[tuple[int, str], list[int]] = {
             (rank, name): [position for position, step in enumerate(steps) if lane(step) == name]
@@ -64,7 +64,7 @@ class _Simulator:
         time = self.times["outer hop" if step.outer else step.action]
         if callable(time):
             return time(rank, step)
-        return time * _shards(step)
+        return time * _shards(step, len(self.steps))
 
     def earliest(self, rank: int, name: str, position: int) -> float | None:
         """Returns when the first pending step of a stream may start; None while a step that it waits for is pending."""
@@ -95,8 +95,16 @@ class _Simulator:
         start = self.earliest(rank, name, position)
         if start is None:
             return None
-        if step.action == "hop":
+        if step.action in TRAVELS:
             self.ready[rank, name, index] = start
+        if step.action in ("gather", "scatter"):
+            others = [self.ready.get((peer, name, index)) for peer in range(len(self.steps))]
+            if None in others:
+                return None
+            start = max(other for other in others if other is not None)
+            end = start + self.duration(rank, step)
+            self.ends |= {(rank, position, "received"): end, (rank, position, "sent"): end}
+        elif step.action == "hop":
             source = self.partner(step, rank, index, sends=False)
             target = self.partner(step, rank, index, sends=True)
             if source is None or target is None:
@@ -161,6 +169,11 @@ def timeline(
         backward in one group   max(start + R compute, copy + R compute + g) + (R - 1) copy + (R - 2) g, for R > 1,
                                 where start = copy + max(copy + R compute, (R - 1) w)
 
+    A gather or scatter takes as long as R - 1 hops, from when the last rank has come to it:
+
+        forward by collectives  copy + (R - 1) w + R compute
+        backward by collectives 2 copy + R compute + max(R compute, (R - 1) w, (R - 1) g)
+
     On two levels, K hosts of G ranks, where w and g are hops inside a host, W and H hops of weights and gradients
     between hosts, and P is the time of one phase:
 
@@ -206,8 +219,10 @@ def timeline(
     return sorted(events, key=lambda event: (event.start, event.rank, LANES.index(event.lane), event.step))
 
 
-def _shards(step: Step) -> float:
+def _shards(step: Step, ranks: int) -> float:
     """Returns how many shards a step moves or multiplies."""
+    if step.action in ("gather", "scatter"):
+        return ranks - 1.0
     return 0.5 if step.half else float(step.owners)
 
 
@@ -222,7 +237,7 @@ class Lockstep:
         lanes = [LANES.index(lane(step)) for step in schedule.steps]
         waits = [tuple({earlier for earlier, _ in needed}) for needed in hazards(schedule.steps, schedule.ranks)]
         kinds = [_look(step) for step in schedule.steps]
-        parts = [_shards(step) for step in schedule.steps]
+        parts = [_shards(step, schedule.ranks) for step in schedule.steps]
         self._steps = tuple(zip(kinds, parts, lanes, waits, strict=True))
         self._schedule = schedule
 
@@ -291,7 +306,9 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 def _look(step: Step) -> str:
-    return {"compute": step.compute, "hop": lane(step)}.get(step.action, step.action)
+    if step.action in TRAVELS:
+        return lane(step)
+    return step.compute if step.action == "compute" else step.action
 
 
 def _caption(step: Step) -> str:
@@ -299,6 +316,8 @@ def _caption(step: Step) -> str:
     if step.action == "compute":
         letter = "G" if step.compute == "wgrad" else "W"
         return f"{step.compute}\n{letter}{step.owner}{half}" + f"+{step.owners - 1}" * (step.owners > 1)
+    if step.action in ("gather", "scatter"):
+        return f"all {'W' if step.channel == 'weight' else 'G'}"
     return f"{'+' if step.action == 'add' else ''}{'W' if step.channel == 'weight' else 'G'}{step.receive_owner}{half}"
 
 

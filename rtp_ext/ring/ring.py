@@ -26,6 +26,7 @@ from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.transports import (
     Connection,
     ce_refusal,
+    check_collectives,
     connect,
     nccl_refusal,
 )
@@ -133,6 +134,8 @@ class Ring:
         with ring.released_on_error():
             token = agree_on(options, ring)
             connection = connect(ring, options.transport, options.transport_options)
+            if options.collective:
+                check_collectives(ring, connection)
             routes = plan_routes(ring, connection.name, options)
             if connection.name in ("ce", "ce+nccl"):
                 choose_ce_modes(connection.native, routes.hop_route, options.transport_options.ce_mode)

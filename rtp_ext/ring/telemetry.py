@@ -117,7 +117,7 @@ class Telemetry:
         self._communicator.executor.clear_slots()
 
     def hops(self, channel: Channel) -> int:
-        """Returns the number of `weight` or `gradient` hops that this rank has posted."""
+        """Returns the number of `weight` or `gradient` hops that this rank has posted; a collective is one."""
         return self._communicator.executor.hops(channel)
 
     def landed_late(self) -> int:
@@ -130,13 +130,14 @@ class Telemetry:
         return self._communicator.executor.prefetched()
 
     def bytes_sent(self, channel: Channel) -> int:
-        """Returns the bytes of `weight` or `gradient` that this rank has sent."""
+        """Returns the bytes of `weight` or `gradient` that this rank has sent; of a collective R - 1 times the
+        largest shard, the least that an algorithm can send."""
         return self._communicator.executor.bytes_sent(channel)
 
     def bytes_between_hosts(self, channel: Channel) -> int:
         """Returns the bytes of `weight` or `gradient` that this rank has sent to other hosts. Raises RotationError
         where the transport does not count them separately: on several hosts with several ranks only composite
-        transports do."""
+        transports do, and none where collectives were used."""
         if self._communicator.hosts == 1:
             return 0
         if self._communicator.hosts == self._communicator.size:

@@ -37,7 +37,7 @@ void LateGradients::finish_next() {
   range.end();
   sink_.end(waiting);
   const EventHandle adding = sink_.begin(gradient.traced, gradient.position, gradient.step);
-  dequantize_into(streams, gradient.local, gradient.arriving, true);
+  dequantize_into(streams, gradient.local, gradient.arriving, gradient.step.action == Action::add);
   sink_.end(adding);
   finished_last_ = streams.record_compute();
   for (const at::Tensor& local : gradient.local) {

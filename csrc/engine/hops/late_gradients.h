@@ -27,7 +27,7 @@ struct LateGradient {
   std::vector<std::vector<at::Tensor>> arriving;
   std::vector<at::Tensor> local;
   PassHandle traced;
-  int position;  // position of the adding step in the schedule
+  int position;  // position in the schedule of the step that adds or copies
   Step step;
 };
 

@@ -61,6 +61,12 @@ Usage& PassWeights::usage(const Access& access) {
   return content.places.empty() ? content.slot->usage : content.places[static_cast<size_t>(access.place)];
 }
 
+std::vector<Usage*> PassWeights::usages(const std::vector<Access>& accesses) {
+  std::vector<Usage*> usages;
+  for (const Access& access : accesses) usages.push_back(&usage(access));
+  return usages;
+}
+
 std::byte* PassWeights::slot_start(const Buffer& buffer) const {
   const auto& slot = buffer.is_home() ? staged_ : contents_[static_cast<size_t>(buffer.content)].slot;
   return slot ? slot->data() : nullptr;
@@ -121,7 +127,7 @@ void PassWeights::move(int position) {
   if (!begins_ && made() == 1) {
     ring_.transport->order_hops_after(Channel::weight, ring_.streams().record_compute());
   }
-  step.action == Action::hop ? hop(position, step) : copy(position, step);
+  step.travels() ? hop(position, step) : copy(position, step);
 }
 
 EventHandle PassWeights::begin_event(int position, const Step& step) {
@@ -130,14 +136,19 @@ EventHandle PassWeights::begin_event(int position, const Step& step) {
 }
 
 void PassWeights::hop(int position, const Step& step) {
-  const auto send = views(step.send, step.send_owner), receive = views(step.receive, step.receive_owner);
   Hop hop = hop_of(schedule(), step, operation_, hops_made_++);
-  set_memory(hop, schedule(), step, *bundle_, send, receive);
-  hop.send_slot = slot_start(step.send), hop.receive_slot = slot_start(step.receive);
+  if (is_collective(step.action)) {
+    const Content& content = contents_[static_cast<size_t>(step.receive.content)];
+    set_collective_memory(hop, schedule(), *bundle_, content.slot->memory);
+  } else {
+    const auto send = views(step.send, step.send_owner), receive = views(step.receive, step.receive_owner);
+    set_memory(hop, schedule(), step, *bundle_, send, receive);
+    hop.send_slot = slot_start(step.send), hop.receive_slot = slot_start(step.receive);
+  }
   const Range range([&] { return concat(operation_, ": ", label(step)); });
   const int ranks = schedule().ranks;
-  ring_.hops.post(hop, usage(reads(step, ranks).front()), usage(writes(step, ranks).front()),
-                  begin_event(position, step), poster_, poster_position_);
+  ring_.hops.post(hop, usages(reads(step, ranks)), usages(writes(step, ranks)), begin_event(position, step), poster_,
+                  poster_position_);
   if (!begins_) ++sent_;
 }
 

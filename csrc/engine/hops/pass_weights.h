@@ -64,6 +64,7 @@ class PassWeights : public WeightMoves {
   void hop(int position, const Step& step);
   void copy(int position, const Step& step);
   EventHandle begin_event(int position, const Step& step);
+  std::vector<Usage*> usages(const std::vector<Access>& accesses);
   std::byte* slot_start(const Buffer& buffer) const;  // null for a local tensor that was not staged
 
   const RingParts& ring_;

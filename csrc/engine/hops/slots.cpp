@@ -248,7 +248,7 @@ std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors) {
 
 Hop hop_of(const Schedule& schedule, const Step& step, std::string operation, int index) {
   Hop hop;
-  hop.channel = step.channel;
+  hop.channel = step.channel, hop.action = step.action;
   hop.in_parts = step.send.has_parts() || step.receive.has_parts();
   hop.two_level = schedule.options.route == Route::two_level;
   hop.to = step.to, hop.from = step.from;
@@ -276,6 +276,22 @@ void set_memory(Hop& hop, const Schedule& schedule, const Step& step, const Shar
   for (size_t index = 0; index < send.size(); ++index) {
     hop.remote_receive_offsets.push_back(offset(step.receive, step.to, step.send_owner, index));
     hop.remote_send_offsets.push_back(offset(step.send, step.from, step.receive_owner, index));
+  }
+}
+
+void set_collective_memory(Hop& hop, const Schedule& schedule, const ShardBundle& bundle, const at::Tensor& slot) {
+  hop.send_slot = hop.receive_slot = static_cast<std::byte*>(slot.data_ptr());
+  const bool adds = hop.action == Action::scatter;
+  if (adds) hop.dtype = bundle.layouts.front().wire_dtype();
+  for (size_t index = 0; index < bundle.layouts.size(); ++index) {
+    const TensorLayout& layout = bundle.layouts[index];
+    RTP_ASSERT(!adds || layout.wire_dtype() == hop.dtype, hop.describe(), " must add numbers of one dtype");
+    std::byte* const start = hop.send_slot + bundle.offset({0, 1, schedule.ranks}, index);
+    const auto piece = static_cast<size_t>(layout.bytes(0));
+    const Span whole{start, static_cast<size_t>(schedule.ranks) * piece};
+    const Span own{start + static_cast<size_t>(schedule.rank) * piece, piece};
+    hop.send.push_back(adds ? whole : own);
+    hop.receive.push_back(adds ? own : whole);
   }
 }
 
@@ -350,8 +366,8 @@ void Hops::meet(const std::string& collective, int rank, int ranks) {
   transfer->wait_sent();
 }
 
-std::shared_ptr<Transfer> Hops::post(Hop& hop, Usage& source, Usage& target, const EventHandle& traced,
-                                     const PassHandle& pass, int position) {
+std::shared_ptr<Transfer> Hops::post(Hop& hop, const std::vector<Usage*>& sources, const std::vector<Usage*>& targets,
+                                     const EventHandle& traced, const PassHandle& pass, int position) {
   Transport& transport = *transport_;
   mark(hop);
   HopMemory memory = HopMemory::source;
@@ -367,9 +383,9 @@ std::shared_ptr<Transfer> Hops::post(Hop& hop, Usage& source, Usage& target, con
     }
     after(event);
   };
-  source.before_read(after_hop, after);
+  for (const Usage* source : sources) source->before_read(after_hop, after);
   memory = HopMemory::target;
-  target.before_write(after_hop, after);
+  for (const Usage* target : targets) target->before_write(after_hop, after);
   const EventHandle posting = sink_.begin_posting(pass, position, traced);
   sink_.depart(traced, hop);
   if (delay_.count() > 0) {
@@ -377,10 +393,10 @@ std::shared_ptr<Transfer> Hops::post(Hop& hop, Usage& source, Usage& target, con
   }
   const size_t kind = static_cast<size_t>(hop.channel);
   const std::shared_ptr<Transfer> transfer = sink_.post(traced, hop, counts_[kind]);
-  source.record_send(transfer);
-  target.record_receive(transfer);
+  for (Usage* source : sources) source->record_send(transfer);
+  for (Usage* target : targets) target->record_receive(transfer);
   ++counts_[kind];
-  for (const Span& span : hop.send) bytes_[kind] += static_cast<int64_t>(span.bytes);
+  bytes_[kind] += static_cast<int64_t>(hop.bytes_sent());
   sink_.end(posting);
   return transfer;
 }

@@ -99,6 +99,10 @@ Place place_of(const Schedule& schedule, const Buffer& buffer, int owner, int ow
 void set_memory(Hop& hop, const Schedule& schedule, const Step& step, const ShardBundle& bundle,
                 const std::vector<at::Tensor>& send, const std::vector<at::Tensor>& receive);
 
+// Sets the memory of a gather or scatter in a slot: every tensor has a piece for each rank, as large as the largest
+// shard.
+void set_collective_memory(Hop& hop, const Schedule& schedule, const ShardBundle& bundle, const at::Tensor& slot);
+
 // The uses of a memory region since it was last overwritten.
 struct Usage : Uses<std::shared_ptr<Transfer>, StreamEvent> {
   // Orders the compute stream after all uses, and clears them.
@@ -176,10 +180,10 @@ class Hops {
  public:
   Hops(std::shared_ptr<Transport> transport, Sink& sink) : transport_(std::move(transport)), sink_(sink) {}
 
-  // Posts a hop after the last write of its source and all uses of its target, and records it in both. `traced`: the
+  // Posts a hop after the last write of its sources and all uses of its targets, and records it in them. `traced`: the
   // trace event of the hop. `pass`, `position`: of the step that posts it, in the trace.
-  std::shared_ptr<Transfer> post(Hop& hop, Usage& source, Usage& target, const EventHandle& traced,
-                                 const PassHandle& pass, int position);
+  std::shared_ptr<Transfer> post(Hop& hop, const std::vector<Usage*>& sources, const std::vector<Usage*>& targets,
+                                 const EventHandle& traced, const PassHandle& pass, int position);
 
   // Returns once the previous rank of the ring has come to the same collective, on the host: a hop without contents.
   void meet(const std::string& collective, int rank, int ranks);

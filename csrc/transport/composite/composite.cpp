@@ -38,6 +38,10 @@ class Composite : public CompositeTransport {
   const char* name() const override { return name_.c_str(); }
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
+    if (is_collective(hop.action)) {
+      collectives_ = true;
+      return outer_->post(hop);
+    }
     const bool from_inside = inside(hop, hop.from), to_inside = inside(hop, hop.to);
     if (from_inside == to_inside) return post(hop, to_inside);
     Hop receiving = hop, sending = hop;
@@ -60,6 +64,8 @@ class Composite : public CompositeTransport {
   }
   Moment moment(const Hop& hop) override { return level(hop, hop.from).moment(hop); }
   void delay(const Hop& hop, std::chrono::microseconds time) override { level(hop, hop.from).delay(hop, time); }
+
+  bool has_collectives() const override { return outer_->has_collectives(); }
 
   int multiprocessors() const override { return inner_->multiprocessors() + outer_->multiprocessors(); }
 
@@ -87,7 +93,11 @@ class Composite : public CompositeTransport {
   }
 
   Transport& inner() const override { return *inner_; }
-  int64_t bytes_between_hosts(Channel channel) const override { return sent_[static_cast<size_t>(channel)]; }
+  int64_t bytes_between_hosts(Channel channel) const override {
+    if (collectives_)
+      throw RotationError(concat("transport ", name_, " does not count the bytes that collectives send between hosts"));
+    return sent_[static_cast<size_t>(channel)];
+  }
 
  private:
   bool here(int rank) const { return rank >= first_ && rank < first_ + per_host_; }
@@ -112,6 +122,7 @@ class Composite : public CompositeTransport {
   const int first_, per_host_;
   const std::string name_;
   std::array<int64_t, 2> sent_{};
+  bool collectives_ = false;  // some have been posted
 };
 
 }  // namespace

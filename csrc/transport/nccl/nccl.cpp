@@ -7,6 +7,21 @@
 namespace rtp {
 namespace {
 
+ncclDataType_t nccl_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return ncclDouble;
+    case at::kFloat:
+      return ncclFloat;
+    case at::kHalf:
+      return ncclHalf;
+    case at::kBFloat16:
+      return ncclBfloat16;
+    default:
+      throw RotationError(concat("transport nccl: NCCL cannot add gradients of dtype ", c10::toString(dtype)));
+  }
+}
+
 class NcclTransport : public SupervisedTransport {
  public:
   NcclTransport(const RingEnd& end, const std::vector<std::string>& ids, const NcclOptions& options)
@@ -22,6 +37,7 @@ class NcclTransport : public SupervisedTransport {
   const char* name() const override { return "nccl"; }
   int multiprocessors() const override { return max_ctas_; }
   bool joint() const override { return true; }
+  bool has_collectives() const override { return true; }
   bool sends_anywhere() const override { return !registered_; }
   bool receives_anywhere() const override { return !registered_; }
 
@@ -58,6 +74,11 @@ class NcclTransport : public SupervisedTransport {
   Ends enqueue(const Hop& hop, cudaStream_t stream) override {
     communicators_.call(static_cast<size_t>(hop.channel), hop.describe(), stream, [&](ncclComm_t comm) {
       NcclGroup group;
+      if (is_collective(hop.action)) {
+        for (size_t index = 0; index < hop.send.size(); ++index) enqueue(hop, index, comm, stream);
+        group.end();
+        return;
+      }
       for (const Span& span : hop.send) {
         if (span.bytes > 0) RTP_NCCL_CHECK(ncclSend(span.data, span.bytes, ncclInt8, hop.to, comm, stream));
       }
@@ -70,6 +91,18 @@ class NcclTransport : public SupervisedTransport {
   }
 
  private:
+  // Enqueues the gather or scatter of one part, in place: its piece is where NCCL expects it in the whole.
+  void enqueue(const Hop& hop, size_t index, ncclComm_t comm, cudaStream_t stream) {
+    const Span &send = hop.send[index], &receive = hop.receive[index];
+    if (send.bytes == 0) return;
+    if (hop.action == Action::gather) {
+      RTP_NCCL_CHECK(ncclAllGather(send.data, receive.data, send.bytes, ncclInt8, comm, stream));
+      return;
+    }
+    const size_t numbers = receive.bytes / c10::elementSize(hop.dtype);
+    RTP_NCCL_CHECK(ncclReduceScatter(send.data, receive.data, numbers, nccl_dtype(hop.dtype), ncclSum, comm, stream));
+  }
+
   bool registered_;
   int max_ctas_;                    // 0: NCCL chooses
   std::map<void*, void*> handles_;  // handles of registered slots

@@ -41,8 +41,10 @@ def _ring(mesh, transport, **options):
 def _trains(rank, ranks, transport, log):
     share_gpu(rank, ranks, log)
     mesh = init_device_mesh("cuda", (ranks,))
-    for in_place in (False, True):
-        ring = _ring(mesh, transport)
+    ways = [(False, {}), (True, {})]
+    ways += [(False, {"route": "gather", "collective": True})] * (transport in ALWAYS)
+    for in_place, options in ways:
+        ring = _ring(mesh, transport, **options)
         if isinstance(ring, str):
             return ring
         plain = make_model().cuda()

@@ -2,6 +2,7 @@
 // torch operator reads and writes meanwhile.
 #include <ATen/core/function_schema.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -197,7 +198,10 @@ class RecordingTransport : public Transport {
 
   std::unique_ptr<Transfer> post(const Hop& hop) override {
     Record record{"hop", lane_of(hop.channel, outer(hop.to)), recorder->next++, hop.describe(), {}, {}};
-    for (size_t part = 0; part < hop.receive.size(); ++part) {
+    if (is_collective(hop.action)) {
+      for (size_t part = 0; part < hop.send.size(); ++part) collect(hop, part, record);
+    }
+    for (size_t part = 0; part < hop.receive.size() && !is_collective(hop.action); ++part) {
       const Span& from = hop.send[part];
       const Span& to = hop.receive[part];
       const size_t bytes = std::min(to.bytes, from.bytes);
@@ -234,7 +238,28 @@ class RecordingTransport : public Transport {
   void abort(const std::string&) noexcept override {}
   void close() override {}
 
+  bool has_collectives() const override { return true; }
+
  private:
+  // All pieces of a gather are this rank's; a scatter adds up those of its whole.
+  static void collect(const Hop& hop, size_t part, Record& record) {
+    const at::DisableRecordFunctionGuard unseen;
+    const bool gathers = hop.action == Action::gather;
+    const Span &own = gathers ? hop.send[part] : hop.receive[part],
+               &whole = gathers ? hop.receive[part] : hop.send[part];
+    auto& others = gathers ? record.writes : record.reads;
+    const auto numbers = static_cast<int64_t>(own.bytes / c10::elementSize(hop.dtype));
+    at::Tensor sum = at::from_blob(own.data, {numbers}, hop.dtype);
+    for (std::byte* at = whole.data; at < whole.data + whole.bytes; at += own.bytes) {
+      if (at == own.data) continue;
+      gathers ? static_cast<void>(std::memcpy(at, own.data, own.bytes))
+              : static_cast<void>(sum.add_(at::from_blob(at, {numbers}, hop.dtype)));
+      others.emplace_back(reinterpret_cast<uintptr_t>(at), own.bytes);
+    }
+    auto& mine = gathers ? record.reads : record.writes;
+    if (own.bytes > 0) mine.emplace_back(reinterpret_cast<uintptr_t>(own.data), own.bytes);
+  }
+
   static void record_use(const char* text, const at::Tensor& memory) {
     Record record{"memory", recorder->lane, -1, text, {}, {}};
     recorder->append(record.writes, memory);

@@ -33,6 +33,7 @@ class WithoutWait : public Transport {
   bool sends_anywhere() const override { return inner_->sends_anywhere(); }
   bool receives_anywhere() const override { return inner_->receives_anywhere(); }
   bool joint() const override { return missing_ != "joint" && inner_->joint(); }
+  bool has_collectives() const override { return inner_->has_collectives(); }
   void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
   void close() override { inner_->close(); }
   void expect_no_graphs() const override { inner_->expect_no_graphs(); }
@@ -140,6 +141,7 @@ class CountedTransport : public Transport {
   bool takes_graphs() const override { return inner_->takes_graphs(); }
   bool loopback() const override { return inner_->loopback(); }
   bool joint() const override { return inner_->joint(); }
+  bool has_collectives() const override { return inner_->has_collectives(); }
   void before_graph() override { inner_->before_graph(); }
   void after_graph(const std::string& operation, const StreamEvent& end) override {
     inner_->after_graph(operation, end);

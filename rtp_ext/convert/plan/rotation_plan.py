@@ -17,6 +17,7 @@ from rtp_ext.convert.plan.traffic import (
     Passes,
     RingFacts,
     Traffic,
+    by_collectives,
     gathered_traffic,
     rotation_slots,
     rotation_traffic,
@@ -245,8 +246,12 @@ class RotationPlan:
         for title, passes, members in self._operations():
             facts = [each for _, _, each in members]
             traffic, slots = rotation_traffic(passes, facts, self.ring), rotation_slots(passes, facts, self.ring)
+            at_once = by_collectives(passes, facts, self.ring)
             for (module, owned, _), each in zip(members, traffic, strict=True):
                 row = self._row(module, owned, title, passes, each, slots)
+                if at_once:
+                    gradients = "reduce-scatter" if row.gradient_route else None
+                    row = dataclasses.replace(row, route="all-gather", gradient_route=gradients)
                 known = found.setdefault(row.name, [])
                 if known:  # a bias that rotates in several parts
                     known[0] = _added(known[0], each)

@@ -53,7 +53,7 @@ class RingFacts:
         group: shards in a product as asked, or 1, of operations that take groups.
         layer_groups: (name, shards in a product, predicted seconds of a forward and backward or None) of layers for
             which the route planner has chosen or predicted.
-        buffers: as in `rtp_ext.Ring`.
+        buffers, collective: as in `rtp_ext.Ring`.
         assumed: whether no ring exists yet: routes are those of ranks on one host.
     """
 
@@ -81,6 +81,7 @@ class RingFacts:
     group: int = 1
     layer_groups: tuple[tuple[str, int, float | None], ...] = ()
     buffers: str | int = "auto"
+    collective: bool = False
     assumed: bool = field(default=False, compare=False)
 
     @classmethod
@@ -116,6 +117,7 @@ class RingFacts:
             group=group,
             layer_groups=tuple((name, *taken) for name, taken in sorted(groups.items()) if taken != (group, None)),
             buffers=ring.options.buffers,
+            collective=ring.options.collective and ring.size > 1,
         )
 
     @classmethod
@@ -260,11 +262,21 @@ def rotation_slots(passes: Passes, parameters: Sequence[Any], facts: RingFacts) 
     if facts.pulls is not None or facts.by_rows(passes) or facts.ranks == 1:
         return 0
     operation, size = _native.OperationFacts(passes.operation.key, parameters), _step_size(passes, facts)
-    size |= {"group": facts.group_of(passes)[0], "look_ahead": 0}
+    size["look_ahead"] = 0
     held = _native.footprint([operation], **size, gradients_apart=size["gradient_route"] == "direct")
     if facts.buffers != "auto" and (facts.buffers == "lean" or held.gradient.peak_bytes > facts.buffers):
         held = _native.footprint([operation], **size)
     return held.weight.peak_bytes + held.gradient.peak_bytes
+
+
+def by_collectives(passes: Passes, parameters: Sequence[Any], facts: RingFacts) -> bool:
+    """Whether one all-gather brings all shards of an operation, and one reduce-scatter sends its gradients."""
+    group = facts.ranks if facts.route_of(passes)[0] == "gather" else facts.group_of(passes)[0]
+    if not facts.collective or not passes.takes_groups or group != facts.ranks:
+        return False
+    operation = _native.OperationFacts(passes.operation.key, parameters)
+    widest = max(passes.compute_dtype.itemsize, passes.reduce_dtype.itemsize)
+    return operation.chunks(facts.ranks, widest, facts.slot_cap)[0] == 1
 
 
 def _step_size(passes: Passes, facts: RingFacts) -> dict[str, Any]:
@@ -281,6 +293,8 @@ def _step_size(passes: Passes, facts: RingFacts) -> dict[str, Any]:
         "sum_bytes": facts.gradients.local_dtype(route, passes.reduce_dtype).itemsize,
         "slot_cap": facts.slot_cap,
         "route": route,
+        "group": facts.group_of(passes)[0],
+        "collective": facts.collective,
         "hosts": facts.hosts,
         "gradient_route": "direct" if direct else "chain",
         "gradients_quantized": direct and facts.gradients.travel == "int8",

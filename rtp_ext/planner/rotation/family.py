@@ -29,7 +29,8 @@ from rtp_ext.planner.time.work import traffic_s
 # straight to the owner, and one kernel that adds them, up to one block late. rows: an embedding's rows travel instead
 # of its table. levels: groups, halves and direct on rings of two levels, and direct where ranks do not reach all
 # others at one cost. kept: weights of a recomputed block, and of the head, stay for its backward, as in `fully_shard`.
-# collective: one group call of NCCL brings all weights of a block, or one group's gradients home.
+# collective: one group call of NCCL brings all weights of a block, or one group's gradients home; a ring with
+# `collective=True` makes one call for each operation, which is another plan.
 PIECES = ("joined", "rows", "groups", "halves", "ahead", "direct", "levels", "kept", "collective")
 BUILT = frozenset({"joined", "rows", "groups", "halves", "ahead", "direct"})  # of PIECES: what the engine runs
 _ALONE = frozenset({"joined", "rows"})  # what needs no plan of a whole block

@@ -125,6 +125,15 @@ def order_launches() -> None:
     logger.info("%s is set to 1; set it yourself where NCCL is used before the first ring", LAUNCH_ORDER)
 
 
+def check_collectives(ring: Communicator, connection: Connection) -> None:
+    """Raises ValueError where a transport has no all-gather and reduce-scatter. The same on every rank."""
+    if ring.size > 1 and not connection.native.has_collectives:
+        raise ValueError(
+            f"Ring: expected collective=False, or transport nccl or c10d, got True over {connection.name}, which sends "
+            "from rank to rank only"
+        )
+
+
 def connect(ring: Communicator, requested: str, options: TransportOptions) -> Connection:
     """Returns the transport of `ring`: the `requested` one, or for `auto` the first that all ranks can use. The reason
     and the log contain the refused candidates and the causes. Collective."""

@@ -25,7 +25,7 @@ class RoutePlan:
         gradients: the route and dtype of gradients, and the reason.
         group: shards in a product, at most, of operations that take groups.
         missed: why the ring does not take the requested route; empty if it does.
-        buffers: as in RingOptions.
+        buffers, collective: as in RingOptions.
     """
 
     route: str
@@ -35,11 +35,14 @@ class RoutePlan:
     group: int = 1
     missed: str = ""
     buffers: str | int = "auto"
+    collective: bool = False
 
     @classmethod
     def of(cls, options: RingOptions, hop_route: str, gradients: GradientRoutes, missed: str = "") -> RoutePlan:
         route = "gather" if options.route == "gather" else hop_route
-        return cls(route, hop_route, options.travel, gradients, options.group or 1, missed, options.buffers)
+        return cls(
+            route, hop_route, options.travel, gradients, options.group or 1, missed, options.buffers, options.collective
+        )
 
     def expect_in_place(self, name: str) -> None:
         """Raises ValueError where local shards cannot travel themselves."""
@@ -88,6 +91,7 @@ class RoutePlan:
             gradient_route="direct" if direct else "chain",
             gradients_quantized=direct and self.gradients.travel == "int8",
             gradients_apart=direct and room,
+            collective=self.collective,
         )
 
     def has_room(self, ranks: int, gradient_bytes: float, route: str, group: int) -> bool:
@@ -107,6 +111,21 @@ def plan_routes(ring: Communicator, transport: str, options: RingOptions) -> Rou
     )
     if ring.device.type == "cuda" and hop_route != "two-level" and ring.rank == 0:
         warn_of_flat_ring(ring, hop_route, missed)
+    if options.collective:
+        check_collective(ring, options, hop_route)
+        gradients = GradientRoutes("chain", None, "those of all shards at once are added up by collectives")
+        return RoutePlan.of(options, hop_route, gradients, missed)
     wide = options.buffers != "lean" and not options.gradient_halves
     gradients = choose_gradient_route(ring, transport, hop_route, options.gradient_route, options.gradient_travel, wide)
     return RoutePlan.of(options, hop_route, gradients, missed)
+
+
+def check_collective(ring: Communicator, options: RingOptions, hop_route: str) -> None:
+    """Raises ValueError where no operation of a ring can have all its shards in one group. The same on every rank."""
+    planned = ring.device.type == "cuda" and options.group is None and options.route == "auto"
+    grouped = hop_route != "two-level" and (options.group == ring.size or planned)
+    if ring.size > 1 and options.route != "gather" and not grouped:
+        raise ValueError(
+            f"Ring: expected group={ring.size}, all shards, or route='gather' with collective=True, got group "
+            f"{options.group} on route {hop_route}"
+        )

@@ -21,12 +21,13 @@ Book& book() {
   return *only;
 }
 
-// The sends and receives of one group, which make progress together.
+// The sends and receives of one group, which make progress together; those of collectives among them.
 struct Group {
   ncclComm_t comm;
   cudaStream_t stream;
   std::vector<std::pair<int, std::shared_ptr<Message>>> sends;     // to
   std::vector<std::pair<int, std::pair<void*, size_t>>> receives;  // from
+  std::vector<Work> sums;                                          // of what has arrived
 };
 
 thread_local int depth = 0;
@@ -36,7 +37,7 @@ Group& group_of(ncclComm_t comm, cudaStream_t stream) {
   for (Group& group : groups) {
     if (group.comm == comm && group.stream == stream) return group;
   }
-  groups.push_back({comm, stream, {}, {}});
+  groups.push_back({comm, stream, {}, {}, {}});
   return groups.back();
 }
 
@@ -74,6 +75,11 @@ void exchange(const Group& group) {
   });
   for (const auto& [to, message] : group.sends) {  // a message that was not received must not outlive its memory
     std::erase(clique.mail[{rank, to}], message);
+  }
+  const bool complete = !over(group.comm);
+  lock.unlock();
+  for (const Work& sum : group.sums) {
+    if (complete) sum();
   }
 }
 
@@ -309,6 +315,44 @@ ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, n
   called("ncclRecv");
   if (type != ncclInt8) return ncclInvalidArgument;
   return add(comm, stream, [&](Group& group) { group.receives.emplace_back(peer, std::make_pair(data, count)); });
+}
+
+// `data` must be in place: the piece of this rank in `whole`, which has `bytes` for each.
+void expect_in_place(ncclComm_t comm, const void* data, const void* whole, size_t bytes) {
+  const auto* const piece = static_cast<const std::byte*>(whole) + static_cast<size_t>(comm->rank) * bytes;
+  if (data != piece) mistake("a collective out of place");
+}
+ncclResult_t ncclAllGather(const void* data, void* whole, size_t count, ncclDataType_t type, ncclComm_t comm,
+                           cudaStream_t stream) {
+  called("ncclAllGather");
+  if (type != ncclInt8) return ncclInvalidArgument;
+  expect_in_place(comm, data, whole, count);
+  return add(comm, stream, [&](Group& group) {
+    for (int peer = 0; peer < comm->clique->ranks; ++peer) {
+      if (peer == comm->rank) continue;
+      group.sends.emplace_back(peer, std::make_shared<Message>(Message{data, count}));
+      group.receives.emplace_back(peer, std::make_pair(static_cast<std::byte*>(whole) + peer * count, count));
+    }
+  });
+}
+ncclResult_t ncclReduceScatter(const void* whole, void* data, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                               ncclComm_t comm, cudaStream_t stream) {
+  called("ncclReduceScatter");
+  if (type != ncclDouble || op != ncclSum) return ncclInvalidArgument;
+  const size_t bytes = count * sizeof(double);
+  expect_in_place(comm, data, whole, bytes);
+  return add(comm, stream, [&](Group& group) {
+    for (int peer = 0; peer < comm->clique->ranks; ++peer) {
+      if (peer == comm->rank) continue;
+      const auto* const piece = static_cast<const std::byte*>(whole) + static_cast<size_t>(peer) * bytes;
+      const auto arrived = std::make_shared<std::vector<double>>(count);
+      group.sends.emplace_back(peer, std::make_shared<Message>(Message{piece, bytes}));
+      group.receives.emplace_back(peer, std::make_pair(static_cast<void*>(arrived->data()), bytes));
+      group.sums.push_back([=] {
+        for (size_t each = 0; each < count; ++each) static_cast<double*>(data)[each] += (*arrived)[each];
+      });
+    }
+  });
 }
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
