@@ -14,6 +14,8 @@ from rtp_ext._rules import GEMM_TILES, waves
 
 __all__ = ["Operation", "Rates", "block_ends", "block_seconds", "group_sizes", "product_seconds"]
 
+GEMM_RAMP = 64.0  # one step of CUTLASS's usual depth, to fill and drain a tile; not fitted
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -30,7 +32,7 @@ class Rates:
     flops: float
     memory: float
     multiprocessors: int
-    ramp_depth: float = 0.0
+    ramp_depth: float = GEMM_RAMP
     launch_s: float = 0.0
 
 

@@ -1,9 +1,10 @@
 """What single figures of a first day on a GPU are expected to be, and what to change where they are worse.
 
-No number here was measured on a GPU. The host's time is a number of calls for each hop and each compute, or for a pass
+The host's time is a number of calls for each hop and each compute, or for a pass
 that is a graph, as benchmarks/gpu/driver_calls.py last counted them (results/cpu-2core/driver_calls.jsonl), times the
 time of a call, plus torch's overhead for a product. The time of a call is not measured: host times are ranges between
-two estimates. All other figures come from the planner (rtp_ext/planner), with its rates for the GPU.
+two estimates. All other figures come from the planner (rtp_ext/planner), with its rates for the GPU; how sums and two streams count
+there was measured on an H100 (results/h100-80gb-hbm3-1gpu).
 
 gpu_on_paper.py makes the tables of docs/gpu.md from them; summary.py compares results with them.
 """
@@ -28,7 +29,7 @@ from rtp_ext.planner import (
 from rtp_ext.planner.constants import constants, driver_call_range, host_constant
 from rtp_ext.planner.rotation.seconds import rotation_seconds
 from rtp_ext.planner.time.links import Group
-from rtp_ext.planner.time.work import Product, product_s
+from rtp_ext.planner.time.work import Product, product_s, traffic_s
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
@@ -49,7 +50,7 @@ STRATEGIES = {
 # of each figure: what a worse one means, and what to change then
 CHANGES = {
     "host": 'the host limits small layers: CUDA graphs, `Ring(graphs="on")`',
-    "sums": "the product hides no sums: several shards in one product, so that sums are read and written less often",
+    "sums": "sums move more slowly: more shards in one product, so that sums are read and written less often",
     "split": "products with a shard are too small: several shards in one product, or route `gather`",
     "hidden": "hops take memory bandwidth or SMs from products: fewer CTAs or streams of a hop, or another link",
     "roofline": "T_gR / T_g1 and E_hide say which of the two it is",
@@ -176,17 +177,27 @@ def sum_ratio(cluster: Cluster, depth: int) -> Expected:
     return Expected.ratio(sum_us(cluster, depth, 1).least / sum_us(cluster, depth, 0).least)
 
 
-def overlap(
+def layer_seconds(
     cluster: Cluster, outputs: int, inputs: int, tokens: int, ranks: int, direction: str, rate: float | None = None
-) -> dict[str, Expected]:
-    """T_gR / T_g1 (`split`), E_hide (`hidden`) and T_g1 / T_ov (`roofline`) of a rotated linear layer; as
-    rtp_ext/measure/overlap_metrics.py defines them. `rate`: bytes per second of a hop; None: NVLink's."""
+) -> tuple[float, float, float, float]:
+    """T_g1, T_gR, T_c and T_ov of a rotated linear layer, as rtp_ext/measure/layer.py takes them: weights need no cast;
+    the input gradient and this rank's gradient are cast at the end."""
     layer = RotatedOperation("linear", (Weight((outputs, inputs)),))
     time = rotation_seconds(layer, tokens, Group(over(cluster, rate), ranks), TIME, route="direct")
     passes = {"forward": (0,), "backward": (1,), "step": (0, 1)}[direction]
     whole, shards, hops, span = (
         sum(each[pass_] for pass_ in passes) for each in (time.unsplit_s, time.computes_s, time.hops_s, time.makespan_s)
     )
+    casts = traffic_s(6.0 * (tokens * inputs + outputs * inputs / ranks), cluster, TIME) if 1 in passes else 0.0
+    return whole, shards + casts, hops, span + casts
+
+
+def overlap(
+    cluster: Cluster, outputs: int, inputs: int, tokens: int, ranks: int, direction: str, rate: float | None = None
+) -> dict[str, Expected]:
+    """T_gR / T_g1 (`split`), E_hide (`hidden`) and T_g1 / T_ov (`roofline`) of a rotated linear layer; as
+    rtp_ext/measure/overlap_metrics.py defines them. `rate`: bytes per second of a hop; None: NVLink's."""
+    whole, shards, hops, span = layer_seconds(cluster, outputs, inputs, tokens, ranks, direction, rate)
     hidden = min(1.0, (shards + hops - span) / min(shards, hops))
     return {
         "split": Expected.ratio(shards / whole),

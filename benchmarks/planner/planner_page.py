@@ -26,7 +26,7 @@ from rtp_ext.planner import (
     estimate_memory,
     estimate_time,
 )
-from rtp_ext.planner.constants import TimeConstants, constants
+from rtp_ext.planner.constants import constants
 from rtp_ext.planner.plans.against import STEPS, TO_COME, Match, matches, ring_text
 from rtp_ext.planner.plans.differences import differences
 from rtp_ext.planner.plans.forwards import forwards_table
@@ -68,19 +68,6 @@ def matched() -> list[Match]:
     return matches(STEPS)
 
 
-def _unhidden(one: Match, pieces: str) -> float:
-    """The ratio where float32 sums hide under no product."""
-    ring, constants = one.rings[pieces], dataclasses.replace(TimeConstants.default(), hidden_sums=0.0)
-    if ring is None:
-        return float("inf")
-    model, cluster = ModelSpec.preset(one.model, seq=one.tokens), cluster_of(one.link, one.gpus)
-    ours, theirs = (
-        estimate_time(model, cluster, side.strategy, one.gpus, constants=constants).step_seconds
-        for side in (ring, one.peer)
-    )
-    return ours / theirs
-
-
 def _slower(ratio: float) -> str:
     """Formats a ratio of times as words."""
     share = f"{100 * abs(ratio - 1):.1f}"
@@ -93,19 +80,7 @@ def _ratio(value: float) -> str:
 
 def against() -> str:
     """Every cell of `--when` in which a ring and `fully_shard` both fit, before and after, with what binds."""
-    heads = (
-        "cell",
-        "`fully_shard` s",
-        "no SMs",
-        "today",
-        "(sums)",
-        "binding",
-        "to come",
-        "(sums)",
-        "binding",
-        "plan",
-        "GB",
-    )
+    heads = ("cell", "`fully_shard` s", "no SMs", "today", "binding", "to come", "binding", "plan", "GB")
     rows = []
     for one in matched():
         cell = f"{one.model} {one.link} {one.tokens}"
@@ -117,7 +92,7 @@ def against() -> str:
             held = f"{last.allocated_bytes / GB:.0f}/{one.peer.allocated_bytes / GB:.0f}"
         parts = [cell, f"{one.peer.seconds:.4g}", f"{one.free.seconds / one.peer.seconds:.3f}"]
         for pieces in (STEPS[0], STEPS[-1]):
-            parts += [_ratio(one.ratio(pieces)), _ratio(_unhidden(one, pieces)), one.binding(pieces) or "-"]
+            parts += [_ratio(one.ratio(pieces)), one.binding(pieces) or "-"]
         rows.append((*parts, told, held))
     table = [
         (
@@ -132,23 +107,20 @@ def against() -> str:
 
 def eight() -> str:
     """Llama 3 8B on 8 H100 by tokens, at equal settings."""
-    heads = ("tokens", "`zero=3` s", "`symm_mem`", "`rtp=8`", *(f"+ {piece}" for piece in TO_COME), "sums not hidden")
+    heads = ("tokens", "`zero=3` s", "`symm_mem`", "`rtp=8`", *(f"+ {piece}" for piece in TO_COME))
     rows = []
     cluster = Cluster.preset("h100-80gb", gpus=8)
-    harder = dataclasses.replace(TimeConstants.default(), hidden_sums=0.0)
     for tokens in _HIDES:
         model, shared = ModelSpec.preset("llama-3-8b", seq=tokens), {"fused_loss": True}
 
-        def told(plan: Strategy, constants: TimeConstants | None = None, model: ModelSpec = model) -> float:
-            return estimate_time(model, cluster, plan, cluster.gpus, constants=constants).step_seconds
+        def told(plan: Strategy, model: ModelSpec = model) -> float:
+            return estimate_time(model, cluster, plan, cluster.gpus).step_seconds
 
         peer = told(Strategy(dp=8, zero=3, **shared))
         free = told(Strategy(dp=8, zero=3, symm_mem=True, **shared))
         rings = [told(Strategy(rtp=8, to_come=step, **shared)) for step in STEPS]
-        ends = [told(Strategy(rtp=8, to_come=step, **shared), harder) for step in (STEPS[0], STEPS[-1])]
         ratios = [f"{seconds / peer:.3f}" for seconds in (free, *rings)]
-        worse = " -> ".join(f"{seconds / told(Strategy(dp=8, zero=3, **shared), harder):.3f}" for seconds in ends)
-        rows.append((str(tokens), f"{peer:.4f}", *ratios, worse))
+        rows.append((str(tokens), f"{peer:.4f}", *ratios))
     return markdown(heads, rows)
 
 

@@ -249,6 +249,7 @@ class Ring:
         )
         self.prefetch = options.prefetch and not self.graphs.on
         executor.prefetch(self.prefetch, options.look_ahead)
+        self.gate.gradients, self.gate.ahead = routes.gradients, self.prefetch and options.look_ahead != 0
         self.common = Prepared()
         self.agreement = agreement(ring)
         self.telemetry = Telemetry(ring, connection, token)
@@ -396,5 +397,5 @@ class Ring:
             self.host_memory = host_memory(policy, self.device)
         self.offload_policy = policy
         if self.host_memory is not None:  # a shard has no memory on the device until its layer runs
-            self.prefetch, self.traceable = False, False
+            self.prefetch, self.gate.ahead, self.traceable = False, False, False
             self.communicator.executor.prefetch(False)

@@ -19,11 +19,12 @@ import torch
 
 from rtp_ext import _native
 from rtp_ext._native import shard_sizes
-from rtp_ext.cost import Operation, Rates, block_ends, group_sizes, product_seconds
+from rtp_ext.cost import Operation, Rates, block_ends, block_seconds, group_sizes, product_seconds
 from rtp_ext.embedding_rows import rows_traffic
 from rtp_ext.gpu_rates import POST_SECONDS
 from rtp_ext.ring.links.gpu_links import Wiring
 from rtp_ext.ring.routes.gpus import Device, Link, device_of, link_of
+from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 from rtp_ext.words import Budget, EmbeddingWay
 
 __all__ = ["Device", "LayerPlan", "LayerSize", "Link", "RoutePlanner", "decide", "device_of", "link_of", "predict"]
@@ -117,11 +118,11 @@ class TablePlan:
 
 def gemm_seconds(device: Device, rows: int, columns: int, depth: int, sum_bytes: float = 0) -> float:
     """Returns the time of a product [rows, depth] x [depth, columns], with the last wave of tiles counted whole.
-    `sum_bytes`: bytes read and written per number of the result, where memory may be slower than the product."""
-    if min(rows, columns, depth) == 0:
-        return 0.0
-    rates = Rates(device.flops, device.memory_bytes_per_second, device.multiprocessors)
-    return max(device.seconds_per_launch, product_seconds(rates, rows, columns, depth, result_bytes=sum_bytes or None))
+    `sum_bytes`: bytes read and written per number of the result, of a sum."""
+    rates = Rates(
+        device.flops, device.memory_bytes_per_second, device.multiprocessors, launch_s=device.seconds_per_launch
+    )
+    return product_seconds(rates, rows, columns, depth, result_bytes=sum_bytes or None)
 
 
 def way_of(group: int) -> str:
@@ -149,11 +150,21 @@ def _products(
 
 
 def predict(
-    ranks: int, tokens: int, layer: LayerSize, link: Link, device: Device, hop_route: str = "ring"
+    ranks: int,
+    tokens: int,
+    layer: LayerSize,
+    link: Link,
+    device: Device,
+    hop_route: str = "ring",
+    *,
+    ahead: bool = False,
+    direct: bool = False,
 ) -> dict[str, float]:
     """Models the seconds of one forward and backward of a layer, or of an MLP without its activation, by
     `rtp_ext.cost`: `rotate` with one shard a product, `groups of` g (`group_choices`), and `gather` with all, whose
-    gradients' hops follow its last product. Both kinds of hops share a link.
+    gradients' hops follow its last product. Both kinds of hops share a link. ahead: weights are sent while the
+    operations before compute: of one of many equal layers. direct: contributions to gradients go straight to their
+    owners, who add them, up to a layer late.
 
     Of several products, each adds to a sum, which it reads and writes: a dgrad, and y of an MLP, in float32 where
     weights have 16 bits, a wgrad in the dtype in which gradients travel. (The first dgrad does not read its sum, and a
@@ -167,7 +178,7 @@ def predict(
         rows * layer.values * size / link.bytes_per_second for size in (layer.weight_bytes, layer.gradient_bytes)
     )
     hop_g = link.seconds_per_hop + gradient
-    add = 3 * rows * layer.values * layer.gradient_bytes / device.memory_bytes_per_second
+    add = rows * layer.values * layer.gradient_bytes / device.memory_bytes_per_second  # read or written once
     sums = 2 * max(layer.weight_bytes, 4), 2 * layer.gradient_bytes
     behind = max(POST_SECONDS, weight)  # a hop of several whose latency hides behind the one before
 
@@ -181,19 +192,27 @@ def predict(
         if group > 1 and hop_route == "direct":
             call, hop = max(0.0, link.seconds_per_hop - POST_SECONDS), behind
         alone = len(groups) == 1
+        chains = group == 1 and not direct
         of = {
             count: products(
-                count, layer.weight_bytes if alone else sums[0], sums[1] if group == 1 else layer.gradient_bytes
+                count, layer.weight_bytes if alone else sums[0], sums[1] if chains else layer.gradient_bytes
             )
             for count in set(groups)
         }
-        wgrads = tuple(of[count][2] / count + add * (group > 1) for count in groups for _ in range(count))
         forward, back = (
-            Operation(0.0, groups, tuple(of[count][index] for count in groups), hop, 0.0, call=call) for index in (0, 1)
+            Operation(0.0, groups, tuple(of[count][index] for count in groups), hop, 1.0, call=call) for index in (0, 1)
         )
-        chain = dataclasses.replace(back, gradients="chain", wgrads=wgrads, gradient_hop=hop_g)
+        if direct:
+            ways = {"wgrads": tuple(of[count][2] for count in groups), "gradient_hop": max(POST_SECONDS, gradient)}
+            ways |= {"gradient_call": max(0.0, link.seconds_per_hop - POST_SECONDS), "add": (ranks + 1) * add}
+            back = dataclasses.replace(back, gradients="direct", **ways)
+        else:
+            wgrads = tuple(of[count][2] / count + 3 * add * (group > 1) for count in groups for _ in range(count))
+            back = dataclasses.replace(back, gradients="chain", wgrads=wgrads, gradient_hop=hop_g)
+        if ahead:
+            return block_seconds([forward], ranks) + block_seconds([back], ranks)
         link_s = others * (link.seconds_per_hop + weight + gradient) + sum(of[groups[-1]][1:])
-        return block_ends([forward], 0)[0] + max(block_ends([chain], 0)[0], link_s)
+        return block_ends([forward], 0)[0] + max(block_ends([back], 0)[0], link_s)
 
     forward, dgrad, wgrad = products(ranks, layer.weight_bytes, layer.gradient_bytes)
     gathered = forward + dgrad + wgrad + others * (2 * behind + hop_g) + 2 * link.seconds_per_hop
@@ -229,16 +248,18 @@ def decide(
     gathers: bool = True,
     groups: bool = True,
     buffers: Budget | int = "auto",
+    ahead: bool = False,
+    direct: bool = False,
 ) -> LayerPlan:
     """Returns the plan for a layer with `tokens` local tokens. `hop_route`: the route of the hops of a rotation.
     `gathers`, `groups`: whether its weights can be gathered, and be several in a product. `buffers`: as in
-    `rtp_ext.Ring`."""
+    `rtp_ext.Ring`. `ahead`, `direct`: as of `predict`."""
     if hop_route == "two-level":
         return LayerPlan(hop_route, False, "not modelled: two levels have two kinds of links", {})
     if ranks == 1 or link is None or device is None:
         why = "a single rank" if ranks == 1 else "rotation costs nothing more than gathering on a CPU or one device"
         return LayerPlan(hop_route, False, why, {})
-    seconds = predict(ranks, tokens, layer, link, device, hop_route)
+    seconds = predict(ranks, tokens, layer, link, device, hop_route, ahead=ahead, direct=direct)
     whole_bytes = layer.hidden * layer.values * (layer.weight_bytes + layer.gradient_bytes)
 
     def fits(size: float) -> bool:
@@ -248,6 +269,7 @@ def decide(
         seconds = {way: time for way, time in seconds.items() if way in ("rotate", "gather")}
     text = ", ".join(f"{name} {time * 1e6:.1f} us" for name, time in seconds.items())
     text += f" for {tokens} tokens over a {link.source} link of {link.bytes_per_second / 1e9:.0f} GB/s"
+    text += ", weights sent ahead" * ahead + ", gradients straight to their owners" * direct
     if device.assumed:
         text += f", rates {device.source}"
     ways = {way_of(group): group for group in group_choices(ranks)} if groups else {}
@@ -285,12 +307,15 @@ class RoutePlanner:
         may_send: whether rows of embeddings can travel; not where weights travel in fewer bits.
         group: shards in a product as asked, at most all; None: decided for every layer.
         buffers: as in `rtp_ext.Ring`.
+        ahead: whether weights are sent while the operations before compute.
+        gradients: routes of gradients.
         alike: whether the GPUs of all ranks have the same model. If not, layers rotate.
         plans: the LayerPlan of every linear layer and MLP that has been called, by name.
         tables: the TablePlan of every embedding that had a choice, by name.
     """
 
-    alike = True
+    alike, ahead = True, False
+    gradients = GradientRoutes()
 
     def __init__(
         self,
@@ -368,6 +393,8 @@ class RoutePlanner:
                 gathers=self.may_gather and not (in_place and layer.down),
                 groups=self.may_gather and not in_place,
                 buffers=self.buffers,
+                ahead=self.ahead and not in_place,
+                direct=self._direct(layer.gradient_bytes),
             )
         if self.group is not None and plan.route != "gather":
             plan = dataclasses.replace(plan, group=self.group)
@@ -379,6 +406,11 @@ class RoutePlanner:
             *(name, plan.route, plan.group, plan.halves, plan.reason),
         )
         return plan
+
+    def _direct(self, gradient_bytes: int) -> bool:
+        """Whether a layer's gradients take the direct route. (Within a number of bytes, a layer's own choice.)"""
+        dtype = torch.float32 if gradient_bytes > 2 else torch.bfloat16
+        return self.gradients.direct(self.hop_route, dtype, self.buffers == "auto")
 
     def may_send_rows(self, in_model: bool) -> bool:
         """Whether an embedding has a choice, or sends rows as asked. in_model: whether it is in a model that the ranks
