@@ -214,9 +214,16 @@ def peak_bytes(cluster: Cluster, strategy: str, tokens: int) -> Expected:
 
 
 def step_ratio(
-    cluster: Cluster, strategy: str, layers: int, vocabulary: int, tokens: int, rate: float | None = None
+    cluster: Cluster,
+    strategy: str,
+    layers: int,
+    vocabulary: int,
+    tokens: int,
+    rate: float | None = None,
+    group: int = 0,
 ) -> Expected:
-    """Forward and backward of one rank of 8 with blocks of Llama-3-8B, over those of the plain model on one GPU."""
+    """Forward and backward of one rank of 8 with blocks of Llama-3-8B, over those of the plain model on one GPU. group:
+    shards per product; 0: as planned."""
     seq = min(2048, tokens)
     model = dataclasses.replace(ModelSpec.preset("llama-3-8b", seq=seq), layers=layers, vocab=vocabulary)
     samples = tokens // seq
@@ -226,7 +233,8 @@ def step_ratio(
         return sum(time for name, time in told.components.items() if name not in ("optimizer", "gradients", "bubble"))
 
     plain = passes(dataclasses.replace(cluster, gpus=1), Strategy(stack="torch"), 1)
-    return Expected.ratio(passes(over(cluster, rate), STRATEGIES[strategy], 8) / plain)
+    rotated = dataclasses.replace(STRATEGIES[strategy], group=group)
+    return Expected.ratio(passes(over(cluster, rate), rotated, 8) / plain)
 
 
 def kernel_gb_per_s(cluster: Cluster) -> Expected:

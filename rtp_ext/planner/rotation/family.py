@@ -273,7 +273,7 @@ def block_time(
         of_weights = values * weight_bytes
         of_gradients = values * sizes.reduce_bytes if rotation.trains else 0.0
 
-        streams = size == 1 and hosts == 1 and two_lanes(rotation, tokens, ranks, cluster)[1]
+        streams = size == 1 and hosts == 1 and rotation.trains and two_lanes(rotation, tokens, ranks, cluster)[1]
         of_shards = functools.partial(products_s, rotation, tokens, group, constants, sizes, beside=streams)
 
         def of(

@@ -199,9 +199,8 @@ def rotation_seconds(
     computed = {"dgrad": dgrad or rotation.bundle, "wgrad": wgrad}
     kinds = (("forward",), tuple(kind for kind, there in computed.items() if there))
     # concurrent products share the multiprocessors: at least the time of the work of their tiles
-    work = [
-        ranks * sum((beside if two else one)[kind] for kind in kind_s) for kind_s, two in zip(kinds, lanes, strict=True)
-    ]
+    both_kinds = lanes[1] and dgrad and wgrad
+    work = [ranks * one["forward"], ranks * sum((beside if both_kinds else one)[kind] for kind in kinds[1])]
     way = ("two-level", hosts) if hosts > 1 else (route, 1)
     ways = (moves, halves, dgrad, lanes[1], direct, narrow, *way, wgrad)
     simulated = [(lockstep(ranks, op, "forward", moves, False, dgrad, lanes[0], False, False, *way), durations)]

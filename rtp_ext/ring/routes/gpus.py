@@ -1,5 +1,4 @@
-"""Models of the GPU of a rank and of its link to the next, for the route planner: from `rtp_ext.gpu_rates`, or assumed.
-"""
+"""Models of the GPU of a rank and of its link to the next, for the route planner, by `rtp_ext.gpu_rates` or assumed."""
 
 from __future__ import annotations
 
