@@ -1,7 +1,8 @@
 """Times of products and of rotations in groups: the one model of the route planner and of `rtp_ext.planner`.
 
 A product takes the waves of its tiles and the traffic of its sums, or the bytes of its operands and its result. A
-rotation in groups multiplies with g shards at once, which lie in one slot. This module needs no torch and times nothing.
+rotation in groups multiplies with g shards at once, which lie in one slot. This module needs no torch, and times
+nothing.
 """
 
 from __future__ import annotations

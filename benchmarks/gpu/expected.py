@@ -3,8 +3,8 @@
 The host's time is a number of calls for each hop and each compute, or for a pass
 that is a graph, as benchmarks/gpu/driver_calls.py last counted them (results/cpu-2core/driver_calls.jsonl), times the
 time of a call, plus torch's overhead for a product. The time of a call is not measured: host times are ranges between
-two estimates. All other figures come from the planner (rtp_ext/planner), with its rates for the GPU; how sums and two streams count
-there was measured on an H100 (results/h100-80gb-hbm3-1gpu).
+two estimates. All other figures come from the planner (rtp_ext/planner), with its rates for the GPU. How sums and two
+streams count there was measured on an H100 (results/h100-80gb-hbm3-1gpu).
 
 gpu_on_paper.py makes the tables of docs/gpu.md from them; summary.py compares results with them.
 """

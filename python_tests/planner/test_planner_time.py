@@ -7,7 +7,7 @@ import math
 import statistics
 
 import pytest
-from gpu import expected
+from gpu.expected import layer_seconds as timed_layer
 from planner import planner_runs, published
 from planner.planner_runs import regrets
 from shared.card import RESULTS
@@ -78,7 +78,7 @@ def test_products_take_what_an_h100_took():
                 seconds = product_s(product, H100, CONSTANTS, result_bytes=size)
                 found.append(1e6 * seconds / row[f"t_{name}_us"] - 1)
         for case, rows in shards.items():
-            whole, rotated, *_ = expected.layer_seconds(H100, *case)
+            whole, rotated, *_ = timed_layer(H100, *case)
             found.append(1e6 * whole / rows[0]["t_g1_us"] - 1)
             found.append(1e6 * rotated / statistics.median(row["t_gr_us"] for row in rows) - 1)
         return [abs(error) for error in found]
