@@ -54,16 +54,17 @@ def product_seconds(
     waves * multiprocessors * 2 * tile * (depth + ramp) / rate, for the better of two tiles. result_bytes: bytes read
     and written for each number of the result; None: one write of 2 bytes, or of as many as an operand has. The bytes
     beyond these are moved before or after the main loop, or, `beside` a concurrent product, beneath the main loop of
-    that one. Source: NVIDIA, Matrix Multiplication Background User's Guide (tile and wave quantization); roofline:
-    Williams et al., CACM 52(4), 2009; traffic of sums: measured, benchmarks/results/h100-80gb-hbm3-1gpu (sums.jsonl,
-    overlap.jsonl).
+    that one, with which it shares a wave only where both fit into one. Source: NVIDIA, Matrix Multiplication Background
+    User's Guide (tile and wave quantization); roofline: Williams et al., CACM 52(4), 2009; traffic of sums: measured,
+    benchmarks/results/h100-80gb-hbm3-1gpu (sums.jsonl, overlap.jsonl).
     """
     if not (rows and columns and depth):
         return 0.0
     if rates.multiprocessors:
         least = math.inf
         for tile, (tile_rows, tile_columns) in enumerate(GEMM_TILES):
-            count = math.ceil(waves(rows, columns, rates.multiprocessors, tile, batch))
+            count = waves(rows, columns, rates.multiprocessors, tile, batch)
+            count = 0.5 if beside and count <= 0.5 else math.ceil(count)  # two products that fit share a wave
             least = min(least, count * tile_rows * tile_columns)
         busy = least * rates.multiprocessors * 2.0 * (depth + rates.ramp_depth) / rates.flops
     else:

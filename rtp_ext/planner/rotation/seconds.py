@@ -129,8 +129,8 @@ def rotation_seconds(
     first, which writes: of outputs or of input gradients in float32 (csrc/compute/gemm), of weight gradients in the
     dtype in which they travel. The first launch of a pass takes `kernel_s`, the engine's own less. A linear layer's
     gradients travel in halves where their hop takes longer than a dgrad (rtp_ext/ring/routes/route_planner.py), and its
-    products run on two streams where one leaves multiprocessors idle (csrc/ops/linear.cpp): the main loop of one hides
-    the sums of the other, and they fill no wave (measured: `rtp_ext.cost.product_seconds`). Operations above the slot
+    products run on two streams where one leaves multiprocessors idle (csrc/ops/linear.cpp): `beside` each other, as
+    `rtp_ext.cost.product_seconds` has it. Operations above the slot
     cap run chunk by chunk; durations are means over chunks. Both kinds of hop share one link: a backward takes at least
     the time of the bytes of both. Source: rtp_ext.timeline, arXiv 2311.01635.
     """
@@ -200,7 +200,10 @@ def rotation_seconds(
     kinds = (("forward",), tuple(kind for kind, there in computed.items() if there))
     # concurrent products share the multiprocessors: at least the time of the work of their tiles
     both_kinds = lanes[1] and dgrad and wgrad
-    work = [ranks * one["forward"], ranks * sum((beside if both_kinds else one)[kind] for kind in kinds[1])]
+    work = [
+        ranks * (beside if lanes[0] else one)["forward"],
+        ranks * sum((beside if both_kinds else one)[kind] for kind in kinds[1]),
+    ]
     way = ("two-level", hosts) if hosts > 1 else (route, 1)
     ways = (moves, halves, dgrad, lanes[1], direct, narrow, *way, wgrad)
     simulated = [(lockstep(ranks, op, "forward", moves, False, dgrad, lanes[0], False, False, *way), durations)]
