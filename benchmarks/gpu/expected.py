@@ -12,9 +12,11 @@ gpu_on_paper.py makes the tables of docs/gpu.md from them; summary.py compares r
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rtp_ext.planner import (
     Cluster,
@@ -34,9 +36,10 @@ from rtp_ext.planner.time.work import Product, product_s, traffic_s
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from shared.card import RESULTS
-from shared.table import last_command, read_lines
+from shared.table import Row, last_command, read_lines
 
 CALLS = RESULTS / "cpu-2core" / "driver_calls.jsonl"
+H100, H100_RESULTS = Cluster.preset("h100-80gb"), RESULTS / "h100-80gb-hbm3-1gpu"
 TIME = TimeConstants.default()
 RATIO, VALUE = 0.03, 0.10  # how far a ratio, and another figure, may be from its prediction and still be as predicted
 SUM_SHAPE = (8192, 4096)  # tokens and features of the sums of an input gradient
@@ -190,6 +193,25 @@ def layer_seconds(
     )
     casts = traffic_s(6.0 * (tokens * inputs + outputs * inputs / ranks), cluster, TIME) if 1 in passes else 0.0
     return whole, shards + casts, hops, span + casts
+
+
+def timed_products() -> list[tuple[str, float, float]]:
+    """Name, measured and predicted microseconds of all products that one H100 was timed with. With shards: the median
+    over links, of products without hops."""
+    found, cases = [], dict[tuple[Any, ...], list[Row]]()
+    for row in read_lines(H100_RESULTS / "sums.jsonl"):
+        product = Product("", *SUM_SHAPE, row["k"])
+        for name, size in (("16_bits", None), ("beta0", 4.0), ("beta1", 8.0)):
+            predicted = product_s(product, H100, TIME, result_bytes=size)
+            found.append((f"k = {row['k']}, {name}", row[f"t_{name}_us"], 1e6 * predicted))
+    for row in read_lines(H100_RESULTS / "overlap.jsonl"):
+        case = (row["n"], row["k"], row["tokens"], row["ranks"], row["direction"])
+        cases.setdefault(case, []).append(row)
+    for case, rows in cases.items():
+        name, (whole, shards, *_) = rows[0]["case"], layer_seconds(H100, *case)
+        found.append((f"{name}, whole", rows[0]["t_g1_us"], 1e6 * whole))
+        found.append((f"{name}, shards", statistics.median(row["t_gr_us"] for row in rows), 1e6 * shards))
+    return found
 
 
 def overlap(

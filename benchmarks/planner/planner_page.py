@@ -34,6 +34,7 @@ from rtp_ext.planner.plans.when import Cell, cluster_of, grid, when_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
+from gpu.expected import timed_products
 from shared.card import RESULTS
 from shared.table import Row, markdown, marker, read_lines, renew, wishes, with_blocks, wrapped
 
@@ -124,6 +125,23 @@ def eight() -> str:
     return markdown(heads, rows)
 
 
+def products() -> str:
+    """Products as an H100 took them, and as the time model has them."""
+    rows, found = [], {name: (measured, predicted) for name, measured, predicted in timed_products()}
+    for first, *others in _PRODUCTS:
+        for case in sorted({name.rpartition(", ")[0] for name in found if name.endswith(first)}):
+            told = [found[f"{case}, {name}"] for name in (first, *others)]
+            rows.append((case, *(f"{mine:.0f} / {model:.0f}, {_percent(model / mine - 1)}" for mine, model in told)))
+    errors = [abs(predicted / measured - 1) for measured, predicted in found.values()]
+    note = (
+        f"Measured / predicted us, error. Of all {len(errors)}: {100 * statistics.mean(errors):.1f} % on average, "
+        f"{100 * max(errors):.1f} % at most. `k`: [8192, k] x [k, 4096] in bf16 with results of 16 bits and of float32, "
+        "and float32 sums in place; others: whole layers, and their products with 8 shards, with casts and without hops."
+    )
+    table = [(*row, *[""] * (4 - len(row))) for row in rows]
+    return markdown(("case", "whole, or 16 bits", "shards, or beta = 0", "beta = 1"), table) + wrapped(note) + "\n\n"
+
+
 def forwards() -> str:
     return f"\n{forwards_table()}\n\n"
 
@@ -176,6 +194,7 @@ def like() -> str:
     return f"\n{wrapped(first)}\n{markdown(_HEADS, rows)}{wrapped(last)}\n\n"
 
 
+_PRODUCTS = (("16_bits", "beta0", "beta1"), ("whole", "shards"))
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("planner.md", "planner_model.md", "predictions.md")
 BLOCK = marker("planner")
@@ -413,6 +432,7 @@ BLOCKS = {
     "untouched": _untouched,
     "runs": _runs,
     "when": when,
+    "products": products,
     "eight": eight,
     "against": against,
     "forwards": forwards,

@@ -55,7 +55,7 @@ BUDGET = {
     "python_tests/support": 4350,
     "python_tests/transport": 3121,
     "benchmarks/compatibility": 1760,
-    "benchmarks/gpu": 2384,
+    "benchmarks/gpu": 2406,
     "benchmarks/growth": 320,
     "benchmarks/overheads": 200,
     "benchmarks/planner": 1850,

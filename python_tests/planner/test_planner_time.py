@@ -6,12 +6,10 @@ import json
 import math
 import statistics
 
+import gpu.expected as first_day
 import pytest
-from gpu.expected import layer_seconds as timed_layer
 from planner import planner_runs, published
 from planner.planner_runs import regrets
-from shared.card import RESULTS
-from shared.table import read_lines
 
 from rtp_ext import schedule, timeline
 from rtp_ext.planner import (
@@ -63,28 +61,15 @@ def test_products_run_in_waves_or_at_the_speed_of_memory():
     )
 
 
-def test_products_take_what_an_h100_took():
+def test_products_take_what_an_h100_took(monkeypatch):
     """Whole products, those of all shards, and float32 sums, as benchmarks/gpu measured them on one H100."""
-    results = RESULTS / "h100-80gb-hbm3-1gpu"
-    shards = {}
-    for row in read_lines(results / "overlap.jsonl"):
-        shards.setdefault((row["n"], row["k"], row["tokens"], row["ranks"], row["direction"]), []).append(row)
 
-    def errors(sum_bytes=8.0):
-        found = []
-        for row in read_lines(results / "sums.jsonl"):
-            product = Product("", 8192, 4096, row["k"])
-            for name, size in (("16_bits", None), ("beta0", sum_bytes and 4.0), ("beta1", sum_bytes)):
-                seconds = product_s(product, H100, CONSTANTS, result_bytes=size)
-                found.append(1e6 * seconds / row[f"t_{name}_us"] - 1)
-        for case, rows in shards.items():
-            whole, rotated, *_ = timed_layer(H100, *case)
-            found.append(1e6 * whole / rows[0]["t_g1_us"] - 1)
-            found.append(1e6 * rotated / statistics.median(row["t_gr_us"] for row in rows) - 1)
-        return [abs(error) for error in found]
+    def errors():
+        return [abs(predicted / measured - 1) for _, measured, predicted in first_day.timed_products()]
 
-    assert len(shards) == 12 and statistics.mean(errors()) < 0.05 and max(errors()) < 0.11
-    assert max(errors(sum_bytes=None)) > 0.25, "control: without the traffic of sums"
+    assert len(errors()) == 33 and statistics.mean(errors()) < 0.05 and max(errors()) < 0.11
+    monkeypatch.setattr(first_day, "TIME", dataclasses.replace(CONSTANTS, hbm_fraction=1e3))
+    assert max(errors()) > 0.25, "control: without the traffic of sums"
 
 
 def test_megatron_adds_weight_gradients_in_float32():
