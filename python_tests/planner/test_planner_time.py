@@ -67,7 +67,7 @@ def test_products_take_what_an_h100_took(monkeypatch):
     def errors():
         return [abs(predicted / measured - 1) for _, measured, predicted in first_day.timed_products()]
 
-    assert len(errors()) == 33 and statistics.mean(errors()) < 0.05 and max(errors()) < 0.11
+    assert len(errors()) >= 33 and statistics.mean(errors()) < 0.05 and max(errors()) < 0.11
     monkeypatch.setattr(first_day, "TIME", dataclasses.replace(CONSTANTS, hbm_fraction=1e3))
     assert max(errors()) > 0.25, "control: without the traffic of sums"
 
