@@ -136,7 +136,7 @@ def products() -> str:
     note = (
         f"Measured / predicted us, error. Of all {len(errors)}: {100 * statistics.mean(errors):.1f} % on average, "
         f"{100 * max(errors):.1f} % at most. `k`: [8192, k] x [k, 4096] in bf16 with results of 16 bits and of "
-        "float32, and float32 sums in place; others: whole layers, and products with 8 shards, with casts, without hops."
+        "float32, and float32 sums in place; others: whole layers, and products with 8 shards, casts, no hops."
     )
     table = [(*row, *[""] * (4 - len(row))) for row in rows]
     return markdown(("case", "whole, or 16 bits", "shards, or beta = 0", "beta = 1"), table) + wrapped(note) + "\n\n"
