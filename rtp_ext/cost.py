@@ -1,7 +1,8 @@
 """Times of products and of rotations in groups: the one model of the route planner and of `rtp_ext.planner`.
 
-A product takes the waves of its tiles, or the bytes of its operands and its result. A rotation in groups multiplies
-with g shards at once, which lie in one slot. This module needs no torch, and times nothing.
+A product takes the waves of its tiles and the traffic of its sums, or the bytes of its operands and its result. A
+rotation in groups multiplies with g shards at once, which lie in one slot. This module needs no torch, and times
+nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from rtp_ext._rules import GEMM_TILES, waves
 
 __all__ = ["Operation", "Rates", "block_ends", "block_seconds", "group_sizes", "product_seconds"]
 
+GEMM_RAMP = 64.0  # one step of CUTLASS's usual depth, to fill and drain a tile; not fitted
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -25,15 +28,13 @@ class Rates:
         multiprocessors: which take the tiles of a product in waves; 0: a CPU, without waves.
         ramp_depth: cost of starting and ending a tile, in steps of the inner dimension.
         launch_s: seconds from one kernel to the next.
-        hidden_sums: share of the bytes of a sum (beyond a plain result) that are moved beneath the main loop.
     """
 
     flops: float
     memory: float
     multiprocessors: int
-    ramp_depth: float = 0.0
+    ramp_depth: float = GEMM_RAMP
     launch_s: float = 0.0
-    hidden_sums: float = 1.0
 
 
 def product_seconds(
@@ -45,15 +46,17 @@ def product_seconds(
     batch: int = 1,
     element_bytes: float = 2,
     result_bytes: float | None = None,
-    whole_waves: bool = True,
+    beside: bool = False,
 ) -> float:
     """Returns the time of `batch` products [rows, depth] x [depth, columns]: the waves of output tiles over the
-    multiprocessors, or the bytes if that is longer.
+    multiprocessors and the traffic of a sum, or all bytes if that is longer.
 
-    waves * multiprocessors * 2 * tile * (depth + ramp) / rate, for the better of two tiles. Without `whole_waves`,
-    other kernels fill the multiprocessors that the last wave leaves idle. result_bytes: bytes read and written for each
-    number of the result; None: one write of 2 bytes, or of as many as an operand has. Source: NVIDIA, Matrix
-    Multiplication Background User's Guide (tile and wave quantization); roofline: Williams et al., CACM 52(4), 2009.
+    waves * multiprocessors * 2 * tile * (depth + ramp) / rate, for the better of two tiles. result_bytes: bytes read
+    and written for each number of the result; None: one write of 2 bytes, or of as many as an operand has. The bytes
+    beyond these are moved before or after the main loop, or, `beside` a concurrent product, beneath the main loop of
+    that one, with which it shares a wave only where both fit into one. Source: NVIDIA, Matrix Multiplication Background
+    User's Guide (tile and wave quantization); roofline: Williams et al., CACM 52(4), 2009; traffic of sums: measured,
+    benchmarks/results/h100-80gb-hbm3-1gpu (sums.jsonl, overlap.jsonl).
     """
     if not (rows and columns and depth):
         return 0.0
@@ -61,14 +64,15 @@ def product_seconds(
         least = math.inf
         for tile, (tile_rows, tile_columns) in enumerate(GEMM_TILES):
             count = waves(rows, columns, rates.multiprocessors, tile, batch)
-            least = min(least, (math.ceil(count) if whole_waves else count) * tile_rows * tile_columns)
+            count = 0.5 if beside and count <= 0.5 else math.ceil(count)  # two products that fit share a wave
+            least = min(least, count * tile_rows * tile_columns)
         busy = least * rates.multiprocessors * 2.0 * (depth + rates.ramp_depth) / rates.flops
     else:
         busy = 2.0 * batch * rows * columns * depth / rates.flops
     plain = max(2, element_bytes)
     result = plain if result_bytes is None else result_bytes
     moved = batch * (element_bytes * (rows * depth + depth * columns) + result * rows * columns) / rates.memory
-    shown = (1 - rates.hidden_sums) * max(0.0, result - plain) * batch * rows * columns / rates.memory
+    shown = 0.0 if beside else max(0.0, result - plain) * batch * rows * columns / rates.memory
     return max(busy + shown, moved) + rates.launch_s
 
 

@@ -1,6 +1,6 @@
 """Rates of GPUs by name, and of the links between them: the one table of the route planner and of `rtp_ext.planner`.
 
-The rates come from data sheets, or are assumed. Nothing here was measured by this package. This module needs no torch.
+The rates come from data sheets, or are assumed, but for what GPUs reach of them. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import re
 from dataclasses import dataclass
 
 __all__ = [
+    "GEMM_FRACTION",
     "HOP_SECONDS",
     "LEAST_NVLINK",
     "LINKS",
+    "MEMORY_FRACTION",
     "POST_SECONDS",
     "WIRES",
     "DataSheet",
@@ -69,6 +71,11 @@ _DATA_SHEETS = (
     (r"RTX PRO 6000 Blackwell Server Edition", 480e12, 1597e9, 0.0),  # as above: 4 times its float32 rate, 120 TFLOP/s
     (r"GeForce RTX 5090", 209.5e12, 1792e9, 0.0),  # RTX Blackwell white paper
 )
+
+# What GPUs reach of their data sheet. Measured on an H100 80GB HBM3 (benchmarks/results/h100-80gb-hbm3-1gpu): whole
+# products of 16 bits 0.73 to 0.80 of its FLOP/s, the lower ones at the limit of its power (overlap.jsonl, t_g1_us);
+# what products add to float32 sums moves at 0.62 to 0.80 of its memory's rate (sums.jsonl), in long passes at 0.70.
+GEMM_FRACTION, MEMORY_FRACTION = 0.77, 0.70
 
 # Over PCIe 4.0 x16, a direction: 20.7 GB/s with direct access, 12.9 GB/s through memory of the host on RTX 4090 (half
 # of the bidirectional rates in tinygrad/open-gpu-kernel-modules issue 6), 25 and 9.5 to 10.5 on A40 (NVIDIA/nccl-tests

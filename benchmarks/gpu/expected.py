@@ -1,9 +1,10 @@
 """What single figures of a first day on a GPU are expected to be, and what to change where they are worse.
 
-No number here was measured on a GPU. The host's time is a number of calls for each hop and each compute, or for a pass
+The host's time is a number of calls for each hop and each compute, or for a pass
 that is a graph, as benchmarks/gpu/driver_calls.py last counted them (results/cpu-2core/driver_calls.jsonl), times the
 time of a call, plus torch's overhead for a product. The time of a call is not measured: host times are ranges between
-two estimates. All other figures come from the planner (rtp_ext/planner), with its rates for the GPU.
+two estimates. All other figures come from the planner (rtp_ext/planner), with its rates for the GPU. How sums and two
+streams count there was measured on an H100 (results/h100-80gb-hbm3-1gpu).
 
 gpu_on_paper.py makes the tables of docs/gpu.md from them; summary.py compares results with them.
 """
@@ -11,9 +12,11 @@ gpu_on_paper.py makes the tables of docs/gpu.md from them; summary.py compares r
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rtp_ext.planner import (
     Cluster,
@@ -28,14 +31,15 @@ from rtp_ext.planner import (
 from rtp_ext.planner.constants import constants, driver_call_range, host_constant
 from rtp_ext.planner.rotation.seconds import rotation_seconds
 from rtp_ext.planner.time.links import Group
-from rtp_ext.planner.time.work import Product, product_s
+from rtp_ext.planner.time.work import Product, product_s, traffic_s
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from shared.card import RESULTS
-from shared.table import last_command, read_lines
+from shared.table import Row, last_command, read_lines
 
 CALLS = RESULTS / "cpu-2core" / "driver_calls.jsonl"
+H100, H100_RESULTS = Cluster.preset("h100-80gb"), RESULTS / "h100-80gb-hbm3-1gpu"
 TIME = TimeConstants.default()
 RATIO, VALUE = 0.03, 0.10  # how far a ratio, and another figure, may be from its prediction and still be as predicted
 SUM_SHAPE = (8192, 4096)  # tokens and features of the sums of an input gradient
@@ -49,7 +53,7 @@ STRATEGIES = {
 # of each figure: what a worse one means, and what to change then
 CHANGES = {
     "host": 'the host limits small layers: CUDA graphs, `Ring(graphs="on")`',
-    "sums": "the product hides no sums: several shards in one product, so that sums are read and written less often",
+    "sums": "sums move more slowly: more shards in one product, so that sums are read and written less often",
     "split": "products with a shard are too small: several shards in one product, or route `gather`",
     "hidden": "hops take memory bandwidth or SMs from products: fewer CTAs or streams of a hop, or another link",
     "roofline": "T_gR / T_g1 and E_hide say which of the two it is",
@@ -176,17 +180,46 @@ def sum_ratio(cluster: Cluster, depth: int) -> Expected:
     return Expected.ratio(sum_us(cluster, depth, 1).least / sum_us(cluster, depth, 0).least)
 
 
-def overlap(
+def layer_seconds(
     cluster: Cluster, outputs: int, inputs: int, tokens: int, ranks: int, direction: str, rate: float | None = None
-) -> dict[str, Expected]:
-    """T_gR / T_g1 (`split`), E_hide (`hidden`) and T_g1 / T_ov (`roofline`) of a rotated linear layer; as
-    rtp_ext/measure/overlap_metrics.py defines them. `rate`: bytes per second of a hop; None: NVLink's."""
+) -> tuple[float, float, float, float]:
+    """T_g1, T_gR, T_c and T_ov of a rotated linear layer, as rtp_ext/measure/layer.py takes them: weights need no cast;
+    the input gradient and this rank's gradient are cast at the end."""
     layer = RotatedOperation("linear", (Weight((outputs, inputs)),))
     time = rotation_seconds(layer, tokens, Group(over(cluster, rate), ranks), TIME, route="direct")
     passes = {"forward": (0,), "backward": (1,), "step": (0, 1)}[direction]
     whole, shards, hops, span = (
         sum(each[pass_] for pass_ in passes) for each in (time.unsplit_s, time.computes_s, time.hops_s, time.makespan_s)
     )
+    casts = traffic_s(6.0 * (tokens * inputs + outputs * inputs / ranks), cluster, TIME) if 1 in passes else 0.0
+    return whole, shards + casts, hops, span + casts
+
+
+def timed_products() -> list[tuple[str, float, float]]:
+    """Name, measured and predicted microseconds of all products that one H100 was timed with. With shards: the median
+    over links, of products without hops."""
+    found, cases = [], dict[tuple[Any, ...], list[Row]]()
+    for row in read_lines(H100_RESULTS / "sums.jsonl"):
+        product = Product("", *SUM_SHAPE, row["k"])
+        for name, size in (("16_bits", None), ("beta0", 4.0), ("beta1", 8.0)):
+            predicted = product_s(product, H100, TIME, result_bytes=size)
+            found.append((f"k = {row['k']}, {name}", row[f"t_{name}_us"], 1e6 * predicted))
+    for row in read_lines(H100_RESULTS / "overlap.jsonl"):
+        case = (row["n"], row["k"], row["tokens"], row["ranks"], row["direction"])
+        cases.setdefault(case, []).append(row)
+    for case, rows in cases.items():
+        name, (whole, shards, *_) = rows[0]["case"], layer_seconds(H100, *case)
+        found.append((f"{name}, whole", rows[0]["t_g1_us"], 1e6 * whole))
+        found.append((f"{name}, shards", statistics.median(row["t_gr_us"] for row in rows), 1e6 * shards))
+    return found
+
+
+def overlap(
+    cluster: Cluster, outputs: int, inputs: int, tokens: int, ranks: int, direction: str, rate: float | None = None
+) -> dict[str, Expected]:
+    """T_gR / T_g1 (`split`), E_hide (`hidden`) and T_g1 / T_ov (`roofline`) of a rotated linear layer; as
+    rtp_ext/measure/overlap_metrics.py defines them. `rate`: bytes per second of a hop; None: NVLink's."""
+    whole, shards, hops, span = layer_seconds(cluster, outputs, inputs, tokens, ranks, direction, rate)
     hidden = min(1.0, (shards + hops - span) / min(shards, hops))
     return {
         "split": Expected.ratio(shards / whole),
@@ -203,9 +236,16 @@ def peak_bytes(cluster: Cluster, strategy: str, tokens: int) -> Expected:
 
 
 def step_ratio(
-    cluster: Cluster, strategy: str, layers: int, vocabulary: int, tokens: int, rate: float | None = None
+    cluster: Cluster,
+    strategy: str,
+    layers: int,
+    vocabulary: int,
+    tokens: int,
+    rate: float | None = None,
+    group: int = 0,
 ) -> Expected:
-    """Forward and backward of one rank of 8 with blocks of Llama-3-8B, over those of the plain model on one GPU."""
+    """Forward and backward of one rank of 8 with blocks of Llama-3-8B, over those of the plain model on one GPU. group:
+    shards per product; 0: as planned."""
     seq = min(2048, tokens)
     model = dataclasses.replace(ModelSpec.preset("llama-3-8b", seq=seq), layers=layers, vocab=vocabulary)
     samples = tokens // seq
@@ -215,7 +255,8 @@ def step_ratio(
         return sum(time for name, time in told.components.items() if name not in ("optimizer", "gradients", "bubble"))
 
     plain = passes(dataclasses.replace(cluster, gpus=1), Strategy(stack="torch"), 1)
-    return Expected.ratio(passes(over(cluster, rate), STRATEGIES[strategy], 8) / plain)
+    rotated = dataclasses.replace(STRATEGIES[strategy], group=group)
+    return Expected.ratio(passes(over(cluster, rate), rotated, 8) / plain)
 
 
 def kernel_gb_per_s(cluster: Cluster) -> Expected:

@@ -207,10 +207,10 @@ def of_emulated_steps(rows: list[Row], hosts: list[Row], cluster: Any, figures: 
             yield f"  {row['case']:<28}{row['refused'][:120]}"
             continue
         prediction = None
-        predicted = row["strategy"] in expected.STRATEGIES and row["shape"].startswith("block4") and row["group"] == 1
+        predicted = row["strategy"] in expected.STRATEGIES and row["shape"].startswith("block4")
         if cluster is not None and predicted:
             sizes = row["layers"], row["vocabulary"], row["tokens"]
-            prediction = expected.step_ratio(cluster, row["strategy"], *sizes, rates.get(row["link"]))
+            prediction = expected.step_ratio(cluster, row["strategy"], *sizes, rates.get(row["link"]), row["group"])
         ratio = figures.compared("step", row["ratio"], prediction)
         low, middle, high = (row[f"forward_backward{key}_ms"] for key in ("_p20", "", "_p80"))
         yield (

@@ -26,7 +26,7 @@ from rtp_ext.planner import (
     estimate_memory,
     estimate_time,
 )
-from rtp_ext.planner.constants import TimeConstants, constants
+from rtp_ext.planner.constants import constants
 from rtp_ext.planner.plans.against import STEPS, TO_COME, Match, matches, ring_text
 from rtp_ext.planner.plans.differences import differences
 from rtp_ext.planner.plans.forwards import forwards_table
@@ -34,6 +34,7 @@ from rtp_ext.planner.plans.when import Cell, cluster_of, grid, when_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
+from gpu.expected import timed_products
 from shared.card import RESULTS
 from shared.table import Row, markdown, marker, read_lines, renew, wishes, with_blocks, wrapped
 
@@ -68,19 +69,6 @@ def matched() -> list[Match]:
     return matches(STEPS)
 
 
-def _unhidden(one: Match, pieces: str) -> float:
-    """The ratio where float32 sums hide under no product."""
-    ring, constants = one.rings[pieces], dataclasses.replace(TimeConstants.default(), hidden_sums=0.0)
-    if ring is None:
-        return float("inf")
-    model, cluster = ModelSpec.preset(one.model, seq=one.tokens), cluster_of(one.link, one.gpus)
-    ours, theirs = (
-        estimate_time(model, cluster, side.strategy, one.gpus, constants=constants).step_seconds
-        for side in (ring, one.peer)
-    )
-    return ours / theirs
-
-
 def _slower(ratio: float) -> str:
     """Formats a ratio of times as words."""
     share = f"{100 * abs(ratio - 1):.1f}"
@@ -93,19 +81,7 @@ def _ratio(value: float) -> str:
 
 def against() -> str:
     """Every cell of `--when` in which a ring and `fully_shard` both fit, before and after, with what binds."""
-    heads = (
-        "cell",
-        "`fully_shard` s",
-        "no SMs",
-        "today",
-        "(sums)",
-        "binding",
-        "to come",
-        "(sums)",
-        "binding",
-        "plan",
-        "GB",
-    )
+    heads = ("cell", "`fully_shard` s", "no SMs", "today", "binding", "to come", "binding", "plan", "GB")
     rows = []
     for one in matched():
         cell = f"{one.model} {one.link} {one.tokens}"
@@ -117,7 +93,7 @@ def against() -> str:
             held = f"{last.allocated_bytes / GB:.0f}/{one.peer.allocated_bytes / GB:.0f}"
         parts = [cell, f"{one.peer.seconds:.4g}", f"{one.free.seconds / one.peer.seconds:.3f}"]
         for pieces in (STEPS[0], STEPS[-1]):
-            parts += [_ratio(one.ratio(pieces)), _ratio(_unhidden(one, pieces)), one.binding(pieces) or "-"]
+            parts += [_ratio(one.ratio(pieces)), one.binding(pieces) or "-"]
         rows.append((*parts, told, held))
     table = [
         (
@@ -132,24 +108,38 @@ def against() -> str:
 
 def eight() -> str:
     """Llama 3 8B on 8 H100 by tokens, at equal settings."""
-    heads = ("tokens", "`zero=3` s", "`symm_mem`", "`rtp=8`", *(f"+ {piece}" for piece in TO_COME), "sums not hidden")
+    heads = ("tokens", "`zero=3` s", "`symm_mem`", "`rtp=8`", *(f"+ {piece}" for piece in TO_COME))
     rows = []
     cluster = Cluster.preset("h100-80gb", gpus=8)
-    harder = dataclasses.replace(TimeConstants.default(), hidden_sums=0.0)
     for tokens in _HIDES:
         model, shared = ModelSpec.preset("llama-3-8b", seq=tokens), {"fused_loss": True}
 
-        def told(plan: Strategy, constants: TimeConstants | None = None, model: ModelSpec = model) -> float:
-            return estimate_time(model, cluster, plan, cluster.gpus, constants=constants).step_seconds
+        def told(plan: Strategy, model: ModelSpec = model) -> float:
+            return estimate_time(model, cluster, plan, cluster.gpus).step_seconds
 
         peer = told(Strategy(dp=8, zero=3, **shared))
         free = told(Strategy(dp=8, zero=3, symm_mem=True, **shared))
         rings = [told(Strategy(rtp=8, to_come=step, **shared)) for step in STEPS]
-        ends = [told(Strategy(rtp=8, to_come=step, **shared), harder) for step in (STEPS[0], STEPS[-1])]
         ratios = [f"{seconds / peer:.3f}" for seconds in (free, *rings)]
-        worse = " -> ".join(f"{seconds / told(Strategy(dp=8, zero=3, **shared), harder):.3f}" for seconds in ends)
-        rows.append((str(tokens), f"{peer:.4f}", *ratios, worse))
+        rows.append((str(tokens), f"{peer:.4f}", *ratios))
     return markdown(heads, rows)
+
+
+def products() -> str:
+    """Products as an H100 took them, and as the time model has them."""
+    rows, found = [], {name: (measured, predicted) for name, measured, predicted in timed_products()}
+    for first, *others in _PRODUCTS:
+        for case in sorted({name.rpartition(", ")[0] for name in found if name.endswith(first)}):
+            told = [found[f"{case}, {name}"] for name in (first, *others)]
+            rows.append((case, *(f"{mine:.0f} / {model:.0f}, {_percent(model / mine - 1)}" for mine, model in told)))
+    errors = [abs(predicted / measured - 1) for measured, predicted in found.values()]
+    note = (
+        f"Measured / predicted us, error. Of all {len(errors)}: {100 * statistics.mean(errors):.1f} % on average, "
+        f"{100 * max(errors):.1f} % at most. `k`: [8192, k] x [k, 4096] in bf16 with results of 16 bits and of "
+        "float32, and float32 sums in place; others: whole layers, and products with 8 shards, casts, no hops."
+    )
+    table = [(*row, *[""] * (4 - len(row))) for row in rows]
+    return markdown(("case", "whole, or 16 bits", "shards, or beta = 0", "beta = 1"), table) + wrapped(note) + "\n\n"
 
 
 def forwards() -> str:
@@ -204,6 +194,7 @@ def like() -> str:
     return f"\n{wrapped(first)}\n{markdown(_HEADS, rows)}{wrapped(last)}\n\n"
 
 
+_PRODUCTS = (("16_bits", "beta0", "beta1"), ("whole", "shards"))
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("planner.md", "planner_model.md", "predictions.md")
 BLOCK = marker("planner")
@@ -441,6 +432,7 @@ BLOCKS = {
     "untouched": _untouched,
     "runs": _runs,
     "when": when,
+    "products": products,
     "eight": eight,
     "against": against,
     "forwards": forwards,

@@ -199,7 +199,7 @@ def lines_at(factor: float) -> list[dict]:
     layer = expected.overlap(H100, 14336, 4096, 8192, 8, "step")
     split, roofline = layer["split"].least * factor, layer["roofline"].least / factor
     rate = expected.kernel_gb_per_s(H100).least / factor
-    step = expected.step_ratio(H100, "rtp", 4, 32768, 2048).least * factor
+    step = expected.step_ratio(H100, "rtp", 4, 32768, 2048, group=1).least * factor
     lines = [
         {"benchmark": "host_times", "link": "ce-local", "host_us_per_hop": expected.hop_us("ce").most * factor},
         {"benchmark": "sums", "case": "k 1792", "shape": "8192x4096", "k": 1792,

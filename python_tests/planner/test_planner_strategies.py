@@ -81,7 +81,7 @@ def test_rings_over_hosts_follow_the_closed_forms():
         assert flat.timeline_s[0] == pytest.approx(t + (ranks - 1) * max(t, h_i, h_o))
         phase = t + 7 * max(t, h_i)
         assert two.timeline_s[0] == pytest.approx(phase + (hosts - 1) * max(phase, h_o))
-        assert all(ours < 0.8 * theirs for ours, theirs in zip(two.makespan_s, flat.makespan_s, strict=True))
+        assert all(ours < 0.9 * theirs for ours, theirs in zip(two.makespan_s, flat.makespan_s, strict=True))
         if hosts == 2:
             shares[tokens] = 2 * tokens * 14336 * 4096 / 794.5e12 / flat.timeline_s[0]
     assert shares == {2048: pytest.approx(0.11, abs=0.005), 8192: pytest.approx(0.44, abs=0.005)}
@@ -111,19 +111,19 @@ def test_hops_take_ce_inside_a_host_and_nccl_between_hosts():
 
 def test_products_with_shards_read_and_write_their_sums():
     """By hand, on a GPU whose memory is the limit: float32 sums of input gradients (of outputs where inputs are cut),
-    and of weight gradients in the dtype in which they travel."""
+    and of weight gradients in the dtype in which they travel. The first product of a sum does not read it."""
     slow = dataclasses.replace(H100, hbm_bytes_per_s=3.35e10)
     rate, tokens = slow.hbm_bytes_per_s * CONSTANTS.hbm_fraction, 1024
     x, y, w = 4096 * tokens, 14336 // 8 * tokens, 14336 // 8 * 4096
     for weight, forward, dgrad in (
-        (Weight((14336, 4096)), 2 * (x + w) + 2 * y, 2 * (y + w) + 8 * x),
-        (Weight((4096, 14336), 1), 2 * (y + w) + 8 * x, 2 * (x + w) + 2 * y),
+        (Weight((14336, 4096)), 2 * (x + w) + 2 * y, 2 * (y + w) + (8 - 4 / 8) * x),
+        (Weight((4096, 14336), 1), 2 * (y + w) + (8 - 4 / 8) * x, 2 * (x + w) + 2 * y),
     ):
         layer = RotatedOperation("bundle", (weight,))
         for reduce_bytes, direct in ((4, False), (2, False), (4, True)):
             ways = {"reduce_bytes": reduce_bytes, "gradient_route": "direct" if direct else "chain"}
             found = rotation_seconds(layer, tokens, Group(slow, 8), CONSTANTS, **ways).durations
-            wgrad = 2 * (x + y) + (1 if direct else 2) * reduce_bytes * w
+            wgrad = 2 * (x + y) + (1 if direct else 2 - 1 / 8) * reduce_bytes * w
             moved = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
             expected = {kind: size / rate + CONSTANTS.engine_launch_s for kind, size in moved.items()}
             assert {kind: found[kind] for kind in moved} == pytest.approx(expected), (weight.dim, ways)

@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 
+import gpu.expected as first_day
 import pytest
 from planner import planner_runs, published
 from planner.planner_runs import regrets
@@ -58,6 +59,25 @@ def test_products_run_in_waves_or_at_the_speed_of_memory():
         7,
         3,
     )
+
+
+def test_products_take_what_an_h100_took(monkeypatch):
+    """Whole products, those of all shards, and float32 sums, as benchmarks/gpu measured them on one H100."""
+
+    def errors():
+        return [abs(predicted / measured - 1) for _, measured, predicted in first_day.timed_products()]
+
+    assert len(errors()) >= 33 and statistics.mean(errors()) < 0.05 and max(errors()) < 0.11
+    monkeypatch.setattr(first_day, "TIME", dataclasses.replace(CONSTANTS, hbm_fraction=1e3))
+    assert max(errors()) > 0.25, "control: without the traffic of sums"
+
+
+def test_megatron_adds_weight_gradients_in_float32():
+    own = {"model": LLAMA, "cluster": H100, "constants": CONSTANTS, "tokens": 4096}
+    plain, megatron = (layer_seconds(strategy=Strategy(zero=zero), **own).gemm for zero in (3, 1))
+    matrices = LLAMA.layer_parameters - LLAMA.norm_parameters
+    added = 6 * matrices / (3.35e12 * CONSTANTS.hbm_fraction)  # 8 bytes a value in place of 2
+    assert megatron[0] == plain[0] and megatron[1] - plain[1] == pytest.approx(added)
 
 
 def test_collectives_over_nodes_share_ports_and_bandwidth_grows_with_size():
@@ -179,7 +199,7 @@ def test_a_ring_counts_its_casts_and_the_products_that_it_repeats():
     again = rotation_seconds(mlp, tokens, group, CONSTANTS, recompute=True)
     kept = rotation_seconds(mlp, tokens, group, CONSTANTS)
     logits = product_s(Product("", tokens, 128256, 4096), H100, CONSTANTS)
-    assert again.unsplit_s == kept.unsplit_s and again.computes_s[1] > 1.3 * kept.computes_s[1]
+    assert again.unsplit_s == kept.unsplit_s and again.computes_s[1] > 1.25 * kept.computes_s[1]
     seen = rotation_seconds(head, tokens, group, CONSTANTS)
     assert seen.computes_s[1] - seen.unsplit_s[1] > 0.9 * logits
 

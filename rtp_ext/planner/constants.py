@@ -59,7 +59,7 @@ class TimeConstants:
             reaches.
         gemm_ramp_depth: cost of starting and ending a tile, in steps of the inner dimension.
         flash_fraction_torch: fraction of the best rate that torch's fused attention reaches.
-        hbm_fraction: fraction of the memory bandwidth that elementwise kernels reach.
+        hbm_fraction: fraction of the memory bandwidth that elementwise kernels, and the sums of products, reach.
         kernel_s, engine_launch_s: seconds between two kernels of a queue; for each further kernel that the engine
             launches.
         host_s: seconds in which the host issues a kernel, including autograd and framework; the part beyond the GPU's
@@ -72,8 +72,6 @@ class TimeConstants:
         driver_call_s, engine_product_s: host seconds for a call of the CUDA driver (not measured: see
             `driver_call_range`), and for a product of the engine besides the calls of its step. 0: a machine without
             GPUs.
-        hidden_sums: share of the bytes of float32 sums, beyond a plain result's, that products move beneath their main
-            loops (not measured: 1 is a hope, 0 the other end).
     """
 
     gemm_fraction: float
@@ -92,7 +90,6 @@ class TimeConstants:
     network_sm_share: float
     driver_call_s: float
     engine_product_s: float
-    hidden_sums: float
 
     @classmethod
     @functools.cache

@@ -9,6 +9,7 @@ from harness import Cases, run_ranks
 from reference import assert_same, chunk, random
 
 import rtp_ext
+from rtp_ext.cost import GEMM_RAMP
 from rtp_ext.functional import rotated_linear, rotated_mlp
 from rtp_ext.ring.routes import route_planner
 from rtp_ext.ring.routes.route_planner import Device, LayerSize, Link, decide, gemm_seconds, predict
@@ -27,10 +28,11 @@ def _way(plan):
 
 
 def test_a_gemm_counts_its_last_wave_whole():
-    one_wave = gemm_seconds(DEVICE, 128, 256 * 132, 4096)
-    assert one_wave == pytest.approx(2 * 128 * 256 * 132 * 4096 / 650e12)
-    assert gemm_seconds(DEVICE, 128, 256 * 133, 4096) == pytest.approx(1.5 * one_wave), "three of half as large tiles"
-    assert gemm_seconds(DEVICE, 1, 1, 1) == DEVICE.seconds_per_launch
+    device = dataclasses.replace(DEVICE, seconds_per_launch=0.0)
+    one_wave = gemm_seconds(device, 128, 256 * 132, 4096)
+    assert one_wave == pytest.approx(2 * 128 * 256 * 132 * (4096 + GEMM_RAMP) / 650e12)
+    assert gemm_seconds(device, 128, 256 * 133, 4096) == pytest.approx(1.5 * one_wave), "three of half as large tiles"
+    assert gemm_seconds(DEVICE, 128, 256 * 132, 4096) == pytest.approx(one_wave + DEVICE.seconds_per_launch)
     assert gemm_seconds(DEVICE, 0, 256, 256) == 0.0
 
 

@@ -75,8 +75,8 @@ def forward_time(
     whole = compute = pulled = 0.0
     for operation in layer:
         common = (False, _BYTES, model.experts_per_token)
-        whole += step_seconds(operation, tokens, 1, 1, cluster, constants, *common)["forward"]
-        compute += ranks * step_seconds(operation, tokens, ranks, 1, cluster, launches, *common, sums)["forward"]
+        whole += step_seconds(operation, tokens, 1, cluster, constants, *common)["forward"]
+        compute += ranks * step_seconds(operation, tokens, ranks, cluster, launches, *common, sums)["forward"]
         values = _values(operation)
         stored = values * bytes_of_weight(weights)
         if weights is not None:

@@ -18,7 +18,15 @@ from rtp_ext.embedding_rows import rows_traffic
 from rtp_ext.planner.constants import TimeConstants, host_constant
 from rtp_ext.planner.native import travel_bytes
 from rtp_ext.planner.rotation.operations import RotatedOperation
-from rtp_ext.planner.rotation.seconds import RotationTime, casts_s, hop_calls, products_of, shard_values, step_seconds
+from rtp_ext.planner.rotation.seconds import (
+    RotationTime,
+    casts_s,
+    hop_calls,
+    products_of,
+    shard_values,
+    step_seconds,
+    two_lanes,
+)
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.strategy import Strategy
 from rtp_ext.planner.time.links import Group, called_s, hop_bytes_per_s, hop_s, message_latency_s, posted_s, taken_s
@@ -178,24 +186,22 @@ def products_s(
     constants: TimeConstants,
     sizes: Sizes,
     count: int,
-    alone: bool,
-    adds: bool,
+    sums: tuple[float | None, float],
+    beside: bool = False,
 ) -> dict[str, float]:
-    """Returns the seconds of the products with `count` shards at once. alone: of all groups, so that results are no
-    sums. adds: weight gradients add to what arrived."""
+    """Returns the seconds of the products with `count` shards at once. sums, beside: as of `step_seconds`."""
     launches = dataclasses.replace(constants, kernel_s=constants.engine_launch_s)
-    of_weights = float(2 * sizes.reduce_bytes if adds else sizes.reduce_bytes)
     return step_seconds(
         rotation,
         tokens,
         group.ranks,
-        1,
         group.cluster,
         launches,
         sizes.recompute,
         sizes.product_bytes,
         sizes.experts_per_token,
-        (None if alone else 2.0 * max(4, sizes.compute_bytes), of_weights),
+        sums,
+        beside=beside,
         shards=count,
         joined=sizes.joined,
     )
@@ -268,41 +274,57 @@ def block_time(
         of_weights = values * weight_bytes
         of_gradients = values * sizes.reduce_bytes if rotation.trains else 0.0
 
-        def of(count: int, adds: bool, rotation: RotatedOperation = rotation, alone: bool = alone) -> dict[str, float]:
-            return products_s(rotation, tokens, group, constants, sizes, count, alone, adds)
+        streams = size == 1 and hosts == 1 and rotation.trains and two_lanes(rotation, tokens, ranks, cluster)[1]
+        of_shards = functools.partial(products_s, rotation, tokens, group, constants, sizes, beside=streams)
 
+        def of(
+            count: int, first: bool, adds: bool = False, alone: bool = alone, of_shards: Any = of_shards
+        ) -> dict[str, float]:
+            """first: of its sum, which it does not read. adds: weight gradients add to what arrived."""
+            of_results = (2.0 - first) * max(4, sizes.compute_bytes)
+            sums = (None if alone else of_results, (2.0 if adds else 1.0) * sizes.reduce_bytes)
+            return of_shards(count=count, sums=sums)
+
+        steps = [of(count, index == 0) for index, count in enumerate(groups)]
         call, hop = _weights_s(inside, of_weights, constants, plan, place, hosts)
         outer = hop_s(between, of_weights, constants) if hosts > 1 else 0.0
-        first = tuple(of(count, False)["forward"] for count in groups)
         cast = casts_s(
             rotation, tokens, ranks, sizes.compute_bytes, True, cluster, constants, sums=not alone, joined=sizes.joined
         )
         casts[0] += cast[0]
         casts[1] += cast[1]
-        forward.append(Operation(between_s[0][place] + cast[0], groups, first, hop, of_weights, outer, call=call))
+        of_forward, of_dgrad = (tuple(step[kind] for step in steps) for kind in ("forward", "dgrad"))
+        forward.append(Operation(between_s[0][place] + cast[0], groups, of_forward, hop, of_weights, outer, call=call))
         ways: dict[str, Any] = {}
         if rotation.trains:
-            one = of(1, True)["wgrad"]
             route, posted, sent = plan.gradients, 0.0, hop_s(inside, of_gradients, constants)
             if scatters:
                 route, (posted, sent) = "direct", called_s(inside, of_gradients, constants)
                 posted *= len(products_of(rotation, sizes.joined))
             elif direct and inside.reaches_all and hosts == 1:
                 posted, sent = posted_s(inside, of_gradients, constants, called="collective" in pieces)
-            if route == "chain" and rotation.kind == "linear" and hosts == 1 and sent > of(1, True)["dgrad"]:
+            if route == "chain" and rotation.kind == "linear" and hosts == 1 and sent > of(1, False)["dgrad"]:
                 route = "halves"  # as the engine's linear layers do
+            if direct:
+                wgrads = tuple(step["wgrad"] for step in steps)
+            elif size == 1:
+                wgrads = (steps[0]["wgrad"], *[of(1, False, adds=True)["wgrad"]] * (ranks - 1))
+            else:  # contributions of a group, then each is added to what arrived
+                add = traffic_s(3 * of_gradients, cluster, constants)
+                wgrads = tuple(
+                    step["wgrad"] / count + add for step, count in zip(steps, groups, strict=True) for _ in range(count)
+                )
             ways = {
                 "gradients": route,
-                "wgrads": tuple(of(count, False)["wgrad"] for count in groups) if direct else (one,) * ranks,
+                "wgrads": wgrads,
                 "gradient_hop": sent,
                 "outer_gradient_hop": hop_s(between, of_gradients, constants) if hosts > 1 else 0.0,
                 "gradient_call": posted,
                 "add": _add_s(of_gradients, ranks, hosts, group, constants) if direct and not scatters else 0.0,
             }
             products[1] += len(groups) if direct else ranks * (2 if route == "halves" else 1)
-        back = tuple(of(count, False)["dgrad"] for count in groups)
         backward.append(
-            Operation(between_s[1][place] + cast[1], groups, back, hop, of_weights, outer, call=call, **ways)
+            Operation(between_s[1][place] + cast[1], groups, of_dgrad, hop, of_weights, outer, call=call, **ways)
         )
         products[0] += len(groups)
         products[1] += len(groups)

@@ -133,9 +133,13 @@ class RotatedOperation:
         """Weights that travel in backward: all of a bundle, otherwise those that the input gradient needs."""
         return tuple(weight for place, weight in enumerate(self.weights) if self.facts.travels(place, "backward"))
 
-    def chunks(self, ranks: int, element_bytes: int) -> int:
-        """Returns the number of chunks of each shard under the default slot cap of a ring."""
-        return self.facts.chunks(ranks, element_bytes, engine().SLOT_CAP)[0]
+    def chunks(self, ranks: int, element_bytes: int) -> list[float]:
+        """Returns the parts of the largest shard that are its chunks under the default slot cap of a ring."""
+        count, rows = self.facts.chunks(ranks, element_bytes, engine().SLOT_CAP)
+        if count == 1:
+            return [1.0]
+        shard = self.weights[0].shard_shape(ranks)[0]
+        return [min(rows, shard - first) / shard for first in range(0, shard, rows)]
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,10 @@ class RotationTime:
         unsplit_s: of the same products with the full weight.
         computes_s: of the R products with one shard each.
         timeline_s: of the simulator on the executor's schedule.
-        makespan_s: the same, but at least the time of two concurrent products or of two hops on one link.
+        makespan_s: the same, but at least the time of the products, or of two hops on one link.
         durations: of every kind of step, as `Lockstep.makespan` takes them; for one chunk.
         halves: whether gradients travel in two halves.
-        two_lanes: whether two products run concurrently, which fills partial waves.
+        two_lanes: whether two products run concurrently, which hides the traffic of their sums.
         hosts: number of hosts of a two-level ring; 1: a flat ring.
         hops_s: busy time of the links inside a host.
         taken_s: by how much computes take longer beside the hops over NCCL.
@@ -125,29 +125,41 @@ def rotation_seconds(
     weights where forward left them. joined: layers with one input are one operand. Hops inside a host take `ce`, where
     its GPUs access each other's memory, and all others NCCL on blocking communicators.
 
-    Durations are those of the largest shard. Products with a shard add to sums, which they read and write: of outputs
-    or of input gradients in float32 (csrc/compute/gemm), of weight gradients in the dtype in which they travel. The
-    first launch of a pass takes `kernel_s`, the engine's own less. A linear layer's gradients travel in halves where
-    their hop takes longer than a dgrad (rtp_ext/ring/routes/route_planner.py), and its products run on two streams
-    where one leaves multiprocessors idle (csrc/ops/linear.cpp). Operations above the slot cap run chunk by chunk. Both
-    kinds of hop share one link: a backward takes at least the time of the bytes of both. Source: rtp_ext.timeline,
-    arXiv 2311.01635.
+    Durations are those of the largest shard. Products with a shard add to sums, which they read and write, but for the
+    first, which writes: of outputs or of input gradients in float32 (csrc/compute/gemm), of weight gradients in the
+    dtype in which they travel. The first launch of a pass takes `kernel_s`, the engine's own less. A linear layer's
+    gradients travel in halves where their hop takes longer than a dgrad (rtp_ext/ring/routes/route_planner.py), and its
+    products run on two streams where one leaves multiprocessors idle (csrc/ops/linear.cpp): `beside` each other, as
+    `rtp_ext.cost.product_seconds` has it. Operations above the slot
+    cap run chunk by chunk; durations are means over chunks. Both kinds of hop share one link: a backward takes at least
+    the time of the bytes of both. Source: rtp_ext.timeline, arXiv 2311.01635.
     """
     ranks, op = group.ranks, _OPERATIONS[rotation.kind]
     direct = gradient_route == "direct"
     local_bytes = max(4, reduce_bytes) if direct else reduce_bytes
-    chunks = rotation.chunks(ranks, max(compute_bytes, local_bytes))
+    parts_of_shard = rotation.chunks(ranks, max(compute_bytes, local_bytes))
+    chunks = len(parts_of_shard)
     weight_bytes = travel_bytes(travel, compute_bytes)
     gradient_bytes = travel_bytes(gradient_travel, reduce_bytes)
     narrow = direct and gradient_bytes < local_bytes
     cluster = group.cluster
     width = (product_bytes, experts_per_token)
-    whole = step_seconds(rotation, tokens, 1, 1, cluster, constants, None, *width)
+    whole = step_seconds(rotation, tokens, 1, cluster, constants, None, *width)
     engine = dataclasses.replace(constants, kernel_s=constants.engine_launch_s)
     sums = None
     if ranks > 1:  # what is computed is added to a sum, but a contribution that is sent to its owner
-        sums = (2.0 * max(4, compute_bytes), float(local_bytes if direct else 2 * reduce_bytes))
-    one = step_seconds(rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums, joined=joined)
+        of_results = (2 - 1 / (ranks * chunks)) * max(4, compute_bytes)
+        sums = (of_results, float(local_bytes) if direct else (2 - 1 / ranks) * reduce_bytes)
+
+    def mean_seconds(beside: bool) -> dict[str, float]:
+        ways: dict[str, Any] = {"joined": joined, "beside": beside}
+        found = [
+            step_seconds(rotation, tokens, ranks, cluster, engine, recompute, *width, sums, part=part, **ways)
+            for part in parts_of_shard
+        ]
+        return {kind: sum(each[kind] for each in found) / chunks for kind in found[0]}
+
+    one = mean_seconds(False)
     of_weights, back = (
         sum(weight.travelling_bytes(ranks, weight_bytes) for weight in weights) / chunks
         for weights in (rotation.weights, rotation.backward_weights)
@@ -181,17 +193,16 @@ def rotation_seconds(
     halves = wgrad and op == "linear" and not direct and hosts == 1 and hops["gradient"] > one["dgrad"]
     moves = in_place and chunks == 1 and ranks > 1
     lanes = (False, False)
-    if op == "linear" and ranks > 1 and hosts == 1:
-        lanes = _two_lanes(rotation, tokens, ranks * chunks, cluster)
-    filled = step_seconds(
-        rotation, tokens, ranks, chunks, cluster, engine, recompute, *width, sums, joined=joined, whole_waves=False
-    )
-    filled = {kind: time + cast_s[kind] for kind, time in filled.items()}
+    if ranks > 1 and hosts == 1:
+        lanes = two_lanes(rotation, tokens, ranks, cluster, parts_of_shard[0])
+    beside = {kind: time + cast_s[kind] for kind, time in mean_seconds(True).items()}
     computed = {"dgrad": dgrad or rotation.bundle, "wgrad": wgrad}
     kinds = (("forward",), tuple(kind for kind, there in computed.items() if there))
     # concurrent products share the multiprocessors: at least the time of the work of their tiles
+    both_kinds = lanes[1] and dgrad and wgrad
     work = [
-        ranks * sum((filled if two else one)[kind] for kind in kind_s) for kind_s, two in zip(kinds, lanes, strict=True)
+        ranks * (beside if lanes[0] else one)["forward"],
+        ranks * sum((beside if both_kinds else one)[kind] for kind in kinds[1]),
     ]
     way = ("two-level", hosts) if hosts > 1 else (route, 1)
     ways = (moves, halves, dgrad, lanes[1], direct, narrow, *way, wgrad)
@@ -285,14 +296,20 @@ def hop_calls(group: Group) -> float:
     return host_constant("ce_hop_calls" if group.over_ce else "nccl_hop_calls")
 
 
-def _two_lanes(rotation: RotatedOperation, tokens: int, parts: int, cluster: Cluster) -> tuple[bool, bool]:
-    """Returns, for forward and backward, whether a product leaves much of its last wave idle (csrc/ops/linear.cpp)."""
+def two_lanes(
+    rotation: RotatedOperation, tokens: int, ranks: int, cluster: Cluster, part: float = 1.0
+) -> tuple[bool, bool]:
+    """Returns, for forward and backward, whether products with this part of a shard run on two streams: those of linear
+    layers, where one leaves much of its last wave idle (csrc/ops/linear.cpp)."""
+    if rotation.kind != "linear":
+        return False, False
 
     def wastes(rows: int, columns: int) -> bool:
         return engine().wastes_last_wave(rows, columns, cluster.streaming_multiprocessors)
 
     matrices = [weight for weight in rotation.weights if not weight.is_bias]
-    outputs, inputs = sum(-(-weight.shape[0] // parts) for weight in matrices), matrices[0].shape[1]
+    outputs = sum(round(part * -(-weight.shape[0] // ranks)) for weight in matrices)
+    inputs = matrices[0].shape[1]
     return wastes(tokens, outputs), wastes(tokens, inputs) or wastes(outputs, inputs)
 
 
@@ -320,7 +337,6 @@ def step_seconds(
     rotation: RotatedOperation,
     tokens: int,
     ranks: int,
-    chunks: int,
     cluster: Cluster,
     constants: TimeConstants,
     recompute: bool | None,
@@ -328,18 +344,20 @@ def step_seconds(
     experts_per_token: int,
     sums: tuple[float | None, float] | None = None,
     *,
-    whole_waves: bool = True,
+    part: float = 1.0,
+    beside: bool = False,
     shards: int = 1,
     joined: bool = False,
 ) -> dict[str, float]:
-    """Returns the seconds of one step with one shard (or chunk of one) of the largest size. sums: bytes read and
+    """Returns the seconds of one step with one shard of the largest size, or with a `part` of it. sums: bytes read and
     written for each number of a sum over shards, of activations and of weight gradients; None: a whole weight.
     recompute: whether a bundle computes its first half again; None: and a head does not compute its logits again.
-    shards: that a product has at once. joined: layers with one input are one operand."""
+    beside: as of `rtp_ext.cost.product_seconds`. shards: that a product has at once. joined: layers with one input are
+    one operand."""
     of_inputs, of_weights = sums or (None, None)
     matrices = products_of(rotation, joined)
     if rotation.kind == "embedding":  # rows are copied, or added
-        values = sum(tokens * weight.shape[1] for weight in matrices) / (ranks * chunks)
+        values = part * sum(tokens * weight.shape[1] for weight in matrices) / ranks
         moved = traffic_s(4 * values, cluster, constants) + constants.kernel_s
         return {"forward": moved, "dgrad": 0.0, "wgrad": 2 * moved}
     seconds = {"forward": 0.0, "dgrad": 0.0, "wgrad": 0.0}
@@ -349,17 +367,17 @@ def step_seconds(
             each, shape = -(-shape[0] // ranks), shape[1:]
             rows, cut, experts = -(-tokens * experts_per_token // (ranks * each)), 1, shards * each
         else:
-            rows, cut = tokens, ranks * chunks
+            rows, cut = tokens, ranks
 
-        def part(size: int, cut: int = cut) -> int:
-            return min(size, shards * -(-size // cut))
+        def held(size: int, cut: int = cut) -> int:
+            return min(size, round(part * shards * -(-size // cut)))
 
-        outputs, inputs = (shape[0], part(shape[1])) if weight.dim == 1 else (part(shape[0]), shape[1])
+        outputs, inputs = (shape[0], held(shape[1])) if weight.dim == 1 else (held(shape[0]), shape[1])
         product = Product("shard", rows, outputs, inputs, experts, element_bytes)
         dgrad, wgrad = product.backward()
         by_outputs = weight.dim == 0 and len(weight.shape) == 2
         by_inputs = weight.dim == 1 and len(weight.shape) == 2
-        ways: dict[str, Any] = {"cluster": cluster, "constants": constants, "whole_waves": whole_waves}
+        ways: dict[str, Any] = {"cluster": cluster, "constants": constants, "beside": beside}
         forward = product_s(product, **ways, result_bytes=of_inputs if by_inputs else None)
         seconds["forward"] += forward
         seconds["dgrad"] += product_s(dgrad, **ways, result_bytes=of_inputs if by_outputs else None)

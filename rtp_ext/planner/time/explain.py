@@ -16,7 +16,15 @@ from rtp_ext.planner.specs.strategy import Strategy
 from rtp_ext.planner.time.links import Group, ring_bytes_per_s
 from rtp_ext.planner.time.report import TIME_COMPONENTS, TimeReport
 from rtp_ext.planner.time.stage import StageClock
-from rtp_ext.planner.time.work import Product, elementwise_bytes, flops_per_s, head_product, product_s, products
+from rtp_ext.planner.time.work import (
+    Product,
+    elementwise_bytes,
+    flops_per_s,
+    head_product,
+    product_s,
+    products,
+    wgrad_bytes,
+)
 
 
 def seconds_text(seconds: float) -> str:
@@ -43,8 +51,8 @@ def explain_time(
         "one layer, one micro-batch   [constants.json, time; planner/gemm.py, planner/links.py]",
     ]
     for product in [*products(model, strategy, clock.tokens), head_product(model, strategy, clock.tokens)]:
-        for part in (product, *product.backward()):
-            lines += _product(part, cluster, constants)
+        for part, result_bytes in zip((product, *product.backward()), (None, None, wgrad_bytes(strategy)), strict=True):
+            lines += _product(part, cluster, constants, result_bytes)
     moved = elementwise_bytes(model, strategy, clock.tokens, constants)
     filled = f"{number_text(moved)} / ({number_text(cluster.hbm_bytes_per_s)} * {constants.hbm_fraction})"
     value = moved / (cluster.hbm_bytes_per_s * constants.hbm_fraction)
@@ -89,24 +97,33 @@ def _filled(filled: str, seconds: float) -> str:
     return f"    = {filled} = {seconds_text(seconds)} s"
 
 
-def _product(product: Product, cluster: Cluster, constants: TimeConstants) -> list[str]:
+def _product(
+    product: Product, cluster: Cluster, constants: TimeConstants, result_bytes: float | None = None
+) -> list[str]:
+    """result_bytes: as of `product_s`."""
     m, n, k, batch = product.rows, product.columns, product.depth, product.batch
     sms = cluster.streaming_multiprocessors
     whole = {tile: math.ceil(engine().waves(m, n, sms, index, batch)) for index, tile in enumerate(engine().GEMM_TILES)}
     tile = min(whole, key=lambda tile: whole[tile] * tile[0] * tile[1])
     waves = whole[tile]
     rate = number_text(flops_per_s(cluster, product.element_bytes))
-    seconds = product_s(product, cluster, constants)
+    seconds = product_s(product, cluster, constants, result_bytes=result_bytes)
+    plain = max(2, product.element_bytes)
+    sums = batch * ((result_bytes or plain) - plain) * m * n
+    bandwidth = f"({number_text(cluster.hbm_bytes_per_s)} * {constants.hbm_fraction})"
     by_tiles = (
         f"{waves} * {sms} * 2 * {tile[0]} * {tile[1]} * ({k} + {constants.gemm_ramp_depth:g}) / "
         f"({rate} * {constants.gemm_fraction}) + {constants.kernel_s!r}"
     )
     head = f"  {product.what}: [{m}, {k}] x [{k}, {n}]" + (f", {batch} of them" if batch > 1 else "")
-    if abs(_by_tiles(waves, sms, tile, k, rate, constants) - seconds) < 1e-9:
+    shown = sums / (cluster.hbm_bytes_per_s * constants.hbm_fraction)
+    if abs(_by_tiles(waves, sms, tile, k, rate, constants) + shown - seconds) < 1e-9:
         what = "waves * multiprocessors * 2 * tile * (depth + ramp) / (FLOP/s * fraction) + launch"
+        if sums:
+            what += " + bytes of the sum / (HBM bytes per s * fraction)"
+            by_tiles += f" + {sums} / {bandwidth}"
         return [f"{head}   {what}", _filled(by_tiles, seconds)]
-    moved = batch * (product.element_bytes * (m * k + k * n) + max(2, product.element_bytes) * m * n)
-    bandwidth = f"({number_text(cluster.hbm_bytes_per_s)} * {constants.hbm_fraction})"
+    moved = batch * product.element_bytes * (m * k + k * n) + plain * batch * m * n + sums
     filled = f"{moved} / {bandwidth} + {constants.kernel_s!r}"
     return [f"{head}   bytes / (HBM bytes per s * fraction) + launch", _filled(filled, seconds)]
 

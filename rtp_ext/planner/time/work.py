@@ -51,7 +51,7 @@ def product_s(
     cluster: Cluster,
     constants: TimeConstants,
     *,
-    whole_waves: bool = True,
+    beside: bool = False,
     result_bytes: float | None = None,
 ) -> float:
     """Returns `rtp_ext.cost.product_seconds` at the rates of the cluster."""
@@ -61,7 +61,6 @@ def product_s(
         cluster.streaming_multiprocessors,
         constants.gemm_ramp_depth,
         constants.kernel_s,
-        constants.hidden_sums,
     )
     return product_seconds(
         rates,
@@ -71,7 +70,7 @@ def product_s(
         batch=product.batch,
         element_bytes=product.element_bytes,
         result_bytes=result_bytes,
-        whole_waves=whole_waves,
+        beside=beside,
     )
 
 
@@ -155,13 +154,21 @@ def head_product(model: ModelSpec, strategy: Strategy, tokens: int) -> Product:
     return Product("vocabulary head", tokens, vocab, model.hidden, element_bytes=strategy.param_bytes)
 
 
+def wgrad_bytes(strategy: Strategy) -> float | None:
+    """Returns the bytes that a product reads and writes for each number of a weight gradient; None: it writes a plain
+    result. Those of Megatron-LM add to the float32 gradients of all micro-batches (gradient_accumulation_fusion)."""
+    return 8.0 if strategy.effective_stack == "megatron" else None
+
+
 def both_seconds(
-    product: Product, cluster: Cluster, constants: TimeConstants, *, trained: bool = True
+    product: Product, strategy: Strategy, cluster: Cluster, constants: TimeConstants, *, trained: bool = True
 ) -> tuple[float, float]:
     """Returns the seconds of forward and backward. trained: whether there is a product for the weight's gradient."""
-    forward = product_s(product, cluster, constants)
-    back = product.backward() if trained else product.backward()[:1]
-    return forward, sum(product_s(part, cluster, constants) for part in back)
+    dgrad, wgrad = product.backward()
+    backward = product_s(dgrad, cluster, constants)
+    if trained:
+        backward += product_s(wgrad, cluster, constants, result_bytes=wgrad_bytes(strategy))
+    return product_s(product, cluster, constants), backward
 
 
 def fused_softmax(model: ModelSpec, strategy: Strategy) -> bool:
@@ -250,8 +257,10 @@ def layer_seconds(
     reads the saved tensor and the gradient, and writes a gradient (arXiv 2205.05198, section 4.1)."""
     trained = not strategy.freezes
     own = products(model, strategy, tokens)
-    both = [both_seconds(product, cluster, constants, trained=trained) for product in own]
-    both += [both_seconds(product, cluster, constants) for product in adapter_products(model, strategy, tokens)]
+    both = [both_seconds(product, strategy, cluster, constants, trained=trained) for product in own]
+    both += [
+        both_seconds(product, strategy, cluster, constants) for product in adapter_products(model, strategy, tokens)
+    ]
     moved = traffic_s(elementwise_bytes(model, strategy, tokens, constants), cluster, constants)
     added = traffic_s(added_bytes(model, strategy, tokens), cluster, constants)
     kernels = _FUSED_KERNELS * constants.kernel_s
@@ -284,4 +293,4 @@ def head_seconds(
     logits = tokens * padded_vocab(model, strategy) / strategy.tp
     loss = (traffic_s(12 * logits, cluster, constants), traffic_s(6 * logits, cluster, constants))
     product, trained = head_product(model, strategy, tokens), not strategy.freezes
-    return Seconds(gemm=both_seconds(product, cluster, constants, trained=trained), elementwise=loss)
+    return Seconds(gemm=both_seconds(product, strategy, cluster, constants, trained=trained), elementwise=loss)

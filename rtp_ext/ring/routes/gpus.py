@@ -1,7 +1,4 @@
-"""Models of the GPU of a rank and of its link to the next, for the route planner: from `rtp_ext.gpu_rates`, or assumed.
-
-Nothing here was measured by this package.
-"""
+"""Models of the GPU of a rank and of its link to the next, for the route planner, by `rtp_ext.gpu_rates` or assumed."""
 
 from __future__ import annotations
 
@@ -10,7 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from rtp_ext.gpu_rates import HOP_SECONDS, LEAST_NVLINK, data_sheet, link_bytes_per_second
+from rtp_ext.gpu_rates import (
+    GEMM_FRACTION,
+    HOP_SECONDS,
+    LEAST_NVLINK,
+    MEMORY_FRACTION,
+    data_sheet,
+    link_bytes_per_second,
+)
 from rtp_ext.ring.links.gpu_links import Wiring
 
 __all__ = ["Device", "Link", "device_of", "link_of"]
@@ -27,7 +31,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """The cost of a GEMM: FLOP/s of large GEMMs, multiprocessors (0: no waves), seconds of any launch, and the rate at
+    """The cost of a GEMM: FLOP/s of large GEMMs, multiprocessors (0: no waves), seconds of a launch, and the rate at
     which sums are read from and written to memory. nvlink_bytes_per_second: of a hop over NVLink. assumed: whether the
     GPU is not in the table of data sheets."""
 
@@ -40,8 +44,6 @@ class Device:
     assumed: bool = False
 
 
-_GEMM_EFFICIENCY = 0.65  # of the peak, of large GEMMs
-_MEMORY_EFFICIENCY = 0.85  # of the peak, of large kernels
 _LAUNCH_SECONDS = 4e-6
 # GPUs that are not in the table. No GPU of compute capability 8.0 or newer with tensor cores does less for each clock
 # of a multiprocessor: 71e12 / 82 / 1.695 GHz on a 3090, 165.2e12 / 128 / 2.52 GHz on a 4090. A rate that is too low
@@ -63,23 +65,23 @@ def device_of(device: torch.device, dtype: torch.dtype) -> Device | None:
     sheet = data_sheet(name)
     if sheet is not None:
         flops, memory, nvlink = sheet.flops, sheet.memory_bytes_per_second, sheet.nvlink_bytes_per_second
-        source = f"{_GEMM_EFFICIENCY:.0%} of the data sheet of {name}"
+        source = f"{GEMM_FRACTION:.0%} of the data sheet of {name}"
     else:
         clock = 1e3 * properties.clock_rate or _LEAST_CLOCK
         flops = multiprocessors * clock * _FLOPS_A_CLOCK
         memory = 2 * 1e3 * properties.memory_clock_rate * properties.memory_bus_width / 8 or _LEAST_MEMORY
         nvlink = LEAST_NVLINK
         source = (
-            f"assumed for {name}, which has no data sheet here: {_GEMM_EFFICIENCY:.0%} of {multiprocessors} "
+            f"assumed for {name}, which has no data sheet here: {GEMM_FRACTION:.0%} of {multiprocessors} "
             f"multiprocessors * {clock / 1e9:.2f} GHz * {_FLOPS_A_CLOCK} FLOP"
         )
     peak = flops * (2 / max(dtype.itemsize, 2)) ** 2
     return Device(
-        peak * _GEMM_EFFICIENCY,
+        peak * GEMM_FRACTION,
         multiprocessors,
         _LAUNCH_SECONDS,
         source,
-        memory * _MEMORY_EFFICIENCY,
+        memory * MEMORY_FRACTION,
         nvlink,
         sheet is None,
     )

@@ -118,11 +118,11 @@ class TablePlan:
 
 def gemm_seconds(device: Device, rows: int, columns: int, depth: int, sum_bytes: float = 0) -> float:
     """Returns the time of a product [rows, depth] x [depth, columns], with the last wave of tiles counted whole.
-    `sum_bytes`: bytes read and written per number of the result, where memory may be slower than the product."""
-    if min(rows, columns, depth) == 0:
-        return 0.0
-    rates = Rates(device.flops, device.memory_bytes_per_second, device.multiprocessors)
-    return max(device.seconds_per_launch, product_seconds(rates, rows, columns, depth, result_bytes=sum_bytes or None))
+    `sum_bytes`: bytes read and written per number of the result, of a sum."""
+    rates = Rates(
+        device.flops, device.memory_bytes_per_second, device.multiprocessors, launch_s=device.seconds_per_launch
+    )
+    return product_seconds(rates, rows, columns, depth, result_bytes=sum_bytes or None)
 
 
 def way_of(group: int) -> str:
