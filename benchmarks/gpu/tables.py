@@ -83,7 +83,22 @@ HOSTS: Columns = {
     "as graphs, us": number("graph_us_step"),
     "`torch.mm`, us": number("plain_us", 1),
 }
+FACTS: Columns = {
+    "check": told("test"),
+    "hops by": lambda row: row.get("link") or row.get("transport"),
+    "pass or bundle": lambda row: str(row.get("pass_", row.get("bundle", ""))),
+    "hops complete": told("completes"),
+    "hops hidden": number("hidden", 2),
+    "waiting, us": number("waiting", 1, 1e-6),
+    "passes replayed": number("replayed"),
+    "error": told("error"),
+    "after, s": number("seconds", 2),
+}
 TABLES = {
+    "gpu-facts": Table(
+        "first_day", FACTS, lambda lines, _: [row for row in lines if row["test"][0] != "_"], machine=False
+    ),
+} | {
     f"gpu-{name}": Table(file, columns, last_cases, machine=False)
     for name, file, columns in (
         ("step", "emulated_step", STEP),
