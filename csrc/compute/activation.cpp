@@ -25,6 +25,19 @@ Activation parse_activation(const std::string& name) {
   return Activation::silu;
 }
 
+namespace {
+
+// On a CPU, gelu_out of torch 2.11 to 2.14 writes contiguous rows into a result that has others.
+void gelu_into(at::Tensor& result, const at::Tensor& x, const char* approximate) {
+  if (result.is_contiguous()) {
+    at::gelu_out(result, x, approximate);
+  } else {
+    result.copy_(at::gelu(x, approximate));
+  }
+}
+
+}  // namespace
+
 void activate(Activation activation, const at::Tensor& out, const at::Tensor& x) {
   at::Tensor result = out;  // ATen's out arguments are non-const handles
   switch (activation) {
@@ -32,10 +45,10 @@ void activate(Activation activation, const at::Tensor& out, const at::Tensor& x)
       at::clamp_min_out(result, x, 0);
       return;
     case Activation::gelu:
-      at::gelu_out(result, x, "none");
+      gelu_into(result, x, "none");
       return;
     case Activation::gelu_tanh:
-      at::gelu_out(result, x, "tanh");
+      gelu_into(result, x, "tanh");
       return;
     case Activation::silu:
       at::silu_out(result, x);

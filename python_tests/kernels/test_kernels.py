@@ -1,9 +1,12 @@
 """The PTX that nvcc emits from the CUDA kernels, interpreted: against float64, and with planted mistakes that the
 interpreter must find. ATen's side of the same steps goes through the same checks."""
 
+import itertools
+
 import numpy as np
 import ptx
 import pytest
+import torch
 from grids import few
 from kernel_arrays import Array
 from kernel_checks import CHECKS, run_checks
@@ -13,7 +16,10 @@ from ptx.machine import Launch, Machine
 from ptx.memory import Buffer, Fault
 from ptx.parse import parse
 from ptx_kernels import Ptx
+from reference import assert_same, differs, random
 from torch_kernels import Torch
+
+from rtp_ext import _native
 
 needs_nvcc = pytest.mark.skipif(ptx.nvcc() is None, reason="no nvcc in PATH or /usr/local/cuda")
 
@@ -139,3 +145,28 @@ def test_roundings_of_the_interpreter():
     ties = (np.arange(0x3F80, 0x4000, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
     rounded = convert(("rn", "bf16", "f32"), ties)
     assert (rounded % 2 == 0).all(), "ties go to even"
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_of_rows_apart_and_rows_together(activation, dtype):
+    """Each operand lies in a dense matrix or in columns of a wider one: torch's gelu.out confuses the two on a CPU."""
+    function = {
+        "relu": torch.relu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "silu": torch.nn.functional.silu,
+    }[activation]
+    tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-5
+    for apart in itertools.product((False, True), repeat=2):
+        pre, d_value = (
+            random(3, 64, dtype=dtype, seed=seed)[:, 5:36] if wide else random(3, 31, dtype=dtype, seed=seed)
+            for seed, wide in enumerate(apart)
+        )
+        x = pre.clone().float().requires_grad_()
+        expected = function(x)
+        expected.backward(d_value.float())  # hidden_backward overwrites d_value by the value
+        value, d_pre, _ = _native.kernels.hidden_backward(activation, d_value, pre)
+        assert_same(value, expected, tolerance, f"value {apart}")
+        assert_same(d_pre, x.grad, tolerance, f"gradient {apart}")
+        assert differs(value, x, tolerance), "control"
