@@ -163,7 +163,21 @@ __device__ float factor_of(const CodesParameters& p, const BlockOf<Index>& at, f
   return scale.factor;
 }
 
-// Writes code_of of a window that begins at (row, column), or of the turned column i of all windows.
+// code_of for two numbers, the first in the lower byte.
+template <CodeFormat kFormat>
+__device__ uint32_t two_codes(float low, float high, float factor) {
+#if __CUDA_ARCH__ >= 890
+  constexpr auto kKind = kFormat == CodeFormat::e4m3 ? __NV_E4M3 : __NV_E5M2;
+  const float2 scaled{low * factor, high * factor};
+  const uint32_t signs = (bits_of(low) >> 24 & 0x80) | (bits_of(high) >> 16 & 0x8000);  // those of NaNs are lost
+  const uint32_t nans = (isnan(scaled.x) ? 0x7f : 0) | (isnan(scaled.y) ? 0x7f00 : 0);  // e5m2 has several
+  return __nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, kKind) | signs | nans;
+#else
+  return code_of<kFormat>(low, factor) | code_of<kFormat>(high, factor) << 8;
+#endif
+}
+
+// Writes the codes of a window that begins at (row, column), or of the turned column i of all windows.
 template <CodeFormat kFormat, bool kTurned, typename T>
 __device__ void store_codes(const CodesParameters& p, int64_t row, int column, const Windows<T>& values, int i,
                             const float& factor) {
@@ -173,14 +187,7 @@ __device__ void store_codes(const CodesParameters& p, int64_t row, int column, c
   for (int j = 0; j < kWidth; j += 2) {
     const float low = kTurned ? values.at(j, i) : values.at(i, j);
     const float high = kTurned ? values.at(j + 1, i) : values.at(i, j + 1);
-#if __CUDA_ARCH__ >= 890
-    constexpr auto kKind = kFormat == CodeFormat::e4m3 ? __NV_E4M3 : __NV_E5M2;
-    const uint32_t both = __nv_cvt_float2_to_fp8x2({low * factor, high * factor}, __NV_SATFINITE, kKind) |
-                          (bits_of(low) >> 24 & 0x80) | (bits_of(high) >> 16 & 0x8000);  // also the sign of a NaN
-#else
-    const uint32_t both = code_of<kFormat>(low, factor) | code_of<kFormat>(high, factor) << 8;
-#endif
-    words[j / 4] |= both << (8 * (j % 4));
+    words[j / 4] |= two_codes<kFormat>(low, high, factor) << (8 * (j % 4));
   }
   *reinterpret_cast<uint2*>(p.codes + row * p.row_stride + column * p.column_stride) = {words[0], words[1]};
 }

@@ -111,8 +111,8 @@ def values_of(rng: np.random.Generator, shape: tuple[int, int], element: str, fi
 
 
 def shape_of(rng: np.random.Generator) -> tuple[int, int]:
-    rows = int(rng.choice([0, 1, 2, 31, 33, 65, 130]))
-    columns = int(rng.choice([0, 1, 3, 31, 32, 33, 100, 128, 257]))
+    rows = int(rng.choice([0, 1, 2, 31, 33, 64, 130]))
+    columns = int(rng.choice([0, 1, 3, 31, 32, 33, 100, 128, 136, 257]))
     if rng.random() < 0.03:
         columns = 1100
     return (rows, columns) if rows * columns < 20000 else (3, columns)
@@ -135,11 +135,22 @@ def check_block_amax(runner, rng: np.random.Generator) -> None:
 def check_quantize_codes(runner, rng: np.random.Generator) -> None:
     element, shape = str(rng.choice(ELEMENTS)), shape_of(rng)
     array = values_of(rng, shape, element, finite=rng.random() < 0.7)
-    block, format, rule = block_of(rng, shape), str(rng.choice([*FORMATS])), str(rng.choice(RULES))
-    transposed, swizzle = bool(rng.integers(2)), bool(rng.integers(2)) and rule.startswith("e8m0")
+    block, format, transposed = block_of(rng, shape), str(rng.choice([*FORMATS])), bool(rng.integers(2))
+    check_codes(runner, rng, array, block, format, transposed, given=rng.random() < 0.5)
+
+
+def check_codes(runner, rng: np.random.Generator, array: Array, block, format: str, transposed: bool, given: bool):
+    """given: the largest magnitudes are; those of a few blocks are larger than the values', and of none a NaN."""
+    rule, swizzle = str(rng.choice(RULES)), bool(rng.integers(2))
+    swizzle = swizzle and rule.startswith("e8m0")
+    what = f"quantize_codes {array.element} {array.shape} {block} {format} {rule} transposed={transposed}"
+    what += f" swizzled={swizzle} given={given}"
     amax = amax_of(array.values, block)
-    what = f"quantize_codes {element} {shape} {block} {format} {rule} transposed={transposed} swizzled={swizzle}"
-    codes, scales = runner.quantize_codes(array, amax, block, format, rule, transposed, swizzle)
+    if given:
+        with np.errstate(over="ignore"):
+            amax = np.where(np.isnan(amax), np.float32(3), amax) * rng.choice([1, 1, 1, 2], amax.shape)
+        amax = amax.astype(np.float32)
+    codes, scales = runner.quantize_codes(array, amax if given else None, block, format, rule, transposed, swizzle)
     right, expected = codes_of(array.values, amax, block, format, rule)
     expected = swizzled(expected.T if block[1] == 1 < block[0] else expected) if swizzle else expected
     if array.values.size == 0:
@@ -153,6 +164,43 @@ def check_quantize_codes(runner, rng: np.random.Generator) -> None:
     sure = np.isfinite(array.values).all() and (right & 127).max() > largest // 2 and np.unique(right).size > 2
     if sure:
         assert not np.array_equal(codes, np.roll(right, 1)), f"control of {what}: codes of the neighbour"
+
+
+# Which kernels make the codes: (rows, columns, rows and columns of a block, transposed), whether the largest magnitudes
+# are given, and the kernels in order. `_turned`: those of transposed tiles.
+ALIGNED_PATHS = [
+    ((9, 264, 1, 264, False), False, ["code_rows"]),
+    ((5, 2056, 1, 2056, False), False, ["code_rows"]),
+    ((3, 8200, 1, 8200, False), False, ["code_rows"]),
+    ((2, 16392, 1, 16392, False), False, ["amax_tiles", "code_tiles"]),
+    ((130, 264, 1, 264, False), True, ["code_tiles"]),
+    ((130, 264, 1, 32, False), False, ["code_tiles"]),
+    ((70, 136, 1, 32, False), True, ["code_tiles"]),
+    ((130, 264, 1, 128, False), False, ["code_tiles"]),
+    ((260, 264, 128, 128, False), False, ["code_tiles"]),
+    ((390, 392, 390, 392, False), False, ["amax_tiles", "code_tiles"]),
+    ((100, 104, 100, 104, False), False, ["code_tiles"]),
+    ((136, 264, 136, 264, True), False, ["amax_tiles", "code_tiles_turned"]),
+    ((264, 136, 32, 1, True), False, ["code_tiles_turned"]),
+    ((264, 136, 128, 1, True), False, ["code_tiles_turned"]),
+    ((72, 40, 72, 1, True), False, ["code_tiles_turned"]),
+    ((392, 264, 392, 1, True), False, ["amax_tiles_turned", "code_tiles_turned"]),
+    ((264, 136, 264, 1, True), True, ["code_tiles_turned"]),
+    # blocks or layouts that no recipe has, and odd sizes
+    ((40, 192, 1, 64, False), False, ["amax_each", "code_tiles"]),
+    ((70, 136, 5, 136, False), False, ["amax_each", "code_tiles"]),
+    ((40, 136, 1, 32, True), False, ["amax_tiles", "code_each"]),
+    ((40, 136, 32, 1, False), False, ["amax_tiles_turned", "code_each"]),
+    ((33, 136, 32, 1, True), False, ["amax_tiles_turned", "code_each"]),
+    ((33, 100, 1, 100, False), False, ["amax_each", "code_each"]),
+]
+# The same where the values or the codes begin at odd addresses, or the rows of the values do.
+ODD_PATH = ((40, 136, 1, 136, False), ["amax_each", "code_each"])
+
+
+def placed(rng: np.random.Generator, shape: tuple[int, int], element: str, offset: int = 0, gap: int = 0) -> Array:
+    values = values_of(rng, shape, element, finite=bool(rng.integers(2))).values
+    return Array(values, element, shape[1] + gap, offset, shape)
 
 
 def bytes_room(rng: np.random.Generator, count: int) -> Array:
