@@ -9,24 +9,30 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kWidth = 8;                       // values of a window, and windows of a thread
-constexpr int kHeld = kWarp * kWidth * kWidth;  // values that a warp holds
-constexpr int kTile = 128;                      // rows and columns of a tile, which a block holds
-constexpr int kSide = kTile / kWarp;
-constexpr int kCells = kTile * kSide;  // of a tile: 1 row x kWarp columns, or kWarp rows x 1 column if turned
-constexpr int64_t kStrip = 64;         // rows that a thread reads of a column
+constexpr int kHeld = kWarp * kWidth * kWidth;  // values of a warp
+constexpr int kSide = 128;                      // rows and columns of a square tile
+constexpr int kParts = kSide / kWarp;
+constexpr int kCells = kSide * kParts;
+constexpr int64_t kStrip = 64;  // rows that a thread of amax_each reads of a column
+
+// The tile that a block of threads holds, and its cells, each of which lies in one block of the matrix.
+// wide: a square, cells of 1 row x kWarp columns. turned: a square, cells of kWarp rows x 1 column, for transposed
+// codes and blocks of one column. rows: as many whole rows as fit, which are the cells.
+enum class Layout { wide, turned, rows };
 
 template <typename Number>
 __host__ __device__ Number parts_of(Number numbers, Number part) {
   return (numbers + part - 1) / part;
 }
-__host__ __device__ inline int64_t tiles_of(const CodeMatrix& m) {
-  return parts_of<int64_t>(m.rows, kTile) * parts_of<int64_t>(m.columns, kTile);
-}
-
-__host__ __device__ inline int warps_of_row(const CodeMatrix& m) {  // so many hold it
+__host__ __device__ inline int warps_of_row(const CodeMatrix& m) {
   int warps = 1;
   while (warps < kWarps && warps * kHeld < m.columns) warps *= 2;
   return warps;
+}
+template <Layout kLayout>
+__host__ __device__ int64_t tiles_of(const CodeMatrix& m) {
+  if (kLayout == Layout::rows) return parts_of<int64_t>(m.rows, kWarps / warps_of_row(m));
+  return parts_of<int64_t>(m.rows, kSide) * parts_of<int64_t>(m.columns, kSide);
 }
 
 // The values of a thread.
@@ -69,70 +75,83 @@ __device__ unsigned most_of_lanes(unsigned most) {
   return most;
 }
 
-template <typename T>
-__device__ unsigned most_of_warp(const Windows<T>& values) {
-  unsigned most = 0;
-#pragma unroll
-  for (int i = 0; i < kWidth * kWidth; ++i) raise(most, magnitude_of(values.at(i / kWidth, i % kWidth)));
-  return most_of_lanes<1, kWarp>(most);
-}
-
-// A tile, and the first of the thread's windows, which lie one below the other. A warp reads 2 x 16 windows at a time;
-// turned 8 x 4, so that both they and the transposed codes fill whole sectors of memory.
-template <bool kTurned>
+// The place of a tile, and of the thread's windows, which lie `down` and `along` from each other.
+template <Layout kLayout>
 struct Tile {
-  int top, left, row, column;  // in the matrix
+  static constexpr bool kTurned = kLayout == Layout::turned, kRows = kLayout == Layout::rows;
+  int top, left = 0, row, column, down = 1, along = 0, warps = 1;
 
   __device__ Tile(const CodeMatrix& m, int64_t tile) {
-    const int wide = static_cast<int>(parts_of<int64_t>(m.columns, kTile)), index = static_cast<int>(tile);
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
-    top = index / wide * kTile, left = index % wide * kTile;
+    const int wide = static_cast<int>(parts_of<int64_t>(m.columns, kSide)), index = static_cast<int>(tile);
+    if (kRows) {
+      warps = warps_of_row(m), down = 0, along = warps * kWarp * kWidth;
+      top = index * (kWarps / warps), row = top + warp / warps, column = thread % (warps * kWarp) * kWidth;
+      return;
+    }
+    // A warp reads 2 x 16 windows; turned 8 x 4, so that they and the transposed codes fill whole sectors of memory.
+    top = index / wide * kSide, left = index % wide * kSide;
     row = top + (kTurned ? warp / 4 * 8 + lane / 4 : thread / 16) * kWidth;
     column = left + (kTurned ? warp % 4 * 4 + lane % 4 : thread % 16) * kWidth;
   }
-  __device__ int row_of(int cell) const { return top + (kTurned ? cell / kTile * kWarp : cell / kSide); }
-  __device__ int column_of(int cell) const { return left + (kTurned ? cell % kTile : cell % kSide * kWarp); }
-  __device__ int cell_of(int i) const {  // of the thread's row, or column, i
-    return kTurned ? (row - top) / kWarp * kTile + column - left + i
-                   : (row - top + i) * kSide + (column - left) / kWarp;
+  __device__ int cells() const { return kRows ? kWarps / warps : kCells; }
+  __device__ int row_of(int cell) const {
+    return top + (kRows ? cell : kTurned ? cell / kSide * kWarp : cell / kParts);
+  }
+  __device__ int column_of(int cell) const {
+    return left + (kRows ? 0 : kTurned ? cell % kSide : cell % kParts * kWarp);
+  }
+  __device__ int cell_of(int i) const {  // of window i; turned, of the column i of all windows
+    if (kRows) return row - top;
+    return kTurned ? (row - top) / kWarp * kSide + column - left + i
+                   : (row - top + i) * kParts + (column - left) / kWarp;
   }
 };
 
-// Writes the largest magnitude of every cell; of every warp where blocks have several rows and columns.
-template <typename T, bool kTurned>
-__device__ void find_most(unsigned* most, const Windows<T>& values, const Tile<kTurned>& tile, const CodeMatrix& m) {
+// Writes the largest magnitude of every cell; of every warp where a block of the matrix has the values of all its
+// lanes.
+template <typename T, Layout kLayout>
+__device__ void find_most(unsigned* most, const Windows<T>& values, const Tile<kLayout>& tile, const CodeMatrix& m) {
+  constexpr bool kTurned = kLayout == Layout::turned;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  if (!kTurned && m.block_rows != 1) {
-    const unsigned largest = most_of_warp(values);
-    if (lane == 0) most[threadIdx.x / kWarp] = largest;
-    return;
-  }
+  unsigned of_all = 0;
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     unsigned largest = 0;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) raise(largest, magnitude_of(kTurned ? values.at(j, i) : values.at(i, j)));
+    raise(of_all, largest);
+    if (kLayout == Layout::rows || (!kTurned && m.block_rows != 1)) continue;
     largest = kTurned ? most_of_lanes<4, 16>(largest) : most_of_lanes<1, 4>(largest);
     if ((lane & (kTurned ? 12 : 3)) == 0) most[tile.cell_of(i)] = largest;
   }
+  if (kTurned || (kLayout == Layout::wide && m.block_rows == 1)) return;
+  of_all = most_of_lanes<1, kWarp>(of_all);
+  if (lane == 0) most[threadIdx.x / kWarp] = of_all;
 }
 
 // What find_most has written of the block of a cell: `count` numbers from `first` on.
-struct BlockCells {
+struct Written {
   int first, count, step;
 
+  template <Layout kLayout>
+  __device__ Written(const Tile<kLayout>& tile, const CodeMatrix& m, int cell) : first(cell), count(1), step(1) {
+    if (kLayout == Layout::rows) {
+      first = cell * tile.warps, count = tile.warps;
+    } else if (kLayout == Layout::turned) {
+      if (m.block_rows != kWarp) first = cell % kSide, count = kParts, step = kSide;
+    } else if (m.block_rows != 1) {
+      first = 0, count = kWarps;
+    } else if (m.block_columns != kWarp) {
+      first = cell / kParts * kParts, count = kParts;
+    }
+  }
   __device__ unsigned most_of(const unsigned* most) const {
     unsigned largest = 0;
     for (int i = 0; i < count; ++i) raise(largest, most[first + i * step]);
     return largest;
   }
 };
-template <bool kTurned>
-__device__ BlockCells block_cells(const CodeMatrix& m, int cell) {
-  if (kTurned) return m.block_rows == kWarp ? BlockCells{cell, 1, 1} : BlockCells{cell % kTile, kSide, kTile};
-  if (m.block_rows != 1) return {0, kWarps, 1};
-  return m.block_columns == kWarp ? BlockCells{cell, 1, 1} : BlockCells{cell / kSide * kSide, kSide, 1};
-}
 
 // The block of a number. Index: of 32 bits where those of the matrix are.
 template <typename Index>
@@ -177,10 +196,13 @@ __device__ uint32_t two_codes(float low, float high, float factor) {
 #endif
 }
 
-// Writes the codes of a window that begins at (row, column), or of the turned column i of all windows.
-template <CodeFormat kFormat, bool kTurned, typename T>
-__device__ void store_codes(const CodesParameters& p, int64_t row, int column, const Windows<T>& values, int i,
+// Writes the codes of window i; turned, of the column i of all windows.
+template <CodeFormat kFormat, Layout kLayout, typename T>
+__device__ void store_codes(const CodesParameters& p, const Tile<kLayout>& tile, const Windows<T>& values, int i,
                             const float& factor) {
+  constexpr bool kTurned = kLayout == Layout::turned;
+  const int64_t row = kTurned ? tile.row : tile.row + i * tile.down;
+  const int64_t column = kTurned ? tile.column + i : tile.column + i * tile.along;
   if (row >= p.matrix.rows || column >= p.matrix.columns) return;
   uint32_t words[kWidth / 4] = {};
 #pragma unroll
@@ -192,74 +214,48 @@ __device__ void store_codes(const CodesParameters& p, int64_t row, int column, c
   *reinterpret_cast<uint2*>(p.codes + row * p.row_stride + column * p.column_stride) = {words[0], words[1]};
 }
 
-template <typename T, bool kTurned>
+template <typename T, Layout kLayout>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2) amax_tiles(CodeMatrix m) {
   __shared__ unsigned most[kCells];
-  for (int64_t index = blockIdx.x; index < tiles_of(m); index += gridDim.x) {
-    const Tile<kTurned> tile(m, index);
-    Windows<T> values(m, tile.row, tile.column, 1, 0);
-    find_most(most, values, tile, m);
+  for (int64_t index = blockIdx.x; index < tiles_of<kLayout>(m); index += gridDim.x) {
+    const Tile<kLayout> tile(m, index);
+    find_most(most, Windows<T>(m, tile.row, tile.column, tile.down, tile.along), tile, m);
     __syncthreads();
-    for (int cell = static_cast<int>(threadIdx.x); cell < kCells; cell += kThreads) {
+    for (int cell = static_cast<int>(threadIdx.x); cell < tile.cells(); cell += kThreads) {
       const int row = tile.row_of(cell), column = tile.column_of(cell);
-      const BlockCells cells = block_cells<kTurned>(m, cell);
-      if (cells.first != cell || row >= m.rows || column >= m.columns) continue;
+      const Written written(tile, m, cell);
+      if (written.first != cell || row >= m.rows || column >= m.columns) continue;
       const BlockOf<uint32_t> at(m, row, column);
-      atomicMax(reinterpret_cast<unsigned*>(m.amax) + at.number, cells.most_of(most));
+      atomicMax(reinterpret_cast<unsigned*>(m.amax) + at.number, written.most_of(most));
     }
     __syncthreads();  // before the next tile's are written
   }
 }
 
-// Codes by tiles. The largest magnitudes are given, or each block lies in a tile.
-template <typename T, CodeFormat kFormat, bool kTurned>
+// The largest magnitudes are given, or no block of the matrix reaches over several tiles.
+template <typename T, CodeFormat kFormat, Layout kLayout>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2) code_tiles(CodesParameters p) {
   __shared__ unsigned most[kCells];
   __shared__ float factors[kCells];
   const CodeMatrix& m = p.matrix;
-  for (int64_t index = blockIdx.x; index < tiles_of(m); index += gridDim.x) {
+  const int64_t tiles = tiles_of<kLayout>(m);
+  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     // From the last to the first: what was read last for the largest magnitudes is still in the cache.
-    const Tile<kTurned> tile(m, tiles_of(m) - 1 - index);
-    Windows<T> values(m, tile.row, tile.column, 1, 0);
+    const Tile<kLayout> tile(m, tiles - 1 - index);
+    Windows<T> values(m, tile.row, tile.column, tile.down, tile.along);
     if (m.amax == nullptr) find_most(most, values, tile, m);
     values.stay_packed();
     __syncthreads();
-    for (int cell = static_cast<int>(threadIdx.x); cell < kCells; cell += kThreads) {
+    for (int cell = static_cast<int>(threadIdx.x); cell < tile.cells(); cell += kThreads) {
       const int row = tile.row_of(cell), column = tile.column_of(cell);
       if (row >= m.rows || column >= m.columns) continue;
       const BlockOf<uint32_t> at(m, row, column);
-      const float amax = m.amax ? m.amax[at.number] : float_of(block_cells<kTurned>(m, cell).most_of(most));
+      const float amax = m.amax ? m.amax[at.number] : float_of(Written(tile, m, cell).most_of(most));
       factors[cell] = factor_of<kFormat>(p, at, amax);
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      store_codes<kFormat, kTurned>(p, kTurned ? tile.row : tile.row + i, kTurned ? tile.column + i : tile.column,
-                                    values, i, factors[tile.cell_of(i)]);
-    }
-  }
-}
-
-// Codes of whole rows, each a block: the warps of a row hold it. No largest magnitudes are given.
-template <typename T, CodeFormat kFormat>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2) code_rows(CodesParameters p) {
-  __shared__ unsigned most[kWarps];
-  const CodeMatrix& m = p.matrix;
-  const int warps = warps_of_row(m), along = warps * kWarp * kWidth, warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int column = static_cast<int>(threadIdx.x) % (warps * kWarp) * kWidth;
-  for (int64_t top = blockIdx.x * (kWarps / warps); top < m.rows; top += gridDim.x * (kWarps / warps)) {
-    const int64_t row = top + warp / warps;
-    Windows<T> values(m, row, column, 0, along);
-    const unsigned own = most_of_warp(values);
-    values.stay_packed();
-    if (threadIdx.x % kWarp == 0) most[warp] = own;
-    __syncthreads();
-    const float amax = float_of(BlockCells{warp / warps * warps, warps, 1}.most_of(most));
-    __syncthreads();  // before the next row's are written
-    if (row >= m.rows || column >= m.columns) continue;
-    const float factor = factor_of<kFormat>(p, BlockOf<uint32_t>(m, row, column), amax);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) store_codes<kFormat, false>(p, row, column + i * along, values, i, factor);
+    for (int i = 0; i < kWidth; ++i) store_codes<kFormat>(p, tile, values, i, factors[tile.cell_of(i)]);
   }
 }
 
@@ -296,13 +292,13 @@ __global__ void __launch_bounds__(kThreads) code_each(CodesParameters p) {
 bool has_windows(const CodeMatrix& m) {
   return m.columns % kWidth == 0 && misalignment(m.values) == 0 &&
          m.stride * (m.type == Element::float32 ? 4 : 2) % kWindowBytes == 0 &&
-         std::max({m.rows, m.columns, m.block_rows, m.block_columns, tiles_of(m)}) < 1 << 30;
+         std::max({m.rows, m.columns, m.block_rows, m.block_columns, tiles_of<Layout::wide>(m)}) < 1 << 30;
 }
 
-// Whether a tile lies in one block, or in blocks that begin where its cells do.
-bool has_tiles(const CodeMatrix& m) {
-  const bool high = m.block_rows % kTile == 0 || m.block_rows >= m.rows;
-  const bool wide = m.block_columns % kTile == 0 || m.block_columns >= m.columns;
+// Whether find_most has what it needs of a square: it lies in one block, or in several that begin where its cells do.
+bool has_squares(const CodeMatrix& m) {
+  const bool high = m.block_rows % kSide == 0 || m.block_rows >= m.rows;
+  const bool wide = m.block_columns % kSide == 0 || m.block_columns >= m.columns;
   if (m.block_columns == 1) return high || m.block_rows == kWarp;
   return m.block_rows == 1 ? wide || m.block_columns == kWarp : high && wide;
 }
@@ -321,27 +317,28 @@ bool has_code_rows(const CodesParameters& p) {
   return !is_turned(p) && m.block_rows == 1 && m.block_columns >= m.columns && m.columns <= kWarps * kHeld;
 }
 
+template <typename Parameters>
+int launch_threads(void (*kernel)(Parameters), int64_t count, void* stream, const Parameters& parameters) {
+  return launch(kernel, block_launch(divide_up(count, kThreads), kThreads), stream, parameters);
+}
+
 template <typename T>
 int launch_amax(const CodeMatrix& m, void* stream) {
-  if (!has_windows(m) || !has_tiles(m)) {
-    const int64_t threads = divide_up(m.rows, kStrip) * m.columns;
-    return launch(amax_each<T>, block_launch(divide_up(threads, kThreads), kThreads), stream, m);
-  }
-  const auto kernel = m.block_columns == 1 ? amax_tiles<T, true> : amax_tiles<T, false>;
-  return launch(kernel, block_launch(tiles_of(m), kThreads), stream, m);
+  if (!has_windows(m) || !has_squares(m))
+    return launch_threads(amax_each<T>, divide_up(m.rows, kStrip) * m.columns, stream, m);
+  const auto kernel = m.block_columns == 1 ? amax_tiles<T, Layout::turned> : amax_tiles<T, Layout::wide>;
+  return launch_threads(kernel, tiles_of<Layout::wide>(m) * kThreads, stream, m);
 }
 
 template <typename T, CodeFormat kFormat>
 int launch_codes(const CodesParameters& p, void* stream) {
   const CodeMatrix& m = p.matrix;
-  if (!has_code_tiles(p))
-    return launch(code_each<T, kFormat>, block_launch(divide_up(m.rows * m.columns, kThreads), kThreads), stream, p);
+  if (!has_code_tiles(p)) return launch_threads(code_each<T, kFormat>, m.rows * m.columns, stream, p);
   if (m.amax == nullptr && has_code_rows(p)) {
-    const int64_t blocks = divide_up(m.rows, kWarps / warps_of_row(m));
-    return launch(code_rows<T, kFormat>, block_launch(blocks, kThreads), stream, p);
+    return launch_threads(code_tiles<T, kFormat, Layout::rows>, tiles_of<Layout::rows>(m) * kThreads, stream, p);
   }
-  const auto kernel = is_turned(p) ? code_tiles<T, kFormat, true> : code_tiles<T, kFormat, false>;
-  return launch(kernel, block_launch(tiles_of(m), kThreads), stream, p);
+  const auto kernel = is_turned(p) ? code_tiles<T, kFormat, Layout::turned> : code_tiles<T, kFormat, Layout::wide>;
+  return launch_threads(kernel, tiles_of<Layout::wide>(m) * kThreads, stream, p);
 }
 
 template <typename Body>
@@ -359,8 +356,9 @@ int launch_block_amax(const CodeMatrix& matrix, void* stream) {
 
 bool finds_amax(const CodesParameters& p) {
   const CodeMatrix& m = p.matrix;
-  const bool inside = std::min(m.block_rows, m.rows) <= kTile && std::min(m.block_columns, m.columns) <= kTile;
-  return has_code_tiles(p) && (has_code_rows(p) || (inside && has_tiles(m) && is_turned(p) == (m.block_columns == 1)));
+  const bool inside = std::min(m.block_rows, m.rows) <= kSide && std::min(m.block_columns, m.columns) <= kSide;
+  const bool in_squares = inside && has_squares(m) && is_turned(p) == (m.block_columns == 1);
+  return has_code_tiles(p) && (has_code_rows(p) || in_squares);
 }
 
 int launch_quantize_codes(const CodesParameters& parameters, void* stream) {

@@ -1,15 +1,14 @@
 """The PTX that nvcc emits from the CUDA kernels, interpreted: against float64, and with planted mistakes that the
 interpreter must find. ATen's side of the same steps goes through the same checks."""
 
-import re
 from itertools import product
 
 import numpy as np
 import ptx
 import pytest
-from code_checks import ALIGNED_PATHS, ODD_PATH, check_codes, placed
+from code_checks import CODE_PATHS, FORMATS, check_code_path, kernels_of_codes
 from grids import few
-from kernel_arrays import BYTES, ELEMENTS, Array
+from kernel_arrays import ELEMENTS, Array
 from kernel_checks import CHECKS, run_checks
 from planted_kernels import PLANTED
 from ptx.arithmetic import DTYPES, convert, fma
@@ -28,7 +27,7 @@ def kernels() -> ptx.Compiled:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("kernel", CHECKS)
+@pytest.mark.parametrize("kernel", [name for name in CHECKS if name != "code_paths"])
 def test_ptx_matches_float64(kernels, kernel):
     run_checks(Ptx(kernels), 40, names=[kernel])
 
@@ -38,50 +37,20 @@ def test_aten_matches_float64(kernel):
     run_checks(Torch("cpu"), 40, names=[kernel])
 
 
-def kernels_of_codes(names) -> list[str]:
-    """The names of kernels of codes.cu without types, `_turned` for those of transposed tiles."""
-    found = [re.search(r"\d((?:code|amax)_(?:tiles|rows|each))I(.*)EEvNS", name) for name in names]
-    return [each[1] + "_turned" * ("tiles" in each[1] and each[2].endswith("Lb1E")) for each in found if each]
-
-
 @needs_nvcc
 @pytest.mark.parametrize("capability", [80, 90])
-def test_every_path_of_codes_is_taken(kernels, capability):
-    """By sizes, blocks, strides and addresses. 90: with the conversion of the GPU."""
+def test_every_kernel_of_codes_is_checked(kernels, capability):
+    """Of every type, chosen by sizes, blocks, strides and addresses. 90: with the conversion of the GPU."""
     compiled = kernels if capability == 80 else ptx.build(capability=capability)
-    assert capability == 80 or sum(text.count("cvt.rn.satfinite.e5m2x2") for text in compiled.texts) > 100
-    runner, taken = Ptx(compiled), set()
-
-    def check(case, given, expected, element, format, **at):
-        runner.launched.clear()
-        rows, columns, *block, transposed = case
-        array = placed(rng, (rows, columns), element, **at)
-        check_codes(runner, rng, array, tuple(block), format, transposed, given)
-        assert kernels_of_codes(runner.launched) == expected, (case, given, element, at)
+    assert any("cvt.rn.satfinite.e5m2x2" in text for text in compiled.texts) == (capability == 90)
+    runner, rng, taken = Ptx(compiled), np.random.default_rng(7), set()
+    types = [*product(ELEMENTS, FORMATS)]
+    least = {path.kernels: path for path in sorted(CODE_PATHS, key=lambda path: -np.prod(path.shape))}
+    small = [(path, number) for path in least.values() for number in range(len(types))]
+    other = [(path, number % len(types)) for number, path in enumerate(CODE_PATHS) if path not in least.values()]
+    for path, number in small + (other if capability == 80 else []):
+        check_code_path(runner, rng, path, *types[number])
         taken.update(runner.launched)
-
-    rng = np.random.default_rng(7)
-    runner.aligned = True
-    for number, (case, given, expected) in enumerate(ALIGNED_PATHS):
-        check(case, given, expected, ELEMENTS[number % 3], ("e4m3", "e5m2")[number % 2], gap=8 * (number % 3))
-    wide, tall, odd = (9, 264, 1, 264, False), (40, 40, 40, 1, True), (33, 100, 1, 100, False)
-    for element, format in product(ELEMENTS, ("e4m3", "e5m2")):
-        for case, given, path in ((wide, False, "rows"), (wide, True, "tiles"), (tall, True, "tiles_turned")):
-            check(case, given, [f"code_{path}"], element, format)
-        check(odd, False, ["amax_each", "code_each"], element, format)
-    for element in ELEMENTS:
-        for case in ((130, 136, 130, 136, False), (136, 40, 136, 1, True)):
-            paths = ["amax_tiles", "code_tiles"] if case[3] > 1 else ["amax_tiles_turned", "code_tiles_turned"]
-            check(case, False, paths, element, "e4m3")
-        case, expected = ODD_PATH
-        check(case, False, expected, element, "e5m2", offset=16 // BYTES[element] // 2)
-        check(case, False, expected, element, "e5m2", gap=1)
-    runner.aligned, runner.rng = False, np.random.default_rng(1)
-    paths = set()
-    for _ in range(8):  # the codes begin anywhere
-        check_codes(runner, rng, placed(rng, (8, 136), "bfloat16"), (1, 136), "e4m3", False, True)
-        paths.update(kernels_of_codes(runner.launched[-1:]))
-    assert paths == {"code_tiles", "code_each"}
     every = {name for name in runner.kernels if kernels_of_codes([name])}
     assert taken == every, every - taken
 
@@ -92,7 +61,8 @@ def test_planted_mistakes_are_found(tmp_path, name):
     planted = PLANTED[name]
     changed = planted.write(tmp_path)
     sources = [changed if source.name == changed.name else source for source in ptx.KERNELS]
-    compiled = ptx.build(sources, **({} if planted.old else {"flags": lambda source: []}))
+    flags = {} if planted.old else {"flags": lambda source: []}
+    compiled = ptx.build(sources, capability=planted.capability, **flags)
     with pytest.raises(AssertionError, match=planted.message):
         run_checks(Ptx(compiled), 60, names=[planted.check])
 
