@@ -29,51 +29,65 @@ __host__ __device__ inline int warps_of_row(const CodeMatrix& m) {
   while (warps < kWarps && warps * kHeld < m.columns) warps *= 2;
   return warps;
 }
-template <Layout kLayout>
-__host__ __device__ int64_t tiles_of(const CodeMatrix& m) {
-  if (kLayout == Layout::rows) return parts_of<int64_t>(m.rows, kWarps / warps_of_row(m));
-  return parts_of<int64_t>(m.rows, kSide) * parts_of<int64_t>(m.columns, kSide);
+template <Layout kLayout, typename Index = int>
+__host__ __device__ Index tiles_of(const CodeMatrix& m) {
+  const auto rows = static_cast<Index>(m.rows), columns = static_cast<Index>(m.columns);
+  if (kLayout == Layout::rows) return parts_of<Index>(rows, kWarps / warps_of_row(m));
+  return parts_of<Index>(rows, kSide) * parts_of<Index>(columns, kSide);
 }
 
 // The values of a thread.
 template <typename T>
 struct Windows {
-  static constexpr int kWords = kWidth * static_cast<int>(sizeof(T)) / 4;
+  static constexpr int kEach = 4 / static_cast<int>(sizeof(T)), kWords = kWidth / kEach;  // numbers in a word, words
   uint32_t words[kWidth][kWords];
 
   // Loads windows that begin at (row, column) and every (down, along) from there; those outside become zeros.
-  __device__ Windows(const CodeMatrix& m, int64_t row, int column, int down, int along) : words{} {
+  __device__ Windows(const CodeMatrix& m, int row, int column, int down, int along) : words{} {
+    const T* from = static_cast<const T*>(m.values) + row * m.stride + column;
+    const int64_t step = down * m.stride + along;
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i, row += down, column += along) {
-      if (row >= m.rows || column >= m.columns) continue;
-      load_words<uint4>(words[i],
-                        reinterpret_cast<const uint32_t*>(static_cast<const T*>(m.values) + row * m.stride + column));
+    for (int i = 0; i < kWidth; ++i, row += down, column += along, from += step) {
+      if (row >= static_cast<int>(m.rows) || column >= static_cast<int>(m.columns)) continue;
+      load_words<uint4>(words[i], reinterpret_cast<const uint32_t*>(from));
     }
   }
-  __device__ float at(int i, int j) const {
-    const uint32_t word = words[i][j * kWords / kWidth];
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) return float_of(j % 2 ? word & 0xffff0000u : word << 16);
+  static __device__ float number_in(uint32_t word, int half) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) return float_of(half ? word & 0xffff0000u : word << 16);
     if constexpr (std::is_same_v<T, float>) return float_of(word);
-    return __half2float(__ushort_as_half(static_cast<uint16_t>(word >> (16 * (j % 2)))));
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(word >> (16 * half))));
   }
-  // Makes a later `at` convert again: floats would take twice the registers meanwhile.
-  __device__ void stay_packed() {
-#pragma unroll
-    for (int i = 0; i < kWidth * kWords; ++i) asm volatile("" : "+r"(words[i / kWords][i % kWords]));
-  }
+  __device__ float at(int i, int j) const { return number_in(words[i][j / kEach], j % kEach); }
 };
 
 // Magnitudes compare like their bits; NaNs compare greater than all others.
-__device__ inline unsigned magnitude_of(float value) { return bits_of(value) & kMagnitudeBits; }
 __device__ inline void raise(unsigned& most, unsigned other) { most = other > most ? other : most; }
 
-// Returns the largest of lanes whose numbers differ in the bits from kFirst to below kLast.
-template <int kFirst, int kLast>
-__device__ unsigned most_of_lanes(unsigned most) {
+// The largest magnitudes of words, each number of a word with those in its place.
+template <typename T>
+struct Largest {
+  uint32_t word = 0;
+
+  __device__ void add(uint32_t other) {
+    if constexpr (sizeof(T) == 2) {
+      word = __vmaxu2(word, other & 0x7fff7fffu);
+    } else {
+      raise(word, other & kMagnitudeBits);
+    }
+  }
+  // Adds those of lanes whose numbers differ in the bits from kFirst to below kLast.
+  template <int kFirst, int kLast>
+  __device__ void add_lanes() {
 #pragma unroll
-  for (int lanes = kFirst; lanes < kLast; lanes *= 2) raise(most, __shfl_xor_sync(kAllLanes, most, lanes));
-  return most;
-}
+    for (int lanes = kFirst; lanes < kLast; lanes *= 2) add(__shfl_xor_sync(kAllLanes, word, lanes));
+  }
+  __device__ unsigned in(int place) const { return bits_of(Windows<T>::number_in(word, place)); }
+  __device__ unsigned of_all() const {
+    unsigned most = in(0);
+    if (sizeof(T) == 2) raise(most, in(1));
+    return most;
+  }
+};
 
 // The place of a tile, and of the thread's windows, which lie `down` and `along` from each other.
 template <Layout kLayout>
@@ -81,9 +95,9 @@ struct Tile {
   static constexpr bool kTurned = kLayout == Layout::turned, kRows = kLayout == Layout::rows;
   int top, left = 0, row, column, down = 1, along = 0, warps = 1;
 
-  __device__ Tile(const CodeMatrix& m, int64_t tile) {
+  __device__ Tile(const CodeMatrix& m, int index) {
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
-    const int wide = static_cast<int>(parts_of<int64_t>(m.columns, kSide)), index = static_cast<int>(tile);
+    const int wide = parts_of(static_cast<int>(m.columns), kSide);
     if (kRows) {
       warps = warps_of_row(m), down = 0, along = warps * kWarp * kWidth;
       top = index * (kWarps / warps), row = top + warp / warps, column = thread % (warps * kWarp) * kWidth;
@@ -112,22 +126,37 @@ struct Tile {
 // lanes.
 template <typename T, Layout kLayout>
 __device__ void find_most(unsigned* most, const Windows<T>& values, const Tile<kLayout>& tile, const CodeMatrix& m) {
-  constexpr bool kTurned = kLayout == Layout::turned;
+  constexpr int kWords = Windows<T>::kWords, kEach = Windows<T>::kEach;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  unsigned of_all = 0;
+  if (kLayout == Layout::turned) {
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      Largest<T> column;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) column.add(values.words[i][word]);
+      column.template add_lanes<4, 16>();
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        if ((lane & 12) == 0) most[tile.cell_of(word * kEach + j)] = column.in(j);
+      }
+    }
+    return;
+  }
+  const bool of_cells = kLayout == Layout::wide && m.block_rows == 1;
+  Largest<T> all;
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
-    unsigned largest = 0;
+    Largest<T> window;
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) raise(largest, magnitude_of(kTurned ? values.at(j, i) : values.at(i, j)));
-    raise(of_all, largest);
-    if (kLayout == Layout::rows || (!kTurned && m.block_rows != 1)) continue;
-    largest = kTurned ? most_of_lanes<4, 16>(largest) : most_of_lanes<1, 4>(largest);
-    if ((lane & (kTurned ? 12 : 3)) == 0) most[tile.cell_of(i)] = largest;
+    for (int word = 0; word < kWords; ++word) window.add(values.words[i][word]);
+    all.add(window.word);
+    if (!of_cells) continue;
+    window.template add_lanes<1, 4>();
+    if (lane % 4 == 0) most[tile.cell_of(i)] = window.of_all();
   }
-  if (kTurned || (kLayout == Layout::wide && m.block_rows == 1)) return;
-  of_all = most_of_lanes<1, kWarp>(of_all);
-  if (lane == 0) most[threadIdx.x / kWarp] = of_all;
+  if (of_cells) return;
+  all.template add_lanes<1, kWarp>();
+  if (lane == 0) most[threadIdx.x / kWarp] = all.of_all();
 }
 
 // What find_most has written of the block of a cell: `count` numbers from `first` on.
@@ -182,18 +211,25 @@ __device__ float factor_of(const CodesParameters& p, const BlockOf<Index>& at, f
   return scale.factor;
 }
 
-// code_of for two numbers, the first in the lower byte.
+// code_of for every number.
 template <CodeFormat kFormat>
-__device__ uint32_t two_codes(float low, float high, float factor) {
+__device__ uint2 codes_of(const float (&numbers)[kWidth], float factor) {
+  uint32_t words[2] = {};
 #if __CUDA_ARCH__ >= 890
   constexpr auto kKind = kFormat == CodeFormat::e4m3 ? __NV_E4M3 : __NV_E5M2;
-  const float2 scaled{low * factor, high * factor};
-  const uint32_t signs = (bits_of(low) >> 24 & 0x80) | (bits_of(high) >> 16 & 0x8000);  // those of NaNs are lost
-  const uint32_t nans = (isnan(scaled.x) ? 0x7f : 0) | (isnan(scaled.y) ? 0x7f00 : 0);  // e5m2 has several
-  return __nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, kKind) | signs | nans;
-#else
-  return code_of<kFormat>(low, factor) | code_of<kFormat>(high, factor) << 8;
+  bool nan = false;
+#pragma unroll
+  for (int j = 0; j < kWidth; j += 2) {
+    const float2 scaled{numbers[j] * factor, numbers[j + 1] * factor};
+    nan = nan || isnan(scaled.x) || isnan(scaled.y);
+    words[j / 4] |= static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, kKind)) << (8 * (j % 4));
+  }
+  if (!nan) return {words[0], words[1]};
+  words[0] = words[1] = 0;  // the conversion loses the signs of NaNs
 #endif
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) words[j / 4] |= code_of<kFormat>(numbers[j], factor) << (8 * (j % 4));
+  return {words[0], words[1]};
 }
 
 // Writes the codes of window i; turned, of the column i of all windows.
@@ -201,23 +237,22 @@ template <CodeFormat kFormat, Layout kLayout, typename T>
 __device__ void store_codes(const CodesParameters& p, const Tile<kLayout>& tile, const Windows<T>& values, int i,
                             const float& factor) {
   constexpr bool kTurned = kLayout == Layout::turned;
-  const int64_t row = kTurned ? tile.row : tile.row + i * tile.down;
-  const int64_t column = kTurned ? tile.column + i : tile.column + i * tile.along;
-  if (row >= p.matrix.rows || column >= p.matrix.columns) return;
-  uint32_t words[kWidth / 4] = {};
+  const int row = kTurned ? tile.row : tile.row + i * tile.down;
+  const int column = kTurned ? tile.column + i : tile.column + i * tile.along;
+  if (row >= static_cast<int>(p.matrix.rows) || column >= static_cast<int>(p.matrix.columns)) return;
+  float numbers[kWidth];
 #pragma unroll
-  for (int j = 0; j < kWidth; j += 2) {
-    const float low = kTurned ? values.at(j, i) : values.at(i, j);
-    const float high = kTurned ? values.at(j + 1, i) : values.at(i, j + 1);
-    words[j / 4] |= two_codes<kFormat>(low, high, factor) << (8 * (j % 4));
-  }
-  *reinterpret_cast<uint2*>(p.codes + row * p.row_stride + column * p.column_stride) = {words[0], words[1]};
+  for (int j = 0; j < kWidth; ++j) numbers[j] = kTurned ? values.at(j, i) : values.at(i, j);
+  // One of the two strides is 1.
+  uint8_t* const to = kTurned ? p.codes + column * p.column_stride + row : p.codes + row * p.row_stride + column;
+  *reinterpret_cast<uint2*>(to) = codes_of<kFormat>(numbers, factor);
 }
 
 template <typename T, Layout kLayout>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2) amax_tiles(CodeMatrix m) {
   __shared__ unsigned most[kCells];
-  for (int64_t index = blockIdx.x; index < tiles_of<kLayout>(m); index += gridDim.x) {
+  const int tiles = tiles_of<kLayout>(m), step = static_cast<int>(gridDim.x);
+  for (int index = static_cast<int>(blockIdx.x); index < tiles; index += step) {
     const Tile<kLayout> tile(m, index);
     find_most(most, Windows<T>(m, tile.row, tile.column, tile.down, tile.along), tile, m);
     __syncthreads();
@@ -238,13 +273,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2) code_tiles(C
   __shared__ unsigned most[kCells];
   __shared__ float factors[kCells];
   const CodeMatrix& m = p.matrix;
-  const int64_t tiles = tiles_of<kLayout>(m);
-  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+  const int tiles = tiles_of<kLayout>(m), step = static_cast<int>(gridDim.x);
+  for (int index = static_cast<int>(blockIdx.x); index < tiles; index += step) {
     // From the last to the first: what was read last for the largest magnitudes is still in the cache.
     const Tile<kLayout> tile(m, tiles - 1 - index);
     Windows<T> values(m, tile.row, tile.column, tile.down, tile.along);
     if (m.amax == nullptr) find_most(most, values, tile, m);
-    values.stay_packed();
     __syncthreads();
     for (int cell = static_cast<int>(threadIdx.x); cell < tile.cells(); cell += kThreads) {
       const int row = tile.row_of(cell), column = tile.column_of(cell);
@@ -267,7 +301,7 @@ __global__ void __launch_bounds__(kThreads) amax_each(CodeMatrix m) {
     const int64_t first = i / m.columns * kStrip, column = i % m.columns;
     unsigned most = 0;
     for (int64_t row = first; row < first + kStrip && row < m.rows; ++row) {
-      raise(most, magnitude_of(to_float(static_cast<const T*>(m.values)[row * m.stride + column])));
+      raise(most, bits_of(to_float(static_cast<const T*>(m.values)[row * m.stride + column])) & kMagnitudeBits);
       if ((row + 1) % m.block_rows != 0 && row + 1 < first + kStrip && row + 1 < m.rows) continue;
       atomicMax(reinterpret_cast<unsigned*>(m.amax) + BlockOf<int64_t>(m, row, column).number, most);
       most = 0;
@@ -292,7 +326,7 @@ __global__ void __launch_bounds__(kThreads) code_each(CodesParameters p) {
 bool has_windows(const CodeMatrix& m) {
   return m.columns % kWidth == 0 && misalignment(m.values) == 0 &&
          m.stride * (m.type == Element::float32 ? 4 : 2) % kWindowBytes == 0 &&
-         std::max({m.rows, m.columns, m.block_rows, m.block_columns, tiles_of<Layout::wide>(m)}) < 1 << 30;
+         std::max({m.rows, m.columns, m.block_rows, m.block_columns, tiles_of<Layout::wide, int64_t>(m)}) < 1 << 30;
 }
 
 // Whether find_most has what it needs of a square: it lies in one block, or in several that begin where its cells do.
@@ -317,28 +351,25 @@ bool has_code_rows(const CodesParameters& p) {
   return !is_turned(p) && m.block_rows == 1 && m.block_columns >= m.columns && m.columns <= kWarps * kHeld;
 }
 
-template <typename Parameters>
-int launch_threads(void (*kernel)(Parameters), int64_t count, void* stream, const Parameters& parameters) {
-  return launch(kernel, block_launch(divide_up(count, kThreads), kThreads), stream, parameters);
-}
-
 template <typename T>
 int launch_amax(const CodeMatrix& m, void* stream) {
   if (!has_windows(m) || !has_squares(m))
-    return launch_threads(amax_each<T>, divide_up(m.rows, kStrip) * m.columns, stream, m);
+    return launch(amax_each<T>, block_launch(divide_up(divide_up(m.rows, kStrip) * m.columns, kThreads), kThreads),
+                  stream, m);
   const auto kernel = m.block_columns == 1 ? amax_tiles<T, Layout::turned> : amax_tiles<T, Layout::wide>;
-  return launch_threads(kernel, tiles_of<Layout::wide>(m) * kThreads, stream, m);
+  return launch(kernel, block_launch(tiles_of<Layout::wide>(m), kThreads), stream, m);
 }
 
 template <typename T, CodeFormat kFormat>
 int launch_codes(const CodesParameters& p, void* stream) {
   const CodeMatrix& m = p.matrix;
-  if (!has_code_tiles(p)) return launch_threads(code_each<T, kFormat>, m.rows * m.columns, stream, p);
+  if (!has_code_tiles(p))
+    return launch(code_each<T, kFormat>, block_launch(divide_up(m.rows * m.columns, kThreads), kThreads), stream, p);
   if (m.amax == nullptr && has_code_rows(p)) {
-    return launch_threads(code_tiles<T, kFormat, Layout::rows>, tiles_of<Layout::rows>(m) * kThreads, stream, p);
+    return launch(code_tiles<T, kFormat, Layout::rows>, block_launch(tiles_of<Layout::rows>(m), kThreads), stream, p);
   }
   const auto kernel = is_turned(p) ? code_tiles<T, kFormat, Layout::turned> : code_tiles<T, kFormat, Layout::wide>;
-  return launch_threads(kernel, tiles_of<Layout::wide>(m) * kThreads, stream, p);
+  return launch(kernel, block_launch(tiles_of<Layout::wide>(m), kThreads), stream, p);
 }
 
 template <typename Body>

@@ -208,6 +208,7 @@ CODE_PATHS = [
     CodePath((40, 136), (1, 32), "amax_tiles code_each", transposed=True),
     CodePath((40, 136), (32, 1), "amax_tiles_turned code_each"),
     CodePath((33, 136), (32, 1), "amax_tiles_turned code_each", transposed=True),
+    CodePath((33, 40), (33, 1), "amax_tiles_turned code_each", transposed=True),
     CodePath((33, 100), (1, 100), "amax_each code_each"),
     CodePath((40, 136), (1, 136), "amax_each code_each", offset=8),
     CodePath((40, 136), (1, 136), "amax_each code_each", gap=1),

@@ -129,8 +129,8 @@ PLANTED = {
     ),
     "factors of a tile that others still read": Planted(
         "codes.cu",
-        "    values.stay_packed();\n    __syncthreads();\n",
-        "    values.stay_packed();\n",
+        "find_most(most, values, tile, m);\n    __syncthreads();\n",
+        "find_most(most, values, tile, m);\n",
         "code_paths",
         "with no barrier between|where nothing was written",
     ),
@@ -176,18 +176,18 @@ PLANTED = {
         "code_paths",
         WRONG + "|other kernels",
     ),
-    "the sign of negative numbers lost with their NaNs": Planted(
+    "NaNs as the GPU converts them": Planted(
         "codes.cu",
-        "kKind) | signs | nans;",
-        "kKind) | nans;",
+        "if (!nan) return",
+        "if (true) return",
         "code_paths",
         WRONG,
         90,
     ),
-    "any NaN of e5m2": Planted(
+    "the first of two numbers doubled": Planted(
         "codes.cu",
-        "kKind) | signs | nans;",
-        "kKind) | signs;",
+        "__nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, kKind)",
+        "__nv_cvt_float2_to_fp8x2({2 * scaled.x, scaled.y}, __NV_SATFINITE, kKind)",
         "code_paths",
         WRONG,
         90,

@@ -244,6 +244,8 @@ class Machine:
             return insert(read(0, kind), read(1, kind), read(2, "u32"), read(3, "u32"))
         if word == "fma" and kind in ("bf16x2", "f16x2"):
             return pairs(lambda a, b, c: fma(a, b, c, kind[:-2]), kind[:-2], *(read(i, kind) for i in range(3)))
+        if word == "max" and kind == "u16x2":
+            return pairs(np.maximum, "u16", read(0, "u32"), read(1, "u32"))
         if word == "fma" and words[0] in ("rn", "rm"):
             return fma(read(0, kind), read(1, kind), read(2, kind), kind, down=words[0] == "rm")
         if word in ("mul", "mad") and words[0] in ("lo", "wide"):
