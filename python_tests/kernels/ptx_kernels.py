@@ -313,7 +313,7 @@ class Ptx:
         shape = [-(-size // step) for size, step in zip(array.shape, block, strict=True)]
         given = np.zeros(shape, np.float32) if amax is None else np.ascontiguousarray(amax)
         room = self._bytes(given.nbytes, given.reshape(-1))
-        self._kept = source
+        self._kept = source, room
         matrix = CodeMatrix(
             ELEMENTS.index(array.element), *array.shape, source.address, array.stride, *block, room.address
         )
@@ -336,7 +336,7 @@ class Ptx:
         count = -(-high // 128) * -(-wide // 4) * 512 if swizzle else shape[0] * shape[1] * size
         codes = self._bytes(rows * columns)
         scales = self._bytes(count, np.zeros(count, np.uint8) if swizzle else None)
-        matrix, room = self._code_matrix(array, block, amax)
+        matrix, _ = self._code_matrix(array, block, amax)
         strides = (1, rows) if transposed else (columns, 1)
         # Scales that are not swizzled lie in the order of columns.
         places = (0, 0, wide, along_rows) if swizzle else (1, shape[0], 0, False)

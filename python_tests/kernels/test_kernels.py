@@ -6,12 +6,13 @@ from itertools import product
 import numpy as np
 import ptx
 import pytest
+import torch
 from code_checks import CODE_PATHS, FORMATS, check_code_path, kernels_of_codes
 from grids import few
 from kernel_arrays import ELEMENTS, Array
 from kernel_checks import CHECKS, run_checks
 from planted_kernels import PLANTED
-from ptx.arithmetic import DTYPES, convert, fma
+from ptx.arithmetic import DTYPES, convert, fma, insert, narrow_pair
 from ptx.machine import Launch, Machine
 from ptx.memory import Buffer, Fault
 from ptx.parse import parse
@@ -161,3 +162,16 @@ def test_roundings_of_the_interpreter():
     ties = (np.arange(0x3F80, 0x4000, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
     rounded = convert(("rn", "bf16", "f32"), ties)
     assert (rounded % 2 == 0).all(), "ties go to even"
+    every = convert(("f32", "bf16"), bits)
+    for kind, dtype in (("e4m3x2", torch.float8_e4m3fn), ("e5m2x2", torch.float8_e5m2)):
+        pair, most = narrow_pair(every, every[::-1], kind), torch.finfo(dtype).max
+        codes = torch.from_numpy(every).clamp(-most, most).to(dtype).view(torch.uint8).numpy()
+        assert np.array_equal((pair >> 8)[~np.isnan(every)], codes[~np.isnan(every)]), kind
+        assert np.array_equal((pair & 255)[::-1], pair >> 8) and (pair >> 8 != codes).any(), "NaNs lose their sign"
+    a, b = (rng.integers(0, 1 << 32, 200).astype(np.uint32) for _ in range(2))
+    place, count = rng.integers(0, 16, 200).astype(np.uint32), rng.integers(0, 17, 200).astype(np.uint32)
+    fields = [
+        (y & ~((1 << n) - 1 << p)) | (x & (1 << n) - 1) << p
+        for x, y, p, n in zip(*(each.tolist() for each in (a, b, place, count)), strict=True)
+    ]
+    assert insert(a, b, place, count).tolist() == fields

@@ -1,4 +1,5 @@
-"""Compiles the kernels with nvcc, for compute capability 8.0 if no other is asked for, and keeps their PTX and the host code that launches them.
+"""Compiles the kernels with nvcc, for compute capability 8.0 or another, and keeps their PTX and the host code that
+launches them.
 
 `build` returns the PTX of each source and a library that records launches in place of starting them.
 """
