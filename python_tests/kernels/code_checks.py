@@ -201,6 +201,7 @@ CODE_PATHS = [
     CodePath((264, 136), (32, 1), "code_tiles_turned", transposed=True),
     CodePath((264, 136), (32, 1), "code_tiles_turned", transposed=True, given=True),
     CodePath((264, 136), (128, 1), "code_tiles_turned", transposed=True),
+    CodePath((136, 40), (136, 1), "amax_tiles_turned code_tiles_turned", transposed=True),
     CodePath((392, 264), (392, 1), "amax_tiles_turned code_tiles_turned", transposed=True),
     # blocks or layouts that no recipe has, odd sizes and addresses
     CodePath((40, 192), (1, 64), "amax_each code_tiles"),

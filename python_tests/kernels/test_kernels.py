@@ -1,18 +1,14 @@
 """The PTX that nvcc emits from the CUDA kernels, interpreted: against float64, and with planted mistakes that the
 interpreter must find. ATen's side of the same steps goes through the same checks."""
 
-from itertools import product
-
 import numpy as np
 import ptx
 import pytest
-import torch
-from code_checks import CODE_PATHS, FORMATS, check_code_path, kernels_of_codes
 from grids import few
-from kernel_arrays import ELEMENTS, Array
+from kernel_arrays import Array
 from kernel_checks import CHECKS, run_checks
 from planted_kernels import PLANTED
-from ptx.arithmetic import DTYPES, convert, fma, insert, narrow_pair
+from ptx.arithmetic import DTYPES, convert, fma
 from ptx.machine import Launch, Machine
 from ptx.memory import Buffer, Fault
 from ptx.parse import parse
@@ -36,24 +32,6 @@ def test_ptx_matches_float64(kernels, kernel):
 @pytest.mark.parametrize("kernel", CHECKS)
 def test_aten_matches_float64(kernel):
     run_checks(Torch("cpu"), 40, names=[kernel])
-
-
-@needs_nvcc
-@pytest.mark.parametrize("capability", [80, 90])
-def test_every_kernel_of_codes_is_checked(kernels, capability):
-    """Of every type, chosen by sizes, blocks, strides and addresses. 90: with the conversion of the GPU."""
-    compiled = kernels if capability == 80 else ptx.build(capability=capability)
-    assert any("cvt.rn.satfinite.e5m2x2" in text for text in compiled.texts) == (capability == 90)
-    runner, rng, taken = Ptx(compiled), np.random.default_rng(7), set()
-    types = [*product(ELEMENTS, FORMATS)]
-    least = {path.kernels: path for path in sorted(CODE_PATHS, key=lambda path: -np.prod(path.shape))}
-    small = [(path, number) for path in least.values() for number in range(len(types))]
-    other = [(path, number % len(types)) for number, path in enumerate(CODE_PATHS) if path not in least.values()]
-    for path, number in small + (other if capability == 80 else []):
-        check_code_path(runner, rng, path, *types[number])
-        taken.update(runner.launched)
-    every = {name for name in runner.kernels if kernels_of_codes([name])}
-    assert taken == every, every - taken
 
 
 @needs_nvcc
@@ -162,16 +140,3 @@ def test_roundings_of_the_interpreter():
     ties = (np.arange(0x3F80, 0x4000, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
     rounded = convert(("rn", "bf16", "f32"), ties)
     assert (rounded % 2 == 0).all(), "ties go to even"
-    every = convert(("f32", "bf16"), bits)
-    for kind, dtype in (("e4m3x2", torch.float8_e4m3fn), ("e5m2x2", torch.float8_e5m2)):
-        pair, most = narrow_pair(every, every[::-1], kind), torch.finfo(dtype).max
-        codes = torch.from_numpy(every).clamp(-most, most).to(dtype).view(torch.uint8).numpy()
-        assert np.array_equal((pair >> 8)[~np.isnan(every)], codes[~np.isnan(every)]), kind
-        assert np.array_equal((pair & 255)[::-1], pair >> 8) and (pair >> 8 != codes).any(), "NaNs lose their sign"
-    a, b = (rng.integers(0, 1 << 32, 200).astype(np.uint32) for _ in range(2))
-    place, count = rng.integers(0, 16, 200).astype(np.uint32), rng.integers(0, 17, 200).astype(np.uint32)
-    fields = [
-        (y & ~((1 << n) - 1 << p)) | (x & (1 << n) - 1) << p
-        for x, y, p, n in zip(*(each.tolist() for each in (a, b, place, count)), strict=True)
-    ]
-    assert insert(a, b, place, count).tolist() == fields
