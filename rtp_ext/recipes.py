@@ -120,7 +120,6 @@ def quantize_into(out: Codes, values: Tensor, largest: Tensor | None = None) -> 
 
     largest: the largest magnitudes, of plane.scale_shape; those of `values` if not given.
     """
-    largest = amax(out.plane, values) if largest is None else largest
     block = out.plane.block_of(*values.shape)
     kernels.quantize_codes(out.codes, out.scales, values.detach(), largest, block, out.plane.rule)
 

@@ -2,8 +2,10 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "base/checks.h"
@@ -139,25 +141,34 @@ void quantize_all(const CodesParameters& p) {
                    });
 }
 
-CodeMatrix matrix_of(const at::Tensor& values, const at::Tensor& amax, CodeBlock block) {
+// Without its amax.
+CodeMatrix matrix_of(const at::Tensor& values, CodeBlock block) {
   const auto element = element_of(values.scalar_type());
   RTP_CHECK_TYPE(element.has_value(), "expected float32, bfloat16 or float16 values for 8-bit codes, got ",
                  values.scalar_type());
   RTP_CHECK_VALUE(values.dim() == 2 && (values.size(1) <= 1 || values.stride(1) == 1),
                   "expected a matrix with contiguous rows for 8-bit codes, got shape ", values.sizes(), " and strides ",
                   values.strides());
-  const int64_t rows = values.size(0), columns = values.size(1);
+  const int64_t columns = values.size(1);
   RTP_CHECK_VALUE(block.rows > 0 && block.columns > 0 &&
                       (block.columns == 1 || block.columns % 32 == 0 || block.columns >= columns),
                   "expected blocks of at least 1 row and of 1 column, a multiple of 32 columns or all ", columns,
                   ", got ", block.rows, " x ", block.columns);
-  const std::vector<int64_t> expected{blocks_of(rows, block.rows), blocks_of(columns, block.columns)};
+  return {*element,         values.size(0), columns,       values.const_data_ptr(),
+          values.stride(0), block.rows,     block.columns, nullptr};
+}
+
+std::array<int64_t, 2> amax_shape(const CodeMatrix& m) {
+  return {blocks_of(m.rows, m.block_rows), blocks_of(m.columns, m.block_columns)};
+}
+
+float* checked_amax(const at::Tensor& amax, const at::Tensor& values, const CodeMatrix& matrix) {
+  const std::array<int64_t, 2> expected = amax_shape(matrix);
   RTP_CHECK_VALUE(amax.scalar_type() == at::kFloat && amax.sizes() == at::IntArrayRef(expected) &&
                       amax.is_contiguous() && amax.device() == values.device(),
                   "expected contiguous float32 largest magnitudes of shape ", at::IntArrayRef(expected), " on ",
                   values.device().str(), ", got ", amax.scalar_type(), " ", amax.sizes(), " on ", amax.device().str());
-  return {*element,         rows,       columns,       values.const_data_ptr(),
-          values.stride(0), block.rows, block.columns, amax.data_ptr<float>()};
+  return amax.data_ptr<float>();
 }
 
 template <CodeFormat kFormat>
@@ -175,7 +186,8 @@ void quantize_as(const CodesParameters& parameters) {
 }  // namespace
 
 void block_amax(const at::Tensor& amax, const at::Tensor& values, CodeBlock block) {
-  const CodeMatrix matrix = matrix_of(values, amax, block);
+  CodeMatrix matrix = matrix_of(values, block);
+  matrix.amax = checked_amax(amax, values, matrix);
   amax.zero_();
   if (values.numel() == 0) return;
 #ifdef RTP_WITH_CUDA
@@ -188,9 +200,11 @@ void block_amax(const at::Tensor& amax, const at::Tensor& values, CodeBlock bloc
   });
 }
 
-void quantize_codes(const at::Tensor& codes, const at::Tensor& scales, const at::Tensor& values, const at::Tensor& amax,
-                    CodeBlock block, ScaleRule rule) {
-  const CodeMatrix matrix = matrix_of(values, amax, block);
+void quantize_codes(const at::Tensor& codes, const at::Tensor& scales, const at::Tensor& values,
+                    const std::optional<at::Tensor>& amax, CodeBlock block, ScaleRule rule) {
+  CodeMatrix matrix = matrix_of(values, block);
+  if (amax) matrix.amax = checked_amax(*amax, values, matrix);
+  const std::array<int64_t, 2> shape = amax_shape(matrix);
   const bool e4m3 = codes.scalar_type() == at::kFloat8_e4m3fn;
   RTP_CHECK_TYPE(e4m3 || codes.scalar_type() == at::kFloat8_e5m2, "expected float8_e4m3fn or float8_e5m2 codes, got ",
                  codes.scalar_type());
@@ -202,24 +216,35 @@ void quantize_codes(const at::Tensor& codes, const at::Tensor& scales, const at:
   RTP_CHECK_TYPE(scales.scalar_type() == type, "expected ", type, " scales, got ", scales.scalar_type());
   const bool swizzled = has_exponents(rule) && scales.dim() == 1;
   const bool columns = block.columns == 1 && block.rows > 1;  // blocks that a product sums over rows
-  const int64_t high = amax.size(columns ? 1 : 0), wide = amax.size(columns ? 0 : 1);
+  const int64_t high = shape[columns ? 1 : 0], wide = shape[columns ? 0 : 1];
   const int64_t room = swizzled_bytes(high, wide);
-  RTP_CHECK_VALUE((swizzled ? scales.is_contiguous() && scales.numel() == room : scales.sizes() == amax.sizes()) &&
-                      scales.device() == values.device(),
-                  "expected scales of shape ", amax.sizes(), ", or [", room, "] for swizzled exponents, on ",
-                  values.device().str(), ", got ", scales.sizes(), " on ", scales.device().str());
+  RTP_CHECK_VALUE(
+      (swizzled ? scales.is_contiguous() && scales.numel() == room : scales.sizes() == at::IntArrayRef(shape)) &&
+          scales.device() == values.device(),
+      "expected scales of shape ", at::IntArrayRef(shape), ", or [", room, "] for swizzled exponents, on ",
+      values.device().str(), ", got ", scales.sizes(), " on ", scales.device().str());
   if (values.numel() == 0) return;
   const ScalePlaces places =
       swizzled ? ScalePlaces{0, 0, wide, columns} : ScalePlaces{scales.stride(0), scales.stride(1), 0, false};
-  const CodesParameters parameters{matrix,
-                                   e4m3 ? CodeFormat::e4m3 : CodeFormat::e5m2,
-                                   rule,
-                                   static_cast<uint8_t*>(codes.data_ptr()),
-                                   codes.stride(0),
-                                   codes.stride(1),
-                                   scales.data_ptr(),
-                                   places};
-  if (swizzled) scales.view(at::kByte).zero_();
+  CodesParameters parameters{matrix,
+                             e4m3 ? CodeFormat::e4m3 : CodeFormat::e5m2,
+                             rule,
+                             static_cast<uint8_t*>(codes.data_ptr()),
+                             codes.stride(0),
+                             codes.stride(1),
+                             scales.data_ptr(),
+                             places};
+  if (swizzled && room > high * wide) scales.view(at::kByte).zero_();
+  bool finds = false;
+#ifdef RTP_WITH_CUDA
+  finds = values.is_cuda() && finds_amax(parameters);
+#endif
+  at::Tensor found;
+  if (!amax && !finds) {
+    found = at::empty(shape, values.options().dtype(at::kFloat));
+    block_amax(found, values, block);
+    parameters.matrix.amax = found.data_ptr<float>();
+  }
 #ifdef RTP_WITH_CUDA
   if (values.is_cuda()) {
     return launch_on_device_of(values, [&](void* stream) { return launch_quantize_codes(parameters, stream); });

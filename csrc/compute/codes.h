@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "base/codes.h"
 
@@ -21,13 +22,13 @@ struct CodeBlock {
 // [ceil(rows / block.rows), ceil(columns / block.columns)].
 void block_amax(const at::Tensor& amax, const at::Tensor& values, CodeBlock block);
 
-// Writes the codes of `values` and the scales that `rule` gives for `amax`.
+// Writes the codes of `values` and the scales that `rule` gives for `amax`; without it, for the values' own.
 // `codes`: float8_e4m3fn or float8_e5m2, [rows, columns], with contiguous rows or columns: a view t() of [columns,
 // rows] takes the transposed matrix. `scales`: of amax's shape with any strides, float32, or float8_e8m0fnu for the
 // rules with exponents; or, for these, one dimension of swizzled_bytes of amax's rows and columns, where what lies
 // between becomes 0. Blocks of one column and several rows, over which a product sums, are swizzled as the transposed
 // matrix.
-void quantize_codes(const at::Tensor& codes, const at::Tensor& scales, const at::Tensor& values, const at::Tensor& amax,
-                    CodeBlock block, ScaleRule rule);
+void quantize_codes(const at::Tensor& codes, const at::Tensor& scales, const at::Tensor& values,
+                    const std::optional<at::Tensor>& amax, CodeBlock block, ScaleRule rule);
 
 }  // namespace rtp

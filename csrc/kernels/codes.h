@@ -15,7 +15,7 @@ struct CodeMatrix {
   const void* values;
   int64_t stride;                     // of the rows
   int64_t block_rows, block_columns;  // columns: 1, a multiple of 32, or at least those of the matrix
-  float* amax;                        // one a block, in the order of rows
+  float* amax;                        // one a block, in the order of rows; nullptr: see finds_amax
 };
 
 struct CodesParameters {
@@ -32,5 +32,8 @@ struct CodesParameters {
 // Raises matrix.amax, which begins as zeros.
 int launch_block_amax(const CodeMatrix& matrix, void* stream);
 int launch_quantize_codes(const CodesParameters& parameters, void* stream);
+
+// Whether launch_quantize_codes reads the values once and needs no matrix.amax: it finds the largest magnitudes itself.
+bool finds_amax(const CodesParameters& parameters);
 
 }  // namespace rtp

@@ -116,7 +116,7 @@ void bind_kernels(py::module_& parent) {
       py::arg("amax"), py::arg("values"), py::arg("block"));
   m.def(
       "quantize_codes",
-      [](const at::Tensor& codes, const at::Tensor& scales, const at::Tensor& values, const at::Tensor& amax,
+      [](const at::Tensor& codes, const at::Tensor& scales, const at::Tensor& values, const OptionalTensor& amax,
          std::pair<int64_t, int64_t> block, const std::string& rule) {
         quantize_codes(codes, scales, values, amax, {block.first, block.second}, scale_rule(rule));
       },

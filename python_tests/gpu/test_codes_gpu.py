@@ -5,7 +5,7 @@ import torch
 from reference import random
 from test_recipes import matrices, same_codes, same_scales
 
-from rtp_ext.recipes import RECIPES, quantize, recipe
+from rtp_ext.recipes import RECIPES, Plane, amax, quantize, recipe
 
 ON_H100 = ("float8_tensorwise", "float8_rowwise")  # with scales of float32, of whole rows or a whole matrix
 
@@ -28,6 +28,36 @@ def test_codes_are_those_of_a_cpu(plane):
             if values.float().abs().sum() > 1 and values.isfinite().all():
                 other = quantize(plane, 1.3 * values)
                 assert not same_codes(other.codes, expected.codes) or not same_scales(other.scales, expected.scales)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("code_type", (torch.float8_e4m3fn, torch.float8_e5m2))
+def test_conversions_are_those_of_a_cpu(dtype, code_type):
+    """Of every number of 16 bits with many factors, infinities and NaNs with their signs too, in all layouts."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(256, 256)
+    values = every.view(torch.float16 if dtype == torch.float16 else torch.bfloat16).to(dtype)
+    for exponent in range(-16, 17, 4):
+        for block, transposed in (((1, None), False), ((None, 1), True), ((None, None), False)):
+            plane = Plane(block, transposed=transposed, dtype=code_type)
+            largest = torch.full(plane.scale_shape(256, 256), 1.7 * 2.0**exponent)
+            expected, found = quantize(plane, values, largest), quantize(plane, values.cuda(), largest.cuda())
+            numbers = ~values.isnan()  # a conversion to float32 may lose the sign of a NaN
+            left, right = (each.codes.cpu().view(torch.uint8) for each in (expected, found))
+            assert torch.equal(left[numbers], right[numbers]), (plane, exponent)
+            assert same_codes(found.codes.cpu(), expected.codes), (plane, exponent)
+            assert not torch.equal(left, quantize(plane, values, 2 * largest).codes.view(torch.uint8)), "control"
+
+
+@pytest.mark.parametrize("plane", planes(), ids=str)
+def test_given_magnitudes_and_large_matrices(plane):
+    """Magnitudes that are given or found in the same kernel, of more tiles than run at once; the other kernels."""
+    for rows, columns in ((2064, 4104), (300, 20000), (129, 1000), (45, 77)):
+        values = random(rows, columns, dtype=torch.bfloat16, seed=rows).cuda()
+        found, given = quantize(plane, values), quantize(plane, values, amax(plane, values))
+        expected = quantize(plane, values.cpu())
+        for each in (found, given):
+            assert same_codes(each.codes.cpu(), expected.codes) and same_scales(each.scales.cpu(), expected.scales)
+        assert torch.equal(amax(plane, values).cpu(), amax(plane, values.cpu()))
 
 
 def dequantized(codes):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import NamedTuple
+
 import numpy as np
 from kernel_arrays import BYTES, ELEMENTS, Array, place, rounded
 
@@ -111,8 +114,8 @@ def values_of(rng: np.random.Generator, shape: tuple[int, int], element: str, fi
 
 
 def shape_of(rng: np.random.Generator) -> tuple[int, int]:
-    rows = int(rng.choice([0, 1, 2, 31, 33, 65, 130]))
-    columns = int(rng.choice([0, 1, 3, 31, 32, 33, 100, 128, 257]))
+    rows = int(rng.choice([0, 1, 2, 31, 33, 64, 130]))
+    columns = int(rng.choice([0, 1, 3, 31, 32, 33, 100, 128, 136, 257]))
     if rng.random() < 0.03:
         columns = 1100
     return (rows, columns) if rows * columns < 20000 else (3, columns)
@@ -135,11 +138,21 @@ def check_block_amax(runner, rng: np.random.Generator) -> None:
 def check_quantize_codes(runner, rng: np.random.Generator) -> None:
     element, shape = str(rng.choice(ELEMENTS)), shape_of(rng)
     array = values_of(rng, shape, element, finite=rng.random() < 0.7)
-    block, format, rule = block_of(rng, shape), str(rng.choice([*FORMATS])), str(rng.choice(RULES))
-    transposed, swizzle = bool(rng.integers(2)), bool(rng.integers(2)) and rule.startswith("e8m0")
+    block, format, transposed = block_of(rng, shape), str(rng.choice([*FORMATS])), bool(rng.integers(2))
+    check_codes(runner, rng, array, block, format, transposed, given=rng.random() < 0.5)
+
+
+def check_codes(runner, rng: np.random.Generator, array: Array, block, format: str, transposed: bool, given: bool):
+    """given: the largest magnitudes are; some are not those of the values, and none is a NaN."""
+    rule, swizzle = str(rng.choice(RULES)), bool(rng.integers(2))
+    swizzle = swizzle and rule.startswith("e8m0")
+    what = f"quantize_codes {array.element} {array.shape} {block} {format} {rule} transposed={transposed}"
+    what += f" swizzled={swizzle} given={given}"
     amax = amax_of(array.values, block)
-    what = f"quantize_codes {element} {shape} {block} {format} {rule} transposed={transposed} swizzled={swizzle}"
-    codes, scales = runner.quantize_codes(array, amax, block, format, rule, transposed, swizzle)
+    if given:
+        amax = np.where(np.isnan(amax), 3, np.minimum(amax, np.float32(1e38))) * rng.choice([1, 1, 1, 2], amax.shape)
+        amax = amax.astype(np.float32)
+    codes, scales = runner.quantize_codes(array, amax if given else None, block, format, rule, transposed, swizzle)
     right, expected = codes_of(array.values, amax, block, format, rule)
     expected = swizzled(expected.T if block[1] == 1 < block[0] else expected) if swizzle else expected
     if array.values.size == 0:
@@ -155,10 +168,80 @@ def check_quantize_codes(runner, rng: np.random.Generator) -> None:
         assert not np.array_equal(codes, np.roll(right, 1)), f"control of {what}: codes of the neighbour"
 
 
+class CodePath(NamedTuple):
+    """A matrix, and the kernels that make its codes: in order, with the layout of their tiles if it is not `wide`.
+
+    offset: bytes between a multiple of 16 and the first value. gap: values between rows."""
+
+    shape: tuple[int, int]
+    block: tuple[int, int]
+    kernels: str
+    transposed: bool = False
+    given: bool = False
+    offset: int = 0
+    gap: int = 8
+
+
+CODE_PATHS = [
+    CodePath((9, 264), (1, 264), "code_tiles_rows"),
+    CodePath((9, 264), (1, 264), "code_tiles", given=True),
+    CodePath((40, 40), (40, 1), "code_tiles_turned", transposed=True, gap=0),
+    CodePath((5, 2056), (1, 2056), "code_tiles_rows"),
+    CodePath((60, 2056), (1, 2056), "code_tiles_rows"),
+    CodePath((3, 8200), (1, 8200), "code_tiles_rows", gap=0),
+    CodePath((2, 16392), (1, 16392), "amax_tiles code_tiles"),
+    CodePath((130, 264), (1, 32), "code_tiles"),
+    CodePath((130, 264), (1, 32), "code_tiles", given=True),
+    CodePath((130, 264), (1, 128), "code_tiles"),
+    CodePath((260, 264), (128, 128), "code_tiles"),
+    CodePath((100, 104), (100, 104), "code_tiles"),
+    CodePath((130, 136), (130, 136), "amax_tiles code_tiles"),
+    CodePath((390, 392), (390, 392), "amax_tiles code_tiles"),
+    CodePath((136, 264), (136, 264), "amax_tiles code_tiles_turned", transposed=True),
+    CodePath((264, 136), (32, 1), "code_tiles_turned", transposed=True),
+    CodePath((264, 136), (32, 1), "code_tiles_turned", transposed=True, given=True),
+    CodePath((264, 136), (128, 1), "code_tiles_turned", transposed=True),
+    CodePath((136, 40), (136, 1), "amax_tiles_turned code_tiles_turned", transposed=True),
+    CodePath((392, 264), (392, 1), "amax_tiles_turned code_tiles_turned", transposed=True),
+    # blocks or layouts that no recipe has, odd sizes and addresses
+    CodePath((40, 192), (1, 64), "amax_each code_tiles"),
+    CodePath((70, 136), (5, 136), "amax_each code_tiles"),
+    CodePath((40, 136), (1, 32), "amax_tiles code_each", transposed=True),
+    CodePath((40, 136), (32, 1), "amax_tiles_turned code_each"),
+    CodePath((33, 136), (32, 1), "amax_tiles_turned code_each", transposed=True),
+    CodePath((33, 40), (33, 1), "amax_tiles_turned code_each", transposed=True),
+    CodePath((33, 100), (1, 100), "amax_each code_each"),
+    CodePath((40, 136), (1, 136), "amax_each code_each", offset=8),
+    CodePath((40, 136), (1, 136), "amax_each code_each", gap=1),
+]
+
+
+def kernels_of_codes(names) -> list[str]:
+    """The names of kernels of codes.cu without types, with the layout of their tiles if it is not `wide`."""
+    found = [re.search(r"\d((?:code|amax)_(?:tiles|each))I(?:.*LayoutE(\d))?", name) for name in names]
+    return [each[1] + ("", "_turned", "_rows")[int(each[2] or 0)] for each in found if each]
+
+
+def check_code_path(runner, rng: np.random.Generator, path: CodePath | None = None, element="", format="") -> None:
+    """Any path, element and format if they are not given."""
+    path = path or CODE_PATHS[int(rng.integers(len(CODE_PATHS)))]
+    element, format = element or str(rng.choice(ELEMENTS)), format or str(rng.choice([*FORMATS]))
+    values = values_of(rng, path.shape, element, finite=bool(rng.integers(2))).values
+    array = Array(values, element, path.shape[1] + path.gap, path.offset // BYTES[element], path.shape)
+    runner.aligned, runner.launched = True, []
+    check_codes(runner, rng, array, path.block, format, path.transposed, path.given)
+    runner.aligned, launched = False, kernels_of_codes(runner.launched)
+    assert launched in ([], path.kernels.split()), f"other kernels for {path}: {launched}"
+
+
 def bytes_room(rng: np.random.Generator, count: int) -> Array:
     """Room for so many bytes, as words of four."""
     words = -(-count // 4)
     return Array(None, "float32", words, int(rng.integers(16 // BYTES["float32"])), (1, words))
 
 
-CODE_CHECKS = {"block_amax": check_block_amax, "quantize_codes": check_quantize_codes}
+CODE_CHECKS = {
+    "block_amax": check_block_amax,
+    "quantize_codes": check_quantize_codes,
+    "code_paths": check_code_path,
+}

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 class Planted:
     """A mistake: `old` is replaced by `new` in a source; an empty `old` takes away the flags of the source.
 
-    check: a check that reaches it. message: how the interpreter of PTX, or the check, reports it.
+    check: a check that reaches it. message: how the interpreter of PTX, or the check, reports it. capability: of the
+    GPUs that have it.
     """
 
     source: str
@@ -20,6 +21,7 @@ class Planted:
     new: str
     check: str
     message: str
+    capability: int = 80
 
     def write(self, folder: Path) -> Path:
         """Returns a changed copy of the source."""
@@ -113,24 +115,82 @@ PLANTED = {
     ),
     "a scale of the first column's block": Planted(
         "codes.cu",
-        "m.amax[band * across + block]",
-        "m.amax[band * across]",
-        "quantize_codes",
+        "float_of(Written(tile, m, cell).most_of(most))",
+        "float_of(Written(tile, m, cell / kParts * kParts).most_of(most))",
+        "code_paths",
         WRONG,
     ),
-    "codes of a tile that others still read": Planted(
+    "a given magnitude of the first column's block": Planted(
         "codes.cu",
-        "__syncthreads();  // before the next tile is written",
+        "m.amax ? m.amax[at.number]",
+        "m.amax ? m.amax[at.band]",
+        "code_paths",
+        WRONG,
+    ),
+    "factors of a tile that others still read": Planted(
+        "codes.cu",
+        "find_most(most, values, tile, m);\n    __syncthreads();\n",
+        "find_most(most, values, tile, m);\n",
+        "code_paths",
+        "with no barrier between|where nothing was written",
+    ),
+    "magnitudes of a tile that others still read": Planted(
+        "codes.cu",
+        "__syncthreads();  // before the next tile's are written",
         "",
-        "quantize_codes",
+        "code_paths",
         "with no barrier between",
     ),
     "a largest magnitude without an atomic operation": Planted(
         "codes.cu",
-        "if (lane == 0) atomicMax(amax + part.band * across + part.block, most);",
-        "if (lane == 0) amax[part.band * across + part.block] = most;",
-        "block_amax",
+        "atomicMax(reinterpret_cast<unsigned*>(m.amax) + at.number, written.most_of(most));",
+        "reinterpret_cast<unsigned*>(m.amax)[at.number] = written.most_of(most);",
+        "code_paths",
         "with no barrier between|write to one place|" + WRONG,
+    ),
+    "windows at any address": Planted(
+        "codes.cu",
+        "misalignment(m.values) == 0 &&",
+        "",
+        "code_paths",
+        "is no multiple of the 16 bytes",
+    ),
+    "codes in words at any address": Planted(
+        "codes.cu",
+        "|| misalignment(p.codes) % kWidth != 0",
+        "",
+        "quantize_codes",
+        "is no multiple of the 8 bytes",
+    ),
+    "turned words of columns with a rest": Planted(
+        "codes.cu",
+        "return m.rows % kWidth == 0 && (",
+        "return (",
+        "code_paths",
+        "is no multiple of the 8 bytes|outside of all arrays",
+    ),
+    "a row that its warps do not hold": Planted(
+        "codes.cu",
+        "m.block_columns >= m.columns && m.columns <= kWarps * kHeld",
+        "m.block_columns >= m.columns",
+        "code_paths",
+        WRONG + "|other kernels",
+    ),
+    "NaNs as the GPU converts them": Planted(
+        "codes.cu",
+        "if (!nan) return",
+        "if (true) return",
+        "code_paths",
+        WRONG,
+        90,
+    ),
+    "the first of two numbers doubled": Planted(
+        "codes.cu",
+        "__nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, kKind)",
+        "__nv_cvt_float2_to_fp8x2({2 * scaled.x, scaled.y}, __NV_SATFINITE, kKind)",
+        "code_paths",
+        WRONG,
+        90,
     ),
     "a stride of a block in place of the grid": Planted(
         "pack.cu",

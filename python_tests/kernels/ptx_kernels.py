@@ -100,6 +100,8 @@ class Ptx:
         self.kernels = {name: kernel for text in compiled.texts for name, kernel in parse(text).items()}
         self._arrays: weakref.WeakSet[Memory] = weakref.WeakSet()
         self._numbers: list[np.ndarray] = []
+        self.launched: list[str] = []  # names of kernels
+        self.aligned = False  # codes begin at multiples of 16 bytes, not anywhere
         self.rng = np.random.default_rng(seed)
         self.library = self._load(compiled.library)
 
@@ -147,6 +149,7 @@ class Ptx:
             size = self.library.launch_parameter_bytes(index)
             parameters = ctypes.string_at(self.library.launch_parameters(index), size)
             launch = Launch(self.library.launch_kernel(index).decode(), tuple(shape[:3]), tuple(shape[3:]), parameters)
+            self.launched.append(launch.kernel)
             Machine(self.kernels[launch.kernel], launch, buffers, self.rng).run()
         self._numbers.clear()
 
@@ -290,7 +293,9 @@ class Ptx:
 
     def _bytes(self, count: int, values: np.ndarray | None = None) -> Memory:
         """Room for so many bytes, or with those of an array."""
-        room = self.memory(bytes_room(self.rng, count))
+        array = bytes_room(self.rng, count)
+        array.offset = 0 if self.aligned else array.offset
+        room = self.memory(array)
         if values is not None:
             room.put(values.view(np.uint32))
         return room
@@ -302,42 +307,49 @@ class Ptx:
         assert (found[count:] == POISON).all(), "bytes behind an array were written"
         return found[:count].copy()
 
-    def _code_matrix(self, array: Array, block: tuple[int, int], amax: Memory) -> CodeMatrix:
+    def _code_matrix(self, array: Array, block: tuple[int, int], amax: np.ndarray | None) -> tuple[CodeMatrix, Memory]:
+        """Returns the matrix and the memory of its amax."""
         source = self.memory(array)
-        self._kept = source, amax
-        return CodeMatrix(
-            ELEMENTS.index(array.element), *array.shape, source.address, array.stride, *block, amax.address
+        shape = [-(-size // step) for size, step in zip(array.shape, block, strict=True)]
+        given = np.zeros(shape, np.float32) if amax is None else np.ascontiguousarray(amax)
+        room = self._bytes(given.nbytes, given.reshape(-1))
+        self._kept = source, room
+        matrix = CodeMatrix(
+            ELEMENTS.index(array.element), *array.shape, source.address, array.stride, *block, room.address
         )
+        return matrix, room
 
     def block_amax(self, array: Array, block: tuple[int, int]) -> np.ndarray:
+        matrix, room = self._code_matrix(array, block, None)
+        self.launch("block_amax", matrix)
         shape = [-(-size // step) for size, step in zip(array.shape, block, strict=True)]
-        room = self._bytes(4 * shape[0] * shape[1], np.zeros(shape[0] * shape[1], np.float32))
-        self.launch("block_amax", self._code_matrix(array, block, room))
         return self._taken(room, 4 * shape[0] * shape[1]).view(np.float32).reshape(shape)
 
     def quantize_codes(
-        self, array: Array, amax: np.ndarray, block, format: str, rule: str, transposed: bool, swizzle: bool
+        self, array: Array, amax: np.ndarray | None, block, format: str, rule: str, transposed: bool, swizzle: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         rows, columns = array.shape
         size = 1 if rule.startswith("e8m0") else 4
         along_rows = block[1] == 1 and block[0] > 1
-        high, wide = amax.shape[::-1] if along_rows else amax.shape
-        count = -(-high // 128) * -(-wide // 4) * 512 if swizzle else amax.size * size
+        shape = tuple(-(-size // step) for size, step in zip(array.shape, block, strict=True))
+        high, wide = shape[::-1] if along_rows else shape
+        count = -(-high // 128) * -(-wide // 4) * 512 if swizzle else shape[0] * shape[1] * size
         codes = self._bytes(rows * columns)
         scales = self._bytes(count, np.zeros(count, np.uint8) if swizzle else None)
-        matrix = self._code_matrix(array, block, self._bytes(4 * amax.size, np.ascontiguousarray(amax).reshape(-1)))
+        matrix, _ = self._code_matrix(array, block, amax)
         strides = (1, rows) if transposed else (columns, 1)
         # Scales that are not swizzled lie in the order of columns.
-        places = (0, 0, wide, along_rows) if swizzle else (1, amax.shape[0], 0, False)
-        self.launch(
-            "quantize_codes",
-            Codes(
-                matrix, [*FORMATS].index(format), RULES.index(rule), codes.address, *strides, scales.address, *places
-            ),
-        )
+        places = (0, 0, wide, along_rows) if swizzle else (1, shape[0], 0, False)
+        where = codes.address, *strides, scales.address, *places
+        given = Codes(matrix, [*FORMATS].index(format), RULES.index(rule), *where)
+        if amax is None and self.library.finds_amax(byref(given)):
+            given.matrix.amax = None
+        elif amax is None:
+            self.launch("block_amax", matrix)
+        self.launch("quantize_codes", given)
         found = self._taken(codes, rows * columns)
         codes_found = found.reshape(columns, rows).T if transposed else found.reshape(rows, columns)
-        given = self._taken(scales, count)
+        scales_found = self._taken(scales, count)
         if swizzle:
-            return codes_found, given
-        return codes_found, given.view(np.uint8 if size == 1 else np.float32).reshape(amax.shape[::-1]).T
+            return codes_found, scales_found
+        return codes_found, scales_found.view(np.uint8 if size == 1 else np.float32).reshape(shape[::-1]).T

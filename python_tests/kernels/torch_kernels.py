@@ -130,19 +130,21 @@ class Torch:
         return self.read(amax).astype(np.float32)
 
     def quantize_codes(
-        self, array: Array, amax: np.ndarray, block, format: str, rule: str, transposed: bool, swizzle: bool
+        self, array: Array, amax: np.ndarray | None, block, format: str, rule: str, transposed: bool, swizzle: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         values, shape = self.tensor(array), array.shape[::-1] if transposed else array.shape
         codes = torch.full(shape, 255, dtype=torch.uint8, device=self.device)
         codes = codes.view({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[format])
         taken = codes.t() if transposed else codes
         exponents = rule.startswith("e8m0")
-        high, wide = amax.shape[::-1] if block[1] == 1 < block[0] else amax.shape
-        room = [kernels.swizzled_bytes(high, wide)] if swizzle else amax.shape[::-1]
+        blocks = tuple(-(-size // step) for size, step in zip(array.shape, block, strict=True))
+        high, wide = blocks[::-1] if block[1] == 1 < block[0] else blocks
+        room = [kernels.swizzled_bytes(high, wide)] if swizzle else blocks[::-1]
         dtype = torch.uint8 if exponents else torch.float32
         scales = torch.full(room, 7, dtype=dtype, device=self.device)
         scales = scales if swizzle else scales.t()
         given = scales.view(torch.float8_e8m0fnu) if exponents else scales
-        kernels.quantize_codes(taken, given, values, torch.from_numpy(amax).to(self.device), block, rule)
+        largest = None if amax is None else torch.from_numpy(amax).to(self.device)
+        kernels.quantize_codes(taken, given, values, largest, block, rule)
         self.read(values)
         return taken.view(torch.uint8).cpu().numpy(), scales.cpu().numpy()

@@ -58,10 +58,15 @@ def structures(rows: int, columns: int):
         for blocks in range(6):
             yield "dequantize_blocks", DequantizeBlocks(kind, blocks, rows * columns, AT, AT)
         yield "add_converted", AddConverted(kind, rows * columns, Addends.at(AT), AT)
-        matrix = CodeMatrix(kind, rows, columns, AT, columns, 1, 32, AT)
-        yield "block_amax", matrix
+        for block in ((1, 32), (32, 1), (1, 96)):
+            matrix = CodeMatrix(kind, rows, columns, AT, columns, *block, AT)
+            yield "block_amax", matrix
+            strides = (1, rows) if block[1] == 1 else (columns, 1)
+            for format in range(2):
+                yield "quantize_codes", Codes(matrix, format, 0, AT, *strides, AT, columns, 1, 0, 0)
+        rows_of_all = CodeMatrix(kind, rows, 1 << 12, AT, 1 << 12, 1, 1 << 12, None)
         for format in range(2):
-            yield "quantize_codes", Codes(matrix, format, 0, AT, columns, 1, AT, columns, 1, 0, 0)
+            yield "quantize_codes", Codes(rows_of_all, format, 0, AT, 1 << 12, 1, AT, 1, 1, 0, 0)
     for odd in (0, 4, 2):  # the alignment decides which words the kernel copies
         yield "embedding_gather", EmbeddingGather(AT, rows, AT + odd, 0, rows, columns * 16, AT, columns * 16)
 

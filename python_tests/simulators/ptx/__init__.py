@@ -1,4 +1,5 @@
-"""Compiles the kernels with nvcc for compute capability 8.0, and keeps their PTX and the host code that launches them.
+"""Compiles the kernels with nvcc, for compute capability 8.0 or another, and keeps their PTX and the host code that
+launches them.
 
 `build` returns the PTX of each source and a library that records launches in place of starting them.
 """
@@ -25,7 +26,7 @@ KERNELS = tuple(
 )
 HOST = [HERE / "launches.cpp", HERE / "exports.cpp"]
 # Few blocks, so that kernels stride over small arrays several times.
-FLAGS = ["-arch=compute_80", "-std=c++17", "-DRTP_WITH_CUDA", "-DRTP_MOST_BLOCKS=6"]
+FLAGS = ["-std=c++17", "-DRTP_WITH_CUDA", "-DRTP_MOST_BLOCKS=6"]
 
 
 def nvcc() -> str | None:
@@ -48,7 +49,9 @@ class Compiled:
     texts: tuple[str, ...]
 
 
-def build(sources: Sequence[Path] = KERNELS, flags: Callable[[str], list[str]] = own_flags) -> Compiled:
+def build(
+    sources: Sequence[Path] = KERNELS, flags: Callable[[str], list[str]] = own_flags, capability: int = 80
+) -> Compiled:
     """Returns the compiled kernels, after compiling those that are missing. `sources`: those of the project, or changed
     copies of some. `flags`: further flags by the name of a source."""
     compiler = nvcc()
@@ -58,8 +61,11 @@ def build(sources: Sequence[Path] = KERNELS, flags: Callable[[str], list[str]] =
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be compiling
+        told = [f"-arch=compute_{capability}", *FLAGS]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            stems = list(pool.map(lambda source: _compile(compiler, source, flags(source.name), folder), sources))
+            stems = list(
+                pool.map(lambda source: _compile(compiler, source, [*told, *flags(source.name)], folder), sources)
+            )
         objects = [str(stem.with_suffix(".o")) for stem in stems]
         library = folder / f"{compiled.digest(repr(objects).encode(), *(file.read_bytes() for file in HOST))}.so"
         if not library.exists():
@@ -68,10 +74,9 @@ def build(sources: Sequence[Path] = KERNELS, flags: Callable[[str], list[str]] =
     return Compiled(library, tuple(stem.with_suffix(".ptx").read_text() for stem in stems))
 
 
-def _compile(compiler: str, source: Path, flags: list[str], folder: Path) -> Path:
+def _compile(compiler: str, source: Path, told: list[str], folder: Path) -> Path:
     """Compiles a source, unless that has been done. Returns the common path of its object and PTX without a suffix."""
     files = compiled.closure(source, [ROOT / "csrc"])
-    told = [*FLAGS, *flags]
     stem = folder / compiled.digest(
         repr((compiled.version(compiler), told)).encode(), *(file.read_bytes() for file in files)
     )

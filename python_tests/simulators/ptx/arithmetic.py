@@ -40,6 +40,21 @@ def narrow(values: np.ndarray, kind: str) -> np.ndarray:
     return np.where(np.isnan(values), np.uint16(0x7FFF), bits)
 
 
+def narrow_pair(high: np.ndarray, low: np.ndarray, kind: str) -> np.ndarray:
+    """Returns float32 rounded and saturated to two numbers of 8 bits: e4m3x2, e5m2x2. Of a NaN only that it is one is
+    defined: the sign is lost, and of the three of e5m2 this is another than a kernel writes."""
+    mantissa, bias, largest, nan = {"e4m3x2": (3, 7, 448.0, 0x7F), "e5m2x2": (2, 15, 57344.0, 0x7E)}[kind]
+    halves = []
+    for values in (low.astype(np.float64), high.astype(np.float64)):
+        magnitude = np.minimum(np.abs(values), largest)
+        exponent = np.maximum(np.frexp(magnitude)[1] - 1, 1 - bias)
+        exponent = np.where(magnitude == 0, 1 - bias, exponent)
+        codes = np.rint(np.ldexp(magnitude, mantissa - exponent)) + ((exponent + bias - 1) << mantissa)
+        codes = np.where(np.isnan(values), nan, codes + np.where(np.signbit(values), 128, 0))
+        halves.append(codes.astype(np.uint16))
+    return halves[0] | halves[1] << np.uint16(8)
+
+
 def exact_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns a + b in float64, rounded to odd, so that a further rounding to at most 51 bits is that of the exact sum.
 
@@ -100,6 +115,13 @@ def shift(a: np.ndarray, by: np.ndarray, left: bool) -> np.ndarray:
     return np.where(
         by >= bits, np.where(a < 0, a.dtype.type(-1), a.dtype.type(0)) if signed else a.dtype.type(0), moved
     )
+
+
+def insert(a: np.ndarray, b: np.ndarray, place: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """`bfi`: the lowest bits of a in place of some of b."""
+    one = np.ones_like(a)
+    field = shift(shift(one, count, left=True) - one, place, left=True)
+    return (b & ~field) | (shift(a, place, left=True) & field)
 
 
 def _permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:

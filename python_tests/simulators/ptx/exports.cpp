@@ -34,6 +34,7 @@ int dequantize_blocks(const rtp::DequantizeBlocksParameters* given) {
 }
 int block_amax(const rtp::CodeMatrix* matrix) { return rtp::launch_block_amax(*matrix, nullptr); }
 int quantize_codes(const rtp::CodesParameters* given) { return rtp::launch_quantize_codes(*given, nullptr); }
+int finds_amax(const rtp::CodesParameters* given) { return rtp::finds_amax(*given); }
 int add_converted(const rtp::AddConvertedParameters* given) { return rtp::launch_add_converted(*given, nullptr); }
 
 // Sizes of the structures above, in order, to verify Python's mirrors of them.

@@ -22,7 +22,9 @@ from ptx.arithmetic import (
     convert,
     flush,
     fma,
+    insert,
     narrow,
+    narrow_pair,
     pairs,
     shift,
     whole_quotient,
@@ -230,14 +232,20 @@ class Machine:
         if word == "cvt" and kind == "f32" and words[-2] in ("bf16x2", "f16x2"):
             narrowed = [narrow(read(i, "f32").astype(np.float64), words[-2][:-2]).view(np.uint16) for i in (1, 0)]
             return narrowed[0].astype(np.uint32) | narrowed[1].astype(np.uint32) << np.uint32(16)
+        if word == "cvt" and words[:2] == ("rn", "satfinite"):
+            return narrow_pair(read(0, "f32"), read(1, "f32"), words[2])
         if word == "cvt":
             return convert(words, read(0, kind))
         if word == "cvta":
             return read(0, kind)
         if word in ("shl", "shr"):
             return shift(read(0, kind), read(1, "u32"), left=word == "shl")
+        if word == "bfi":
+            return insert(read(0, kind), read(1, kind), read(2, "u32"), read(3, "u32"))
         if word == "fma" and kind in ("bf16x2", "f16x2"):
             return pairs(lambda a, b, c: fma(a, b, c, kind[:-2]), kind[:-2], *(read(i, kind) for i in range(3)))
+        if word == "max" and kind == "u16x2":
+            return pairs(np.maximum, "u16", read(0, "u32"), read(1, "u32"))
         if word == "fma" and words[0] in ("rn", "rm"):
             return fma(read(0, kind), read(1, kind), read(2, kind), kind, down=words[0] == "rm")
         if word in ("mul", "mad") and words[0] in ("lo", "wide"):
