@@ -35,6 +35,17 @@ Work scatter_single(ProcessGroup& group, at::Tensor& to, at::Tensor& from) {
     return group._reduce_scatter_base(to, from);
 }
 
+// Throws the error for a work that failed: on this rank, if memory ran out, for example, which Gloo's collectives
+// allocate, or because `peer` did not answer.
+[[noreturn]] void throw_failed(const Hop& hop, int peer, Clock::duration waited, std::chrono::milliseconds timeout,
+                               const std::exception& error) {
+  const auto* own = dynamic_cast<const c10::Error*>(&error);
+  if (own != nullptr && dynamic_cast<const c10::DistError*>(&error) == nullptr && waited < timeout) {
+    throw RotationError(concat(hop.describe(), ": an error of this rank: ", own->what_without_backtrace()));
+  }
+  throw_timeout(hop, peer, waited, error.what());
+}
+
 // The works of one hop. The transport holds a weak reference, so that an abort reaches them.
 class C10dTransfer : public Transfer {
  public:
@@ -67,7 +78,7 @@ class C10dTransfer : public Transfer {
         // On CUDA, a wait with a timeout would block the host; the group's own watchdog enforces the timeout.
         on_host_ ? work->wait(timeout_) : work->wait();
       } catch (const std::exception& error) {
-        throw_timeout(hop_, peer, Clock::now() - start, error.what());
+        throw_failed(hop_, peer, Clock::now() - start, timeout_, error);
       }
     }
     works.clear();
@@ -145,7 +156,7 @@ class C10dTransport : public Transport {
       }
     } catch (const std::exception& error) {
       transfer->abort();
-      throw_timeout(hop, hop.to, std::chrono::seconds(0), error.what());
+      throw_failed(hop, hop.to, Clock::duration(0), timeout_, error);
     }
     {
       const std::lock_guard lock(mutex_);
@@ -215,7 +226,7 @@ class C10dTransport : public Transport {
     try {
       gather_single(*group, tokens, own)->wait(timeout_);
     } catch (const std::exception& error) {
-      throw_timeout(hop, Hop::kAllRanks, Clock::now() - start, error.what());
+      throw_failed(hop, Hop::kAllRanks, Clock::now() - start, timeout_, error);
     }
     for (int peer = 0; peer < group->getSize(); ++peer) {
       HopToken other;

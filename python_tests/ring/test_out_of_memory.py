@@ -179,6 +179,34 @@ def test_slots_that_there_is_no_memory_for(rank, ring, transport):
             small(torch.ones(1, 8))
 
 
+@on_ranks(2, ring_timeout=60.0, slot_cap=0, transport="c10d", group=2, collective=True)
+def test_collectives_that_there_is_no_memory_for(rank, ring):
+    """Gloo allocates in a collective: the rank whose memory runs out says so, and accuses no other."""
+    shard = torch.zeros(8000, 3000)
+
+    def forward():
+        return rotated_linear(torch.ones(1, 3000), shard, ring=ring, name="large")
+
+    forward()  # its slot is made
+    dist.barrier()
+    start, before = time.monotonic(), resource.getrlimit(resource.RLIMIT_AS)
+    if rank == VICTIM:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (8 << 20), before[1]))
+    try:
+        with pytest.raises(rtp_ext.RotationError) as caught:
+            forward()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert time.monotonic() - start < 30.0, "not by the timeout"
+    own, told = "large forward, weight gather: an error of this rank: .*allocate memory", str(caught.value)
+    if rank == VICTIM:
+        assert re.match(own, told) and not isinstance(caught.value, rtp_ext.RingTimeout), told
+    else:
+        assert re.search("the first error was that of global rank 1: " + own, told), told
+    assert not ring.alive
+
+
 @on_ranks(3)
 @pytest.mark.parametrize("transport", few(["c10d"], ["c10d", "shm"]))
 def test_where_all_ranks_caught_it_training_goes_on(rank, ranks, transport):

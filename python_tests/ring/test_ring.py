@@ -207,6 +207,33 @@ def test_attributes_and_arguments(rank, ranks):
             pickle.dumps(ring)
 
 
+@on_ranks(2)
+def test_a_ring_that_refuses_to_close_stays_whole(rank, ranks):
+    """As with a CUDA graph of the caller's that holds its hops: without groups, collectives would return wrong
+    numbers."""
+
+    class Held:
+        def __init__(self, executor):
+            self.executor = executor
+
+        def __getattr__(self, name):
+            return getattr(self.executor, name)
+
+        def close(self):
+            raise rtp_ext.RotationError("close: a graph")
+
+    ring = rtp_ext.Ring(timeout=TIMEOUT)
+    executor = ring.communicator.executor
+    ring.communicator.executor = Held(executor)
+    with pytest.raises(rtp_ext.RotationError, match="a graph"):
+        ring.close()
+    assert ring.alive and ring.exchange(rank) == [0, 1]
+    assert ring.all_reduce(torch.tensor([rank + 1.0])).tolist() == [3.0]
+    ring.communicator.executor = executor
+    ring.close()
+    assert not ring.alive
+
+
 def test_a_ring_needs_a_process_group():
     with pytest.raises(rtp_ext.RotationError, match="init_process_group"):
         rtp_ext.Ring()

@@ -280,7 +280,8 @@ class Ring:
             self.graphs.close()
             self.communicator.executor.close()
         finally:
-            self.drop_groups()
+            if not self.communicator.executor.alive:  # it may have refused to close
+                self.drop_groups()
 
     def __enter__(self) -> Ring:
         return self
