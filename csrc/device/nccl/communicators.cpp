@@ -136,10 +136,10 @@ void NcclCommunicators::call(size_t index, const std::string& what, const std::f
   wait_until_ready(lock, index, what);
 }
 
-void NcclCommunicators::call(size_t index, const std::string& what, cudaStream_t stream,
+void NcclCommunicators::call(size_t index, const std::string& what, cudaStream_t captured,
                              const std::function<void(ncclComm_t)>& enqueue) {
   call(index, what, [&](ncclComm_t comm) {
-    graphs_.add(stream);
+    if (captured != nullptr) graphs_.add(captured);
     enqueue(comm);
   });
 }

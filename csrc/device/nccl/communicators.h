@@ -48,8 +48,9 @@ class NcclCommunicators {
 
   // Calls `enqueue` with a communicator and waits until the call has completed. `what` is the prefix of error messages.
   void call(size_t index, const std::string& what, const std::function<void(ncclComm_t)>& enqueue);
-  // The same for work on a stream.
-  void call(size_t index, const std::string& what, cudaStream_t stream, const std::function<void(ncclComm_t)>& enqueue);
+  // The same for work on a stream. `captured`: the stream if it may be part of a capture, else null.
+  void call(size_t index, const std::string& what, cudaStream_t captured,
+            const std::function<void(ncclComm_t)>& enqueue);
 
   // The same for a call whose result NCCL writes from another thread once every rank has called; null if NCCL writes
   // none.

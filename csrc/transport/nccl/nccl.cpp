@@ -72,7 +72,8 @@ class NcclTransport : public SupervisedTransport {
 
  protected:
   Ends enqueue(const Hop& hop, cudaStream_t stream) override {
-    communicators_.call(static_cast<size_t>(hop.channel), hop.describe(), stream, [&](ncclComm_t comm) {
+    cudaStream_t captured = streams_.capture() != 0 ? stream : nullptr;
+    communicators_.call(static_cast<size_t>(hop.channel), hop.describe(), captured, [&](ncclComm_t comm) {
       NcclGroup group;
       if (is_collective(hop.action)) {
         for (size_t index = 0; index < hop.send.size(); ++index) enqueue(hop, index, comm, stream);
