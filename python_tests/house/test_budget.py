@@ -51,7 +51,7 @@ BUDGET = {
     "python_tests/planner": 3868,
     "python_tests/ring": 4129,
     "python_tests/schedule": 2587,
-    "python_tests/simulators": 5556,
+    "python_tests/simulators": 5558,
     "python_tests/support": 4361,
     "python_tests/transport": 3186,
     "benchmarks/compatibility": 1760,

@@ -175,6 +175,8 @@ def install_rings() -> None:
 
     @functools.wraps(init)
     def made(self: Any, *args: Any, transport: str = "auto", **options: Any) -> None:
+        if transport in ON_GPUS:
+            options.pop("collective", None)  # which shm does not have
         init(self, *args, transport="shm" if transport in ON_GPUS else transport, **options)
         if transport in ON_GPUS:
             self.transport = transport
