@@ -91,6 +91,13 @@ def build(case: Case, size: Size, ranks: int, device: torch.device) -> Trainer:
     return Trainer.around(case.strategy or "none", model, device, lr=1e-5, autocast=autocast)
 
 
+def batch_of(size: Size, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same inputs and targets for every case."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = random_tokens(tokens, generator, seq=min(2048, tokens), vocabulary=size.vocabulary)
+    return inputs.to(device), targets.to(device)
+
+
 def measure(
     trainer: Trainer, inputs: torch.Tensor, targets: torch.Tensor, steps: int, device: torch.device
 ) -> dict[str, float]:
@@ -149,9 +156,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             trainer = build(case, size, args.ranks, device)
             for tokens in args.tokens:
-                seq = min(2048, tokens)
-                batch = random_tokens(tokens, torch.Generator().manual_seed(0), seq=seq, vocabulary=size.vocabulary)
-                row: dict[str, Any] = measure(trainer, *(part.to(device) for part in batch), args.steps, device)
+                row: dict[str, Any] = measure(trainer, *batch_of(size, tokens, device), args.steps, device)
                 if case.name == "plain":
                     plain[tokens] = row["forward_backward_ms"]
                 row["ratio"] = row["forward_backward_ms"] / plain[tokens] if tokens in plain else None

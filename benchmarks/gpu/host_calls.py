@@ -30,9 +30,8 @@ from torch.profiler import ProfilerActivity
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from shared.card import append_line, command_line, environment_card, result_line
-from shared.models import random_tokens
 
-from gpu.emulated_step import SIZES, Case, build
+from gpu.emulated_step import SIZES, Case, batch_of, build
 
 CASES = (
     Case("plain"),
@@ -75,9 +74,7 @@ def traced(step: Step) -> tuple[float, dict[str, list[float]]]:
 def measure(case: Case, tokens: int, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     size = SIZES[args.size]
     trainer = build(case, size, args.ranks, device)
-    seq = min(2048, tokens)
-    batch = random_tokens(tokens, torch.Generator().manual_seed(0), seq=seq, vocabulary=size.vocabulary)
-    inputs, targets = (part.to(device) for part in batch)
+    inputs, targets = batch_of(size, tokens, device)
 
     def step(around: AbstractContextManager[Any]) -> float:
         taken = 0.0

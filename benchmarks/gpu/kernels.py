@@ -162,7 +162,8 @@ def block_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 
 def code_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """8-bit codes of a shard and of tokens: each number is read twice, for the largest magnitudes and for the codes."""
+    """8-bit codes of a shard and of tokens. Bytes are those of reading each number twice, for the largest magnitudes
+    and for the codes; most recipes read it once, and may exceed the rate of a copy."""
     for rows, columns in ((sizes.hidden // sizes.ranks, sizes.features), (sizes.tokens, sizes.features)):
         values = normal(rows, columns, dtype=torch.bfloat16, device=device)
         for name in RECIPES:

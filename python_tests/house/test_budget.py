@@ -55,7 +55,7 @@ BUDGET = {
     "python_tests/support": 4361,
     "python_tests/transport": 3186,
     "benchmarks/compatibility": 1760,
-    "benchmarks/gpu": 2801,
+    "benchmarks/gpu": 2804,
     "benchmarks/growth": 320,
     "benchmarks/overheads": 200,
     "benchmarks/planner": 1850,

@@ -1,6 +1,7 @@
 """A rank runs out of memory in the middle of a step but continues: the others name it within the timeout, and its next
 call on the ring raises within the timeout, too. If all ranks catch the error, training continues."""
 
+import contextlib
 import os
 import re
 import resource
@@ -67,6 +68,18 @@ def _no_memory(_gradient):
 
 def batch(rank, step):
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+@contextlib.contextmanager
+def _memory_left(size):
+    """Lets this process take `size` bytes more of its address space."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _steps_until_error(step):
@@ -159,15 +172,9 @@ def test_slots_that_there_is_no_memory_for(rank, ring, transport):
     small = rtp_ext.nn.RotatedLinear(8, 8, ring=ring)
     small(torch.ones(1, 8)).sum().backward()
     dist.barrier()
-    start, before = time.monotonic(), resource.getrlimit(resource.RLIMIT_AS)
-    if rank == VICTIM:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (8 << 20), before[1]))
-    try:
-        with pytest.raises(RuntimeError) as caught:
-            rotated_linear(torch.ones(1, 3000), shard, ring=ring, name="large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+    start, limit = time.monotonic(), _memory_left(8 << 20) if rank == VICTIM else contextlib.nullcontext()
+    with limit, pytest.raises(RuntimeError) as caught:
+        rotated_linear(torch.ones(1, 3000), shard, ring=ring, name="large")
     assert time.monotonic() - start < 30.0, "not by the timeout"
     if rank == VICTIM:
         assert re.search("can't allocate memory|bad_alloc|allocate", str(caught.value)), caught.value
@@ -189,15 +196,9 @@ def test_collectives_that_there_is_no_memory_for(rank, ring):
 
     forward()  # its slot is made
     dist.barrier()
-    start, before = time.monotonic(), resource.getrlimit(resource.RLIMIT_AS)
-    if rank == VICTIM:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (8 << 20), before[1]))
-    try:
-        with pytest.raises(rtp_ext.RotationError) as caught:
-            forward()
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+    start, limit = time.monotonic(), _memory_left(8 << 20) if rank == VICTIM else contextlib.nullcontext()
+    with limit, pytest.raises(rtp_ext.RotationError) as caught:
+        forward()
     assert time.monotonic() - start < 30.0, "not by the timeout"
     own, told = "large forward, weight gather: an error of this rank: .*allocate memory", str(caught.value)
     if rank == VICTIM:
@@ -228,18 +229,12 @@ def test_where_all_ranks_caught_it_training_goes_on(rank, ranks, transport):
 def _on_one_process(_rank, _ranks):
     ring = rtp_ext.Ring.emulated(3)
     shard = torch.ones(32 << 20)
-    size = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (int(size.split()[1]) * 1024 + (64 << 20), before[1]))
-    try:
-        for work in (
-            lambda: list(ring.rotate(shard)),
-            lambda: rotated_linear(torch.ones(1, 1 << 20), shard.view(32, 1 << 20), ring=ring),
-        ):
-            with pytest.raises(RuntimeError, match="allocate memory"):
-                work()
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+    for work in (
+        lambda: list(ring.rotate(shard)),
+        lambda: rotated_linear(torch.ones(1, 1 << 20), shard.view(32, 1 << 20), ring=ring),
+    ):
+        with _memory_left(64 << 20), pytest.raises(RuntimeError, match="allocate memory"):
+            work()
     assert ring.alive and ring.hops("weight") == 0
     values = shard[:6].view(2, 3)
     x = torch.arange(6.0).view(2, 3)
