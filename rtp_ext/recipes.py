@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rtp_ext._native import kernels
+from rtp_ext._native import CodePlane, CodePlanes, ScaledOperands, kernels
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # What torch._scaled_mm takes on a GPU: 16 codes are 16 bytes.
@@ -54,6 +54,12 @@ class Plane:
         """Whether scales are exponents of one byte (float8_e8m0fnu); else they are float32."""
         return self.rule.startswith("e8m0")
 
+    def native(self, *, gpu: bool = False) -> CodePlane:
+        """Returns the plane as the engine knows it. gpu: scales lie as torch._scaled_mm takes them on a GPU."""
+        high, wide = self.block
+        codes = "e4m3" if self.dtype is E4M3 else "e5m2"
+        return CodePlane(high or 0, wide or 0, self.rule, self.transposed, codes, gpu)
+
     def block_of(self, rows: int, columns: int) -> tuple[int, int]:
         """Returns the rows and columns of a block of a matrix."""
         high, wide = self.block
@@ -61,21 +67,12 @@ class Plane:
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Returns how many blocks a matrix has, down and across: one scale each."""
-        high, wide = self.block_of(rows, columns)
-        return -(-rows // high), -(-columns // wide)
+        down, across = self.native().scale_shape(rows, columns)
+        return down, across
 
     def bytes(self, rows: int, columns: int, *, gpu: bool = False) -> int:
         """Returns the bytes of the codes and scales of a matrix. gpu: with the padding of `quantize`'s."""
-        high, wide = self._room(rows, columns, gpu)
-        return rows * columns + high * wide * (1 if self.exponents else 4)
-
-    def _room(self, rows: int, columns: int, gpu: bool) -> tuple[int, int]:
-        """Returns how many scales lie down and across, with those of the padding."""
-        high, wide = self.scale_shape(rows, columns)
-        if gpu and self.exponents:
-            high, wide = (wide, high) if self.block[1] == 1 else (high, wide)
-            return 1, int(kernels.swizzled_bytes(high, wide))
-        return high, -(-wide // 4) * 4 if gpu and self.block == (128, 128) else wide
+        return int(self.native(gpu=gpu).bytes(rows, columns))
 
 
 @dataclass(frozen=True)
@@ -105,13 +102,13 @@ def amax(plane: Plane, values: Tensor) -> Tensor:
 def empty(plane: Plane, rows: int, columns: int, device: torch.device | str, *, gpu: bool = False) -> Codes:
     """Returns room for the codes and scales of a matrix, in the layout of `quantize`."""
     codes = torch.empty((columns, rows) if plane.transposed else (rows, columns), dtype=plane.dtype, device=device)
-    high, wide = plane._room(rows, columns, gpu)
     dtype = torch.float8_e8m0fnu if plane.exponents else torch.float32
-    if gpu and plane.block == (1, 128) and not plane.exponents:
-        scales = torch.empty(wide, high, dtype=dtype, device=device).t()
+    down, across = plane.scale_shape(rows, columns)
+    scales = torch.empty(plane.native(gpu=gpu).scale_memory(rows, columns), dtype=dtype, device=device)
+    if gpu and plane.exponents:
+        scales = scales.view(-1)
     else:
-        scales = torch.empty(high, wide, dtype=dtype, device=device)
-        scales = scales.view(-1) if gpu and plane.exponents else scales[:, : plane.scale_shape(rows, columns)[1]]
+        scales = scales[:, :across] if scales.shape[0] == down else scales.t()
     return Codes(plane, codes.t() if plane.transposed else codes, scales)
 
 
@@ -167,6 +164,20 @@ class Recipe:
     def planes(self) -> tuple[Plane, ...]:
         """The planes that the owner keeps of its shard: one, or one for each pass."""
         return (self.forward,) if self.backward is None else (self.forward, self.backward)
+
+    def shard_planes(self, *, gpu: bool = False) -> CodePlanes:
+        """Returns the planes of a weight in both passes as the engine knows them."""
+        return CodePlanes(self.planes[0].native(gpu=gpu), self.planes[-1].native(gpu=gpu))
+
+    def operands(self, *, gpu: bool = False) -> ScaledOperands:
+        """Returns the planes of x and dy as the engine knows them."""
+        of_dw = self.weight_gradient and tuple(plane.native(gpu=gpu) for plane in self.weight_gradient)
+        return ScaledOperands(
+            tokens=self.tokens.native(gpu=gpu),
+            gradients=self.gradients.native(gpu=gpu),
+            weight_gradients=of_dw,
+            rows=max(self.align, GPU_MULTIPLE),
+        )
 
     def travels(self, rows: int, columns: int, *, backward: bool = False, gpu: bool = False) -> int:
         """Returns the bytes of a shard [rows, columns] in a hop of one pass."""

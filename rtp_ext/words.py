@@ -40,6 +40,11 @@ LossHead = Literal["fused"]
 #: `frozen` of fully_rotate and `weights` of rotate_for_inference, or None
 Format = Literal["nf4", "mxfp4", "int8"]
 
+#: `recipe` of fully_rotate and rotated_linear, or None
+RecipeName = Literal[
+    "float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "mxfp8", "mxfp8_rceil"
+]
+
 #: `activation` of MLPs, and of experts that have parameters
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh", "reglu"]
 #: `activation` of rotated_experts

@@ -21,6 +21,7 @@
 #include "engine/hops/dequantized_weights.h"
 #include "engine/hops/gradient_quantizer.h"
 #include "engine/hops/late_gradients.h"
+#include "engine/hops/shard_codes.h"
 #include "engine/hops/slots.h"
 #include "engine/pass_graph.h"
 #include "engine/prefetch.h"
@@ -47,6 +48,9 @@ class Executor {
   SlotPool& pool() { return pool_; }
   Hops& hops() { return hops_; }
   Prefetcher& prefetcher() { return prefetcher_; }
+  CodeCache& codes() { return codes_; }
+  // Makes codes of the current pass anew where their parameters have changed.
+  void refresh(const ShardBundle& weights) { Prefetcher::refresh(weights.codes, prefetcher_.context().watched); }
   LateGradients& late_gradients() { return late_; }
   Sink& sink() { return sink_; }
   // Orders the compute stream after the last pass, which may have run on another one, and after hops in flight between
@@ -148,6 +152,7 @@ class Executor {
   Prefetcher prefetcher_;
   LateGradients late_;
   ShardPulls pulls_;  // without a source, shards travel
+  CodeCache codes_;
   Results results_;
   Hops::Counts counts_before_graph_;
   std::map<ScheduleOptions, Schedule> schedules_;

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/checks.h"
+#include "engine/hops/shard_codes.h"
 
 namespace rtp {
 
@@ -19,11 +20,21 @@ void Prefetcher::enter(Context context) {
 
 Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::optional<ShardBundle>& weight,
                                          const std::string& name) {
-  Record record{context_.serial, index_++, &schedule, name, ring_.sizes(schedule, weight), {}, {}, context_.watched};
+  Record record{context_.serial, index_++, &schedule, name, ring_.sizes(schedule, weight), {}, {}, {}, context_.watched};
   if (!weight || schedule.moves.empty()) return record;
   record.layouts = weight->layouts;
+  record.codes = weight->codes;
   for (const at::Tensor& local : weight->local) record.local.emplace_back(local);
   return record;
+}
+
+void Prefetcher::refresh(const std::vector<ShardBundle::Coded>& codes,
+                         const std::vector<c10::VariableVersion>& watched) {
+  for (const ShardBundle::Coded& each : codes) {
+    std::optional<int64_t> version;
+    if (each.parameter < watched.size()) version = watched[each.parameter].current_version();
+    each.codes->refresh(version);
+  }
 }
 
 std::unique_ptr<PassWeights> Prefetcher::begin(const Schedule& schedule, std::optional<ShardBundle> weight,
@@ -96,7 +107,9 @@ void Prefetcher::open(size_t later) {
   const Record& record = *next.record;
   std::optional<ShardBundle> bundle;
   if (!record.layouts.empty()) {
-    bundle.emplace(ShardBundle{record.layouts, {}});
+    refresh(record.codes, record.watched);
+    bundle.emplace().layouts = record.layouts;
+    bundle->codes = record.codes;
     for (size_t index = 0; index < record.local.size(); ++index) {
       at::Tensor local = record.local[index].lock();
       // If the memory has been freed, the pass will not run, but every rank must post the hop: its contents do not

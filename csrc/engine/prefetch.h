@@ -39,6 +39,8 @@ class Prefetcher {
   // Sets how far ahead hops are posted: see LookAhead.
   void allow(bool on, std::optional<int64_t> bytes) { look_ahead_.allow(on, bytes); }
   void enter(Context context);
+  // Makes the codes of a pass with these parameters anew where they have changed.
+  static void refresh(const std::vector<ShardBundle::Coded>& codes, const std::vector<c10::VariableVersion>& watched);
   const Context& context() const { return context_; }
   // Whether the user has captured a pass: its graph may run at any time, and uses the slots that the pass had.
   bool captured() const { return captured_; }
@@ -71,6 +73,7 @@ class Prefetcher {
     WeightSizes sizes;
     std::vector<TensorLayout> layouts;
     std::vector<WeakTensor> local;
+    std::vector<ShardBundle::Coded> codes;
     std::vector<c10::VariableVersion> watched;
 
     bool same(const Record& other) const;

@@ -20,7 +20,7 @@ namespace {
 constexpr OperationKind kEmbedding = operation_kind("embedding");
 constexpr int kTable = 0;
 
-Weights table_weights(const Executor& executor, const RotationOptions& options, Pass pass, const EmbeddingShape& shape,
+Weights table_weights(Executor& executor, const RotationOptions& options, Pass pass, const EmbeddingShape& shape,
                       const std::vector<at::Tensor>& local) {
   Weights table(executor, options, kEmbedding, pass, local);
   table.add({{shape.num_embeddings, shape.embedding_dim}, static_cast<size_t>(shape.shard_dim)});

@@ -15,7 +15,7 @@ constexpr OperationKind kLinear = operation_kind("linear");
 // The parameters of a bundle in one pass, and the places of every layer's weight and bias.
 struct LinearWeights : Weights {
   // `needed`: by layer, whether its weight travels; empty: all.
-  LinearWeights(const Executor& executor, const RotationOptions& options, Pass pass, const LinearBundle& bundle,
+  LinearWeights(Executor& executor, const RotationOptions& options, Pass pass, const LinearBundle& bundle,
                 const std::vector<at::Tensor>& parameters, const std::vector<bool>& needed = {})
       : Weights(executor, options, kLinear, pass, parameters), bundle(bundle) {
     for (size_t layer = 0; layer < bundle.shapes.size(); ++layer) {
@@ -299,6 +299,7 @@ ParameterFacts weight_facts(const LinearShape& shape) {
   ParameterFacts facts{{shape.out_features, shape.in_features}, shape.by_outputs ? outputs : 1 - outputs, shape.frozen};
   if (shape.transposed) std::swap(facts.shape[0], facts.shape[1]);
   if (shape.frozen && shape.in_mlp) facts.group = block_layout(*shape.frozen).numbers;
+  facts.codes = shape.codes;
   return facts;
 }
 

@@ -22,6 +22,7 @@ struct LinearShape {
   // bytes].
   std::optional<BlockFormat> frozen = std::nullopt;
   bool in_mlp = false;
+  std::optional<CodePlanes> codes = std::nullopt;  // W travels in 8 bits, cut by outputs
 };
 
 ParameterFacts weight_facts(const LinearShape& shape);

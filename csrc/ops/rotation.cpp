@@ -38,7 +38,9 @@ ShardBundle travelling_weights(const Executor& executor, const RotationOptions& 
       layout.travel = options.travel;
     }
   }
-  return {std::move(layouts), std::move(local)};
+  ShardBundle bundle;
+  bundle.layouts = std::move(layouts), bundle.local = std::move(local);
+  return bundle;
 }
 
 const Schedule& forward_schedule(Executor& executor, const RotationOptions& options, const ShardBundle& weights,

@@ -43,12 +43,13 @@ int Weights::add(ParameterFacts parameter, bool exists, bool needed) {
     first += size;
   }
   facts_.parameters.push_back(std::move(parameter));
-  index_.push_back(-1);
+  index_.push_back(-1), scales_.push_back(-1);
   if (needed && facts_.travels(place, pass_)) {
     RTP_ASSERT(place < given_.size(), "a local shard is missing");
     index_.back() = static_cast<int>(local_.size());
     const char* const what = facts_.is_bias(place) ? "bias" : "weight";
     local_.push_back(travelling_local(executor_, rotation_, what, given_[place], facts_.parameters[place]));
+    if (facts_.parameters[place].codes) scales_.back() = coded_++;
   }
   return static_cast<int>(place);
 }
@@ -117,7 +118,43 @@ std::optional<ShardBundle> Weights::bundle() const {
   }
   ShardBundle bundle = travelling_weights(executor_, rotation_, std::move(layouts), std::move(local), facts_.kind.dims);
   bundle.turned = turns;
+  if (coded_ > 0) encode(bundle);
   return bundle;
+}
+
+// Replaces weights by their codes, and adds their scales.
+void Weights::encode(ShardBundle& bundle) const {
+  RTP_CHECK_VALUE(executor_.streams().capture() == 0, rotation_.name,
+                  ": expected no capture of a CUDA graph, which would repeat the codes of its first pass");
+  for (size_t place = 0; place < count(); ++place) {
+    if (scales_[place] < 0) continue;
+    const ParameterFacts& facts = facts_.parameters[place];
+    const CodePlane& plane = facts.plane(pass_);
+    std::shared_ptr<ShardCodes> codes =
+        executor_.codes().of(local_[static_cast<size_t>(index_[place])], plane, rotation_.compute_dtype);
+    const CodeMemory& memory = codes->memory();
+    TensorLayout of_codes{at::kByte, {}}, of_scales{memory.scales.scalar_type(), {}};
+    for (int owner = 0; owner < executor_.ranks(); ++owner) {
+      const std::vector<int64_t> shard = facts.shard(executor_.ranks(), owner);
+      const Extents memory_of_codes = plane.code_memory(shard[0], shard[1]);
+      const Extents memory_of_scales = plane.scale_memory(shard[0], shard[1]);
+      of_codes.shapes.emplace_back(memory_of_codes.begin(), memory_of_codes.end());
+      of_scales.shapes.emplace_back(memory_of_scales.begin(), memory_of_scales.end());
+    }
+    const auto index = static_cast<size_t>(index_[place]);
+    bundle.layouts[index] = std::move(of_codes), bundle.local[index] = memory.codes;
+    bundle.layouts.push_back(std::move(of_scales)), bundle.local.push_back(memory.scales);
+    bundle.codes.push_back({std::move(codes), place});
+  }
+  executor_.refresh(bundle);
+}
+
+Codes Weights::codes(const std::vector<at::Tensor>& shards, int parameter, const Step& step) const {
+  const auto place = static_cast<size_t>(parameter);
+  const ParameterFacts& facts = facts_.parameters[place];
+  const size_t scales = local_.size() + static_cast<size_t>(scales_[place]);
+  return codes_in(facts.plane(pass_), {shards[static_cast<size_t>(index_[place])], shards[scales]},
+                  rows(parameter, step).count, facts.shape[1]);
 }
 
 RotationOptions Weights::options() const {
@@ -132,7 +169,7 @@ RotationOptions Weights::options() const {
 
 bool Weights::groups() const {
   const bool plain = !quantizes(rotation_.travel, static_cast<int64_t>(c10::elementSize(rotation_.compute_dtype)));
-  return facts_.takes_groups() && rotation_.route != Route::two_level && (plain || executor_.ranks() == 1) &&
+  return facts_.takes_groups(pass_) && rotation_.route != Route::two_level && (plain || executor_.ranks() == 1) &&
          chunks().count == 1;
 }
 

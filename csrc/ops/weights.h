@@ -13,7 +13,7 @@ namespace rtp {
 class Weights {
  public:
   // `local`: this rank's shards; those that do not travel in this pass may be left out at the end.
-  Weights(const Executor& executor, const RotationOptions& options, const OperationKind& kind, Pass pass,
+  Weights(Executor& executor, const RotationOptions& options, const OperationKind& kind, Pass pass,
           const std::vector<at::Tensor>& local)
       : executor_(executor), rotation_(options), facts_{kind, {}}, pass_(pass), given_(local) {}
 
@@ -47,6 +47,8 @@ class Weights {
   // Returns what travels, nothing if no parameter does, and the place of a parameter in it.
   std::optional<ShardBundle> bundle() const;
   int index(int parameter) const { return index_[static_cast<size_t>(parameter)]; }
+  // The shards of a step of a parameter that travels in 8 bits.
+  Codes codes(const std::vector<at::Tensor>& shards, int parameter, const Step& step) const;
 
   // Calls body(weights) for the whole shards or, if a single weight exceeds the slot cap, for every chunk of its rows,
   // which is contiguous.
@@ -85,11 +87,12 @@ class Weights {
   size_t count() const { return facts_.parameters.size(); }
 
  private:
+  void encode(ShardBundle& bundle) const;
   Chunks chunks() const;
   Weights chunk_of(const Chunks& cut, int64_t chunk) const;
   const Rows& own_chunk() const { return chunk_[static_cast<size_t>(executor_.rank())]; }
 
-  const Executor& executor_;
+  Executor& executor_;
   const RotationOptions& rotation_;
   OperationFacts facts_;
   Pass pass_;
@@ -97,7 +100,9 @@ class Weights {
   std::vector<Rows> rows_;         // by parameter and owner: the whole shard
   std::vector<Rows> chunk_;        // by owner: the rows of its shard in this chunk; empty: all
   std::vector<int> index_;         // by parameter: its place among those that travel; -1: it does not
+  std::vector<int> scales_;        // by parameter: the place of its scales among all scales; -1: it has none
   std::vector<at::Tensor> local_;  // those that travel
+  int coded_ = 0;                  // how many of these in 8 bits
 };
 
 // The gradients of an operation's parameters in its backward.

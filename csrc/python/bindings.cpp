@@ -12,6 +12,7 @@
 #include "engine/shards/two_level_shards.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
+#include "ops/scaled_linear.h"
 #include "python/fields.h"
 #include "python/internal.h"
 #include "schedule/schedule.h"
@@ -188,11 +189,16 @@ void bind_executor(py::module_& m) {
       .def("slots", [](Executor& e, Channel channel) { return e.pool().count(channel); })
       .def("scratch", [](Executor& e) { return e.pool().scratch_count(); })
       .def(
+          "codes", [](Executor& e) { return std::pair(e.codes().bytes(), e.codes().made()); },
+          "Bytes of the codes of local shards, and how often codes were made.")
+      .def(
           "enter",
           [](Executor& e, int64_t phase, bool backward, int64_t serial, const std::vector<at::Tensor>& watched) {
             Context context{phase, backward, serial, {}};
             for (const at::Tensor& tensor : watched) {
-              if (!tensor.is_inference()) context.watched.push_back(tensor.unsafeGetTensorImpl()->version_counter());
+              // an inference tensor has no counter, but keeps its place
+              context.watched.push_back(tensor.is_inference() ? c10::VariableVersion(0)
+                                                              : tensor.unsafeGetTensorImpl()->version_counter());
             }
             e.enter(std::move(context));
           },
@@ -311,11 +317,11 @@ void bind_operations(py::module_& m) {
       .def_property_readonly("local_dtype", &RotationOptions::local_dtype);
   py::class_<LinearShape>(m, "LinearShape")
       .def(py::init([](int64_t out_features, int64_t in_features, bool by_outputs, bool transposed,
-                       const std::optional<BlockFormat>& frozen, bool in_mlp) {
-             return LinearShape{out_features, in_features, by_outputs, transposed, frozen, in_mlp};
+                       const std::optional<BlockFormat>& frozen, bool in_mlp, const std::optional<CodePlanes>& codes) {
+             return LinearShape{out_features, in_features, by_outputs, transposed, frozen, in_mlp, codes};
            }),
            py::arg("out_features"), py::arg("in_features"), py::arg("by_outputs"), py::arg("transposed"),
-           py::arg("frozen") = std::nullopt, py::arg("in_mlp") = false);
+           py::arg("frozen") = std::nullopt, py::arg("in_mlp") = false, py::arg("codes") = std::nullopt);
   py::class_<LinearBundle>(m, "LinearBundle")
       .def(py::init([](const std::vector<LinearShape>& shapes, const std::vector<bool>& biased) {
              return LinearBundle{shapes, biased};
@@ -342,6 +348,26 @@ void bind_operations(py::module_& m) {
       py::arg("executor"), py::arg("dys"), py::arg("inputs"), py::arg("parameters"), py::arg("bundle"),
       py::arg("projections"), py::arg("needs_input"), py::arg("needs_parameter"), py::arg("options"),
       py::call_guard<OperationScope>());
+  Fields<ScaledOperands>("ScaledOperands")
+      .required("tokens", &ScaledOperands::tokens)
+      .required("gradients", &ScaledOperands::gradients)
+      .required("weight_gradients", &ScaledOperands::weight_gradients)
+      .required("rows", &ScaledOperands::rows)
+      .bind(m);
+  m.def("scaled_linear_forward", &scaled_linear_forward, py::arg("executor"), py::arg("x"), py::arg("parameters"),
+        py::arg("bundle"), py::arg("operands"), py::arg("options"), py::call_guard<OperationScope>());
+  m.def(
+      "scaled_linear_backward",
+      [](Executor& executor, const std::vector<std::optional<at::Tensor>>& dys, const at::Tensor& x,
+         const std::vector<at::Tensor>& parameters, const LinearBundle& bundle, const ScaledOperands& operands,
+         bool needs_x, const std::vector<bool>& needs_parameter, const RotationOptions& options) {
+        std::vector<at::Tensor> defined;
+        for (const auto& dy : dys) defined.push_back(dy.value_or(at::Tensor()));
+        return scaled_linear_backward(executor, defined, x, parameters, bundle, operands, needs_x, needs_parameter,
+                                      options);
+      },
+      py::arg("executor"), py::arg("dys"), py::arg("x"), py::arg("parameters"), py::arg("bundle"), py::arg("operands"),
+      py::arg("needs_x"), py::arg("needs_parameter"), py::arg("options"), py::call_guard<OperationScope>());
   m.def("partial_linear_forward", &partial_linear_forward, py::arg("executor"), py::arg("x"), py::arg("weight"),
         py::arg("bias"), py::arg("shape"), py::arg("options"), py::call_guard<OperationScope>());
   m.def(

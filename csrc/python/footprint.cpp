@@ -39,9 +39,19 @@ void bind_footprint(py::module_& m) {
   m.def(
       "operation_kind", [](const std::string& key) { return operation_kind(key); }, py::arg("key"),
       "The row of an operation; the usual facts for one without a row.");
+  py::class_<CodePlane>(m, "CodePlane", "How a matrix becomes codes of 8 bits with a scale a block; 0: all rows, or columns.")
+      .def(py::init<int64_t, int64_t, ScaleRule, bool, CodeFormat, bool>(), py::arg("rows"), py::arg("columns"),
+           py::arg("rule"), py::arg("transposed"), py::arg("format"), py::arg("padded"))
+      .def("scale_shape", &CodePlane::scale_shape, py::arg("rows"), py::arg("columns"))
+      .def("scale_memory", &CodePlane::scale_memory, py::arg("rows"), py::arg("columns"))
+      .def("bytes", &CodePlane::bytes, py::arg("rows"), py::arg("columns"));
+  py::class_<CodePlanes>(m, "CodePlanes", "The planes in which a weight travels forward and backward.")
+      .def(py::init<CodePlane, CodePlane>(), py::arg("forward"), py::arg("backward"));
   py::class_<ParameterFacts>(m, "ParameterFacts", "A parameter of a whole shape that a ring cuts.")
-      .def(py::init<std::vector<int64_t>, size_t, std::optional<BlockFormat>, int64_t, bool>(), py::arg("shape"),
-           py::arg("dim") = 0, py::arg("frozen") = std::nullopt, py::arg("group") = 0, py::arg("trained") = true)
+      .def(py::init<std::vector<int64_t>, size_t, std::optional<BlockFormat>, int64_t, bool,
+                    std::optional<CodePlanes>>(),
+           py::arg("shape"), py::arg("dim") = 0, py::arg("frozen") = std::nullopt, py::arg("group") = 0,
+           py::arg("trained") = true, py::arg("codes") = std::nullopt)
       .def_property_readonly("rows_of_group", &ParameterFacts::rows_of_group)
       .def("sizes", &ParameterFacts::sizes, py::arg("ranks"))
       .def("shard", &ParameterFacts::shard, py::arg("ranks"), py::arg("owner"))

@@ -26,14 +26,6 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-ScaleRule scale_rule(const std::string& text) {
-  constexpr const char* kNames[] = {"linear", "power_of_two", "e8m0_floor", "e8m0_ceil"};  // by ScaleRule
-  const auto found = std::find(std::begin(kNames), std::end(kNames), text);
-  RTP_CHECK_VALUE(found != std::end(kNames), "expected a rule of linear, power_of_two, e8m0_floor or e8m0_ceil, got ",
-                  text);
-  return static_cast<ScaleRule>(found - std::begin(kNames));
-}
-
 at::Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(at::Tensor()); }
 
 }  // namespace
@@ -107,7 +99,6 @@ void bind_kernels(py::module_& parent) {
       },
       py::arg("format"));
   m.def("dequantize_blocks", &dequantize_blocks, py::arg("out"), py::arg("blocks"), py::arg("format"));
-  m.def("swizzled_bytes", &swizzled_bytes, py::arg("rows"), py::arg("columns"));
   m.def(
       "block_amax",
       [](const at::Tensor& amax, const at::Tensor& values, std::pair<int64_t, int64_t> block) {
@@ -117,8 +108,8 @@ void bind_kernels(py::module_& parent) {
   m.def(
       "quantize_codes",
       [](const at::Tensor& codes, const at::Tensor& scales, const at::Tensor& values, const OptionalTensor& amax,
-         std::pair<int64_t, int64_t> block, const std::string& rule) {
-        quantize_codes(codes, scales, values, amax, {block.first, block.second}, scale_rule(rule));
+         std::pair<int64_t, int64_t> block, ScaleRule rule) {
+        quantize_codes(codes, scales, values, amax, {block.first, block.second}, rule);
       },
       py::arg("codes"), py::arg("scales"), py::arg("values"), py::arg("amax"), py::arg("block"), py::arg("rule"));
   m.def("add_converted", &add_converted, py::arg("sum"), py::arg("values"));

@@ -10,7 +10,29 @@ namespace {
 // by BlockFormat
 constexpr const char* kBlockFormats[] = {"nf4", "mxfp4", "int8", "fp4", "nf4-torchao", "nf4-torchao-bfloat16"};
 
+constexpr const char* kScaleRules[] = {"linear", "power_of_two", "e8m0_floor", "e8m0_ceil"};  // by ScaleRule
+constexpr const char* kCodeFormats[] = {"e4m3", "e5m2"};                                        // by CodeFormat
+
+// The enum whose name is in `names`. Throws ValueError with all names for any other text.
+template <typename Enum, size_t kCount>
+Enum named(const std::string& text, const char* what, const char* const (&names)[kCount]) {
+  std::string all;
+  for (size_t index = 0; index < kCount; ++index) {
+    if (text == names[index]) return static_cast<Enum>(index);
+    all.append(index == 0 ? "" : ", ").append(names[index]);
+  }
+  RTP_CHECK_VALUE(false, "expected ", what, " of ", all, ", got ", text);
+}
+
 }  // namespace
+
+void parse(const std::string& text, ScaleRule& parsed) { parsed = named<ScaleRule>(text, "a rule", kScaleRules); }
+
+void parse(const std::string& text, CodeFormat& parsed) { parsed = named<CodeFormat>(text, "codes", kCodeFormats); }
+
+const char* name(ScaleRule rule) { return kScaleRules[static_cast<size_t>(rule)]; }
+
+const char* name(CodeFormat format) { return kCodeFormats[static_cast<size_t>(format)]; }
 
 void parse(const std::string& text, Pass& parsed) {
   RTP_CHECK_VALUE(text == "forward" || text == "backward", "expected a pass of forward or backward, got ", text);

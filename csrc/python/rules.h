@@ -26,7 +26,11 @@ void parse(const std::string& text, GradientRoute& parsed);
 void parse(const std::string& text, Channel& parsed);
 void parse(const std::string& text, TravelFormat& parsed);
 void parse(const std::string& text, BlockFormat& parsed);
+void parse(const std::string& text, ScaleRule& parsed);
+void parse(const std::string& text, CodeFormat& parsed);
 const char* name(BlockFormat format);
+const char* name(ScaleRule rule);
+const char* name(CodeFormat format);
 
 }  // namespace rtp
 
@@ -54,6 +58,10 @@ template <>
 struct type_caster<rtp::Channel> : text_caster<rtp::Channel> {};
 template <>
 struct type_caster<rtp::BlockFormat> : text_caster<rtp::BlockFormat> {};
+template <>
+struct type_caster<rtp::ScaleRule> : text_caster<rtp::ScaleRule> {};
+template <>
+struct type_caster<rtp::CodeFormat> : text_caster<rtp::CodeFormat> {};
 
 // The dtype in which weights travel. None: the compute dtype.
 template <>

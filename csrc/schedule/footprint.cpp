@@ -30,7 +30,8 @@ Movement movement_of(const OperationFacts& operation, const StepSize& step, cons
   Movement movement = step.movement;
   movement.cast = false;
   for (size_t place = 0; place < operation.parameters.size(); ++place) {
-    if (!operation.travels(place, options.pass) || operation.parameters[place].frozen) continue;
+    const ParameterFacts& parameter = operation.parameters[place];
+    if (!operation.travels(place, options.pass) || parameter.frozen || parameter.codes) continue;
     const bool turned = options.group > 1 && operation.turns(place);
     movement.cast = movement.cast || step.movement.cast || step.quantizes_weight(operation, place) || turned;
   }
@@ -47,7 +48,7 @@ ScheduleOptions pass_options(const OperationFacts& operation, const StepSize& st
   }
   ScheduleOptions options;
   options.pass = pass;
-  const bool groups = alone && operation.takes_groups() && step.route != Route::two_level &&
+  const bool groups = alone && operation.takes_groups(pass) && step.route != Route::two_level &&
                       !(step.ranks > 1 && quantizes(step.travel, step.compute_bytes));
   options.route = !groups && step.route == Route::gather ? Route::direct : step.route;
   options.group = groups ? step.group : 1;
@@ -57,7 +58,7 @@ ScheduleOptions pass_options(const OperationFacts& operation, const StepSize& st
   options.dgrad = weights;
   options.wgrad = forward || gradients;
   options.bundle = operation.kind.bundle && !forward;
-  options.halves = step.halves && !step.direct_gradients() && !forward;
+  options.halves = step.halves && !step.direct_gradients() && !forward && !operation.in_codes();
   options.receive_in_slots = !forward && !step.movement.receives_anywhere;
   options.late =
       step.late > 0 && operation.late(options.group > 1 || options.route == Route::gather) && !forward && alone;
@@ -153,15 +154,24 @@ class Walk {
   }
 
   // Returns the bytes of a slot of `shards` with the parameters that travel, those with takes(place), where
-  // bytes_of(place, numbers) is the size of one; none if none travels.
+  // bytes_of(place, numbers) is the size of one; none if none travels. `weights`: in which pass weights travel, of
+  // which some are codes and scales.
   template <typename Takes, typename Bytes>
   std::optional<int64_t> slot_bytes(const OperationFacts& operation, const Chunks& chunks, int64_t chunk, Takes&& takes,
-                                    Bytes&& bytes_of, int shards = 1, bool halved = false) const {
+                                    Bytes&& bytes_of, int shards = 1, bool halved = false,
+                                    std::optional<Pass> weights = std::nullopt) const {
     std::vector<int64_t> sizes;
     const Half half = halved && shards == 1 ? Half::first : Half::whole;
     for (size_t place = 0; place < operation.parameters.size(); ++place) {
       if (!takes(place)) continue;
-      const int64_t numbers = numbers_of(operation.parameters[place].shard(step_.ranks, 0), chunks, chunk, half);
+      const std::vector<int64_t> shard = operation.parameters[place].shard(step_.ranks, 0);
+      if (weights && operation.parameters[place].codes) {
+        const int64_t codes = product(shard);
+        sizes.push_back(codes);
+        sizes.push_back(operation.parameters[place].plane(*weights).bytes(shard[0], shard[1]) - codes);
+        continue;
+      }
+      const int64_t numbers = numbers_of(shard, chunks, chunk, half);
       sizes.push_back((half == Half::whole ? 1 : 2) * bytes_of(place, numbers));
     }
     if (sizes.empty()) return std::nullopt;
@@ -184,9 +194,9 @@ class Walk {
     const auto gradient_bytes = [&](size_t, int64_t numbers) {
       return travel_bytes(numbers, step_.gradient_travel(), step_.reduce_bytes);
     };
-    pass.weight = slot_bytes(operation, chunks, chunk, travels, weight_bytes);
+    pass.weight = slot_bytes(operation, chunks, chunk, travels, weight_bytes, 1, false, kind);
     if (pass.weight && !known.weight_slots.empty()) {
-      pass.weights.slot = *slot_bytes(operation, chunks, chunk, travels, weight_bytes, known.weight_slots.front());
+      pass.weights.slot = *slot_bytes(operation, chunks, chunk, travels, weight_bytes, known.weight_slots.front(), false, kind);
     }
     const bool stages = pass.weight && known.uses_home &&
                         movement_of(operation, step_, known.options).staged(known.hops(Channel::weight) > 0);
@@ -326,7 +336,10 @@ std::vector<Sent> traffic(const OperationFacts& operation, const StepSize& step,
         for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
           const int64_t numbers = numbers_of(shard, chunks, chunk, hop.half);
           total += gradient ? travel_bytes(numbers, step.gradient_travel(), step.reduce_bytes)
-                            : travelling_bytes(numbers, parameter.frozen, travel, step.compute_bytes);
+                   : parameter.codes
+                       ? (collective ? step.ranks - 1 : 1) *
+                             parameter.plane(pass).bytes(collective ? sizes[0] : shard[0], shard[1])
+                       : travelling_bytes(numbers, parameter.frozen, travel, step.compute_bytes);
         }
       }
     }

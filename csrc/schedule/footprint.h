@@ -144,7 +144,8 @@ struct StepSize {
   bool collective = false;                    // groups of all shards travel by collectives
 
   bool quantizes_weight(const OperationFacts& operation, size_t parameter) const {
-    return ranks > 1 && !operation.is_bias(parameter) && quantizes(travel, compute_bytes);
+    return ranks > 1 && !operation.is_bias(parameter) && !operation.parameters[parameter].codes &&
+           quantizes(travel, compute_bytes);
   }
   TravelFormat gradient_travel() const {
     return direct_gradients() && gradients_quantized ? TravelFormat::int8 : TravelFormat::plain;

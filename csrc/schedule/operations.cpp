@@ -86,9 +86,14 @@ bool OperationFacts::late(bool grouped) const {
   return true;
 }
 
-bool OperationFacts::takes_groups() const {
-  return kind.groups && std::none_of(parameters.begin(), parameters.end(),
-                                     [](const ParameterFacts& each) { return each.frozen.has_value(); });
+bool OperationFacts::takes_groups(Pass pass) const {
+  return kind.groups && std::none_of(parameters.begin(), parameters.end(), [&](const ParameterFacts& each) {
+           return each.frozen || (each.codes && (pass == Pass::backward || !each.plane(pass).stacks()));
+         });
+}
+
+bool OperationFacts::in_codes() const {
+  return std::any_of(parameters.begin(), parameters.end(), [](const ParameterFacts& each) { return each.codes; });
 }
 
 Chunks OperationFacts::chunks(int ranks, int64_t element_bytes, int64_t cap) const {
@@ -102,7 +107,7 @@ Chunks OperationFacts::chunks(int ranks, int64_t element_bytes, int64_t cap) con
     row_bytes += product(largest, std::min<size_t>(largest.size(), 1)) * element_bytes;
     if (is_bias(place)) continue;
     ++weights;
-    if (each.frozen || each.dim >= kind.chunked_dims) cap = 0;
+    if (each.frozen || each.codes || each.dim >= kind.chunked_dims) cap = 0;
   }
   return cut_in_chunks(most, row_bytes, weights == 1 ? cap : 0);
 }

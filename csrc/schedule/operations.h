@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/blocks.h"
+#include "base/code_planes.h"
 #include "schedule/schedule.h"
 
 namespace rtp {
@@ -86,6 +87,7 @@ struct ParameterFacts {
   std::optional<BlockFormat> frozen = std::nullopt;  // it is stored, and travels, in blocks
   int64_t group = 0;  // all shards but the last have a multiple of so many rows; 0: as many as fill whole blocks
   bool trained = true;
+  std::optional<CodePlanes> codes = std::nullopt;  // it travels as codes of 8 bits with scales
 
   int64_t rows_of_group() const;
   // The rows along `dim` of every owner's shard, and the shape of one.
@@ -93,6 +95,7 @@ struct ParameterFacts {
   std::vector<int64_t> shard(int ranks, int owner) const;
   // Bytes of a shard at rest, where a number that is not in blocks has `element_bytes`. The last group is whole.
   int64_t held_bytes(int ranks, int owner, int64_t element_bytes) const;
+  const CodePlane& plane(Pass pass) const { return pass == Pass::forward ? codes->forward : codes->backward; }
 };
 
 // One use of an operation. Parameters have the order of the engine.
@@ -109,9 +112,11 @@ struct OperationFacts {
   bool has_gradient(size_t parameter) const { return parameters[parameter].trained && !parameters[parameter].frozen; }
   // Whether its gradients may arrive after the pass. Those that a group sums transposed are copied at its end.
   bool late(bool grouped) const;
-  bool takes_groups() const;
+  // Whether the shards of several owners can be one operand of a pass.
+  bool takes_groups(Pass pass) const;
   // Whether a parameter travels transposed in groups, so that shards of consecutive owners are adjacent rows.
   bool turns(size_t parameter) const { return parameters[parameter].dim == 1; }
+  bool in_codes() const;  // whether a parameter travels in 8 bits
   // `element_bytes`: of the widest number that travels.
   Chunks chunks(int ranks, int64_t element_bytes, int64_t cap) const;
 };

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from reference import chunk
+from torch import Tensor, nn
 from torch.nn import functional
 
-from rtp_ext.recipes import Codes, Plane
+from rtp_ext.recipes import Codes, Plane, Recipe, quantize, recipe
 
 
 def expanded(blocks: Tensor, plane: Plane, rows: int, columns: int) -> Tensor:
@@ -71,3 +74,63 @@ def dequantized(codes: Codes) -> Tensor:
         scales = unswizzled(scales, *(shape[::-1] if along_rows else shape))
         scales = scales.t() if along_rows else scales
     return codes.codes.float() * expanded(scales.float(), codes.plane, rows, columns)
+
+
+# -- linear layers in one process --------------------------------------------------------------------------------------
+
+
+def numbers(plane: Plane, values: Tensor) -> Tensor:
+    """Returns the numbers that the codes of a matrix stand for."""
+    return dequantized(quantize(plane, values))
+
+
+def of_shards(plane: Plane, weight: Tensor, ranks: int) -> Tensor:
+    """Returns the numbers of the codes of a weight whose shards are quantized one by one."""
+    return torch.cat([numbers(plane, chunk(weight, ranks, owner)) for owner in range(ranks)])
+
+
+def weight_gradient(chosen: Recipe, dy: Tensor, x: Tensor) -> Tensor:
+    """Returns dy^T x in float32, of one rank's tokens."""
+    if chosen.weight_gradient is None:
+        return dy.float().t() @ x.float()
+    left, right = chosen.weight_gradient
+    return numbers(left, dy).t() @ numbers(right, x)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, chosen: Recipe, ranks: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.chosen, ctx.ranks = chosen, ranks
+        return (numbers(chosen.tokens, x) @ of_shards(chosen.planes[0], weight, ranks).t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (x, weight), chosen = ctx.saved_tensors, ctx.chosen
+        dx = numbers(chosen.gradients, dy.contiguous()) @ of_shards(chosen.planes[-1], weight, ctx.ranks)
+        return dx.to(x.dtype), weight_gradient(chosen, dy.contiguous(), x).to(weight.dtype), None, None
+
+
+def scaled_product(name: str, x: Tensor, weight: Tensor, ranks: int) -> Tensor:
+    """Returns x W^T by a recipe, differentiable, of a weight whose shards are quantized one by one."""
+    return _Product.apply(x, weight, recipe(name), ranks)
+
+
+class ScaledLinear(nn.Linear):
+    """A plain linear layer that computes as on a ring of `ranks` ranks."""
+
+    recipe: str
+    ranks: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = scaled_product(self.recipe, input.flatten(0, -2), self.weight, self.ranks)
+        y = y if self.bias is None else y + self.bias
+        return y.view(*input.shape[:-1], -1)
+
+
+def scaled(model: nn.Module, name: str, ranks: int, wide: tuple[str, ...] = ()) -> nn.Module:
+    """Makes the linear layers of a plain model compute so, but for those with these names."""
+    for path, part in model.named_modules():
+        if type(part) is nn.Linear and path not in wide:
+            part.__class__, part.recipe, part.ranks = ScaledLinear, name, ranks
+    return model

@@ -38,6 +38,7 @@ from rtp_ext.nn.embedding import RotatedRows
 from rtp_ext.nn.linear import RotatedTransposedLinear
 from rtp_ext.parameters.initial import draw_as_whole
 from rtp_ext.parameters.sharded_module import ShardedModule, Tie, class_above, mixed_class
+from rtp_ext.recipes import recipe as recipe_of
 from rtp_ext.ring import Ring
 
 logger = logging.getLogger("rtp_ext")
@@ -115,7 +116,7 @@ class Application:
 
     def _rotate(self, module: ModulePlan, part: Any) -> None:
         for key, reason in ((owned.key, owned.wide) for owned in module.parameters if owned.wide is not None):
-            self.counts[f"{key} of {module.kind}: frozen, but not in blocks: {reason}"] += 1
+            self.counts[f"{key} of {module.kind}: wide: {reason}"] += 1
         if id(part) in self.projections:
             return
         options: dict[str, Any] = {}
@@ -131,6 +132,9 @@ class Application:
             mixed = RotatedLinear4bit if is_taken(part) else drop_in(part)
             if module.layer in ("linear", "embedding"):
                 options = {"shard_dim": module.cuts["weight"]}
+            if module.recipe is not None:
+                options["recipe"] = recipe_of(module.recipe)
+                self.counts[f"products in 8 bits: {module.recipe}"] += 1
         if module.in_blocks:
             options["frozen"] = {each.key: each.frozen for each in module.parameters if each.frozen is not None}
             self.ring.traceable = False  # a compiler would look into the parameter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,11 @@ from rtp_ext.functional._operation import Operation, Options, expect_features, g
 from rtp_ext.options import wire_itemsize
 from rtp_ext.parameters.frozen import FrozenWeight, expect_takes_blocks
 from rtp_ext.parameters.sharding import frozen_of
+from rtp_ext.recipes import Recipe
+from rtp_ext.recipes import recipe as recipe_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.routes.route_planner import LayerSize
+from rtp_ext.words import RecipeName
 
 
 class PartialLinear(Operation):
@@ -76,6 +80,7 @@ class _Bundle:
     features: list[set[int]]  # for each input: features that its layers expect
     multiplied: list[set[int]]  # for each parameter: the inputs whose gradients depend on it
     weights: list[bool]  # for each parameter: whether it is a weight, which the gradients of all inputs depend on
+    scaled: Any = None  # native ScaledOperands, of products in 8 bits
 
 
 class Linears(Operation):
@@ -92,9 +97,10 @@ class Linears(Operation):
         biases: Sequence[torch.Tensor | None],
         projections: Sequence[tuple[int, int, int, int]] | None = None,
         transposed: bool = False,
+        recipe: Recipe | None = None,
     ) -> None:
         super().__init__(options, *weights)
-        self.biases, self.projections, self.transposed = biases, projections, transposed
+        self.biases, self.projections, self.transposed, self.recipe = biases, projections, transposed, recipe
 
     def parameters(self) -> list[torch.Tensor]:
         found = []
@@ -112,16 +118,21 @@ class Linears(Operation):
         frozen = tuple(map(frozen_of, weights))
         if in_blocks := any(frozen):
             expect_takes_blocks(call.name, frozen, transposed, call.ring.in_place)
+        recipe = self.recipe
+        if recipe is not None:
+            _expect_takes_recipe(call, recipe, transposed or in_blocks or projections is not None or len(inputs) > 1)
 
         def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
-            return _bundle(call, params, shapes, biases, len(inputs), projections, transposed)
+            return _bundle(call, params, shapes, biases, len(inputs), projections, transposed, recipe)
 
         facts = (("projections", projections), ("inputs", len(inputs)), ("transposed", transposed), ("frozen", frozen))
+        if recipe is not None:
+            facts += (("recipe", recipe.name),)
         tokens = 0
         for x in inputs:
             tokens = max(tokens, x.shape[:-1].numel())
         planned: dict[str, Any] = (
-            {} if transposed or in_blocks else {"tokens": tokens, "size": lambda shapes: _size(call, shapes)}
+            {} if transposed or in_blocks else {"tokens": tokens, "size": lambda shapes: _size(call, shapes, recipe)}
         )
         return self.agree(call, params, inputs, facts, derive, **planned)
 
@@ -151,6 +162,9 @@ class Linears(Operation):
 
     @staticmethod
     def forward(call, bundle, inputs, parameters):
+        if bundle.scaled is not None:
+            tensors = inputs[0], parameters, bundle.layers
+            return call.run(_native.scaled_linear_forward, *tensors, bundle.scaled, call.options)
         return call.run(_native.linear_forward, inputs, parameters, bundle.layers, bundle.projections, call.options)
 
     @staticmethod
@@ -158,6 +172,9 @@ class Linears(Operation):
         dys = [None if dy is None else dy.contiguous() for dy in gradients]
         tensors = (dys, inputs, parameters, bundle.layers, bundle.projections)
         wanted = (needs[: bundle.inputs], needs[bundle.inputs :])
+        if bundle.scaled is not None:
+            scaled = dys, inputs[0], parameters, bundle.layers, bundle.scaled, needs[0], wanted[1]
+            return call.run(_native.scaled_linear_backward, *scaled, call.options)
         return call.run(_native.linear_backward, *tensors, *wanted, call.options)
 
 
@@ -183,6 +200,7 @@ def rotated_linear(
     prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    recipe: RecipeName | None = None,
     name: str = "rotated_linear",
 ) -> torch.Tensor:
     """`x @ W.T + b` with W and b spread over the ring; the shards visit every rank while it computes.
@@ -210,6 +228,9 @@ def rotated_linear(
         compute_dtype: weights are cast to it before they travel; default: torch.autocast's if enabled, else the
             weight's own.
         reduce_dtype: dtype in which partial gradients travel; default float32 (float64 for float64).
+        recipe: "float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "mxfp8" or
+            "mxfp8_rceil": products in 8 bits, of weights cut along dimension 0. Codes and scales travel, which the
+            owner makes once after each change of its shard; see `rtp_ext.recipes`.
         name: prefix of error messages.
 
     Raises ValueError or TypeError if shapes, dtypes or devices do not match (with expected and actual values),
@@ -218,9 +239,12 @@ def rotated_linear(
     if shard_dim not in (0, 1):
         raise ValueError(f"{name}: expected shard_dim 0 or 1, got {shard_dim}")
     options = Options(ring, prepared, compute_dtype, reduce_dtype, name)
-    if shard_dim == 1:
+    chosen = None if recipe is None else recipe_of(recipe)
+    if shard_dim == 1 and chosen is None:
         return rotate(PartialLinear(options, weight, bias, transposed), [x])[0]
-    return rotate(Linears(options, [weight], [bias], transposed=transposed), [x])[0]
+    if shard_dim == 1:
+        raise ValueError(f"{name}: expected shard_dim 0 with recipe {recipe}, got 1")
+    return rotate(Linears(options, [weight], [bias], transposed=transposed, recipe=chosen), [x])[0]
 
 
 def rotated_linears(
@@ -234,6 +258,7 @@ def rotated_linears(
     prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    recipe: RecipeName | None = None,
     name: str = "rotated_linears",
 ) -> tuple[torch.Tensor, ...]:
     """Several linear layers whose shards travel together, each cut along its output features.
@@ -261,15 +286,19 @@ def rotated_linears(
     if len(weights) != len(biases):
         raise ValueError(f"{name}: expected as many biases as weights, got {len(biases)} and {len(weights)}")
     options = Options(ring, prepared, compute_dtype, reduce_dtype, name)
-    return tuple(rotate(Linears(options, weights, biases, projections, transposed), inputs))
+    chosen = None if recipe is None else recipe_of(recipe)
+    return tuple(rotate(Linears(options, weights, biases, projections, transposed, chosen), inputs))
 
 
-def _size(call: Call, shapes: Sequence[tuple[int, ...]]) -> LayerSize:
+def _size(call: Call, shapes: Sequence[tuple[int, ...]], recipe: Recipe | None) -> LayerSize:
     weights = [shape for shape in shapes if len(shape) == 2]
+    itemsize = wire_itemsize(call.ring.options.travel, call.compute_dtype)
+    if recipe is not None:
+        itemsize = sum(recipe.travels(*shape) for shape in weights) / max(sum(map(math.prod, weights)), 1)
     return LayerSize(
         sum(outputs for outputs, _ in weights),
         max(inputs for _, inputs in weights),
-        wire_itemsize(call.ring.options.travel, call.compute_dtype),
+        itemsize,
         call.reduce_dtype.itemsize,
     )
 
@@ -310,6 +339,7 @@ def _bundle(
     inputs: int,
     projections: Sequence[tuple[int, int, int, int]] | None,
     transposed: bool,
+    recipe: Recipe | None,
 ) -> _Bundle:
     frozen: list[FrozenWeight | None] = [frozen_of(param.tensor) for param in params]
     shapes = [shape if each is None else each.shape for shape, each in zip(shapes, frozen, strict=True)]
@@ -329,8 +359,15 @@ def _bundle(
         multiplied.append({which for which, of, _, _ in projections if of == layer})
         if with_bias:
             multiplied.append(set())
+    gpu, codes = call.ring.device.type == "cuda", {}
+    if recipe is not None:
+        for out_features, in_features in outputs:
+            cuts = tuple(_native.shard_sizes(out_features, call.ring.size))
+            if (reason := recipe.refusal(out_features, in_features, cuts, gpu=gpu)) is not None:
+                raise ValueError(f"{call.name}: {reason}")
+        codes = {"codes": recipe.shard_planes(gpu=gpu)}
     layers = [
-        _native.LinearShape(*sizes, by_outputs=True, transposed=transposed, **_native_blocks(each))
+        _native.LinearShape(*sizes, by_outputs=True, transposed=transposed, **_native_blocks(each), **codes)
         for sizes, each in zip(outputs, blocks, strict=True)
     ]
     return _Bundle(
@@ -340,7 +377,20 @@ def _bundle(
         features,
         multiplied,
         [bool(inputs) for inputs in multiplied],
+        None if recipe is None else recipe.operands(gpu=gpu),
     )
+
+
+def _expect_takes_recipe(call: Call, recipe: Recipe, otherwise: bool) -> None:
+    if otherwise:
+        raise ValueError(
+            f"{call.name}: expected weights [out_features, in_features], of one input and not in blocks, for products "
+            f"in 8 bits ({recipe.name})"
+        )
+    if call.ring.in_place:
+        raise ValueError(f"{call.name}: expected in_place=False with recipe {recipe.name}, whose codes travel, got True")
+    if call.compute_dtype == torch.float64:
+        raise TypeError(f"{call.name}: expected a compute dtype of at most 32 bits with recipe {recipe.name}, got float64")
 
 
 def _native_blocks(frozen: FrozenWeight | None) -> dict[str, Any]:

@@ -11,7 +11,10 @@ from rtp_ext.functional._operation import Operation, rotate
 from rtp_ext.functional.linear import Linears, PartialLinear
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
+from rtp_ext.recipes import Recipe
+from rtp_ext.recipes import recipe as recipe_of
 from rtp_ext.ring import Ring
+from rtp_ext.words import RecipeName
 
 
 class RotatedLinear(RotatedModule, nn.Linear):
@@ -20,10 +23,12 @@ class RotatedLinear(RotatedModule, nn.Linear):
     Args: those of nn.Linear, and
         ring: the ranks to shard the parameters over. Collective: use the same seed on every rank.
         shard_dim: cut the weight [out_features, in_features] along its output (0) or input (1) features.
+        recipe: of products in 8 bits; see functional.rotated_linear.
 
     Input [..., in_features], this rank's own batch; output [..., out_features]. See functional.rotated_linear.
     """
 
+    recipe: Recipe | None = None
     together: Any = None  # the SharedInput that computes this layer and others with the same input
 
     def __init__(
@@ -36,21 +41,27 @@ class RotatedLinear(RotatedModule, nn.Linear):
         *,
         ring: Ring,
         shard_dim: int = 0,
+        recipe: RecipeName | None = None,
     ) -> None:
         values = construct(self, super().__init__, in_features, out_features, bias, device, dtype)
-        self._rotate(ring, shard_dim=shard_dim)
+        self._rotate(ring, shard_dim=shard_dim, recipe=recipe and recipe_of(recipe))
         values.fill(ring)
 
     @classmethod
-    def from_module(cls, module: nn.Linear, ring: Ring, *, shard_dim: int = 0) -> RotatedLinear:
+    def from_module(
+        cls, module: nn.Linear, ring: Ring, *, shard_dim: int = 0, recipe: RecipeName | None = None
+    ) -> RotatedLinear:
         """Returns a rotated copy of `module` (meta device included), which does not change."""
         twin = cls._from(module, nn.Linear)
-        twin._rotate(ring, shard_dim=shard_dim)
+        twin._rotate(ring, shard_dim=shard_dim, recipe=recipe and recipe_of(recipe))
         return twin
 
-    def _rotate(self, ring: Ring, *, shard_dim: int = 0, **options: Any) -> None:
+    def _rotate(self, ring: Ring, *, shard_dim: int = 0, recipe: Recipe | None = None, **options: Any) -> None:
         if shard_dim not in (0, 1):
             raise ValueError(f"RotatedLinear: expected shard_dim 0 or 1, got {shard_dim}")
+        if shard_dim == 1 and recipe is not None:
+            raise ValueError(f"RotatedLinear: expected shard_dim 0 with recipe {recipe.name}, got 1")
+        self.recipe = recipe
         self._adopt(ring, {"weight": shard_dim, "bias": 0}, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -62,7 +73,8 @@ class RotatedLinear(RotatedModule, nn.Linear):
         return _use_of(self, self.shard_dims["weight"], transposed=False)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, ring={self.ring.size}, shard_dim={self.shard_dims['weight']}"
+        recipe = "" if self.recipe is None else f", recipe={self.recipe.name}"
+        return f"{super().extra_repr()}, ring={self.ring.size}, shard_dim={self.shard_dims['weight']}{recipe}"
 
 
 class RotatedTransposedLinear(RotatedModule):
@@ -92,4 +104,5 @@ def _use_of(layer: Any, shard_dim: int, transposed: bool) -> Operation:
     weight, bias = (registered["weight"], registered["bias"]) if plain else (layer.weight, layer.bias)
     if shard_dim == 1:
         return PartialLinear(layer._options(), weight, bias, transposed)
-    return Linears(layer._options(), [weight], [bias], transposed=transposed)
+    recipe = None if transposed else layer.recipe
+    return Linears(layer._options(), [weight], [bias], transposed=transposed, recipe=recipe)

@@ -56,12 +56,20 @@ struct Place {
   int place = 0;
 };
 
+class ShardCodes;
+
 // Tensors that travel together, and this rank's local ones: see [Note: order in a slot].
 struct ShardBundle {
   std::vector<TensorLayout> layouts;
   std::vector<at::Tensor> local;
   // A weight travels transposed, on all ranks: the local tensor is a view, even where its few rows are contiguous.
   bool turned = false;
+  // The codes among the local tensors, and which parameter of the pass each follows: see [Note: codes].
+  struct Coded {
+    std::shared_ptr<ShardCodes> codes;
+    size_t parameter;
+  };
+  std::vector<Coded> codes;
 
   int64_t offset(const Place& place, size_t index) const;  // byte offset in a slot
   // Slot size that fits so many shards of any owners, or two halves apart.

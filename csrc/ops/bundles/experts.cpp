@@ -18,7 +18,7 @@ constexpr OperationKind kExperts = operation_kind("experts");
 
 // The parameters of experts, and their places.
 struct ExpertsWeights : Weights {
-  ExpertsWeights(const Executor& executor, const RotationOptions& options, Pass pass, const ExpertsShape& shape,
+  ExpertsWeights(Executor& executor, const RotationOptions& options, Pass pass, const ExpertsShape& shape,
                  const std::vector<at::Tensor>& parameters)
       : Weights(executor, options, kExperts, pass, parameters), up_rows((shape.gated ? 2 : 1) * shape.hidden_features) {
     const auto stacked = [&](int64_t outputs, int64_t inputs, std::optional<BlockFormat> frozen) {

@@ -16,7 +16,7 @@ constexpr OperationKind kMlp = operation_kind("mlp");
 
 // The parameters of an MLP, their places, and its layers.
 struct MlpWeights : Weights {
-  MlpWeights(const Executor& executor, const RotationOptions& options, Pass pass, const MlpShape& shape,
+  MlpWeights(Executor& executor, const RotationOptions& options, Pass pass, const MlpShape& shape,
              const std::vector<at::Tensor>& parameters)
       : Weights(executor, options, kMlp, pass, parameters),
         up{shape.hidden_features, shape.in_features, true, shape.transposed, shape.frozen, /*in_mlp=*/true},

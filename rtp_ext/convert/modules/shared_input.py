@@ -58,7 +58,8 @@ class SharedInput:
 
     def _operation(self, key: str = "") -> Linears:
         weights, biases = [each.weight for each in self.layers], [each.bias for each in self.layers]
-        return Linears(self.layers[0]._options(self.name, self.prepared), weights, biases)
+        first = self.layers[0]
+        return Linears(first._options(self.name, self.prepared), weights, biases, recipe=first.recipe)
 
     def _eager(self, layer: RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
         if not self.shared or not isinstance(x, torch.Tensor) or x.is_inference():

@@ -34,6 +34,7 @@ from rtp_ext.convert.plan.rotation_plan import (
     Owned,
     RotationPlan,
 )
+from rtp_ext.convert.plan.scaled_products import ScaledProducts, routers
 from rtp_ext.convert.scopes import is_inside
 from rtp_ext.convert.tensor_parallel import GATHERED as REPLICATED_STYLE
 from rtp_ext.convert.tensor_parallel import on_tensor_mesh, style_of
@@ -71,7 +72,12 @@ class Inspection:
         attention = (part for _, part in self.modules if has_same_forward(part, nn.MultiheadAttention))
         heads = set(map(id, blocks.vocabulary_heads(part for _, part in self.modules)))
         self.projections = {id(part.out_proj) for part in attention}  # type: ignore[union-attr]
-        self.in_blocks = FrozenBlocks(request, self.tied, heads, self.projections, adapter_modules(request.root))
+        adapters = adapter_modules(request.root)
+        self.in_blocks = FrozenBlocks(request, self.tied, heads, self.projections, adapters)
+        wide = dict.fromkeys(self.projections, "attention of torch calls it")
+        wide |= dict.fromkeys(heads, "it is the vocabulary head") | dict.fromkeys(adapters, "it belongs to an adapter")
+        wide |= dict.fromkeys(routers(self.modules), "it chooses experts")
+        self.scaled = ScaledProducts(request, self.tied, wide)
         self.cut: dict[int, tuple[int, str]] = {}  # by id of a tied parameter: dimension and first layer that rotates
         self.kept = Kept(request.root, self.facts)
         self.first, self.names = self.kept.first, self.kept.names
@@ -140,17 +146,31 @@ class Inspection:
                 layers = [part.get_submodule(path) for path in block.spec.paths]
                 if not self._is_free(part, layers, "layers of its MLP"):
                     continue
-                if (problem := self.in_blocks.bundle(layers)) is not None:
+                if any(map(self.scaled.of, layers)):
+                    self.notes.append(f"{type(part).__name__}: layers of its MLP rotate one by one: products in 8 bits")
+                    if block.spec.gate is not None:
+                        found += self._joined(name, part, label, (block.spec.gate, block.spec.up))
+                elif (problem := self.in_blocks.bundle(layers)) is not None:
                     self.notes.append(f"{type(part).__name__}: layers of its MLP rotate one by one: {problem}")
                 else:
                     names = tuple(self.names[id(layer)] for layer in layers)
                     found.append(BundlePlan("mlp", name, label, tuple(block.spec.paths), names, recompute, block))
             for paths in blocks.shared_inputs(part) if block is None else ():
-                layers = [part.get_submodule(path) for path in paths]
-                if self._is_free(part, layers, ", ".join(paths)) and not any(map(is_taken, layers)):
-                    names = tuple(self.names[id(layer)] for layer in layers)
-                    found.append(BundlePlan("shared input", name, label, paths, names))
+                if self._is_free(part, [part.get_submodule(path) for path in paths], ", ".join(paths)):
+                    found += self._joined(name, part, label, paths)
         return found
+
+    def _joined(self, name: str, part: nn.Module, label: str, paths: tuple[str, ...]) -> list[BundlePlan]:
+        """Returns the bundle of layers with one input; none where their weights do not travel alike."""
+        layers = [part.get_submodule(path) for path in paths]
+        if any(map(is_taken, layers)) or len({self._recipe_name(layer) for layer in layers}) > 1:
+            return []
+        names = tuple(self.names[id(layer)] for layer in layers)
+        return [BundlePlan("shared input", name, label, paths, names)]
+
+    def _recipe_name(self, part: nn.Module) -> str | None:
+        recipe = None if self.in_blocks.weight(part, "weight", "linear") else self.scaled.of(part)
+        return None if recipe is None else recipe.name
 
     def _heads(self) -> list[tuple[str, str]]:
         """Returns the names of models that will compute head and loss as one operation, and of their heads."""
@@ -239,13 +259,16 @@ class Inspection:
         if may_gather and not self.facts.emulated and (reason := self._cut_otherwise(name, part, cuts)) is not None:
             return self._gathered(name, part, reason, notice="kept")
         rows = []
+        recipe = self._recipe_name(part) if layer == "linear" and not transposed and not cuts.get("weight") else None
         for key, parameter in own_parameters(part).items():
             moved, dim, reason = self.kept.moved(part, key, cuts.get(key, 0))
             wide = frozen = None
             if moved == ROTATED:
                 wide, frozen = self.in_blocks.wide(part, key, layer), self.in_blocks.weight(part, key, layer)
+                if frozen is None and recipe is None and key == "weight":
+                    wide = wide or self.scaled.wide(part)
             rows.append(self._owned(name, key, parameter, moved, dim, reason, wide=wide, frozen=frozen))
-        return self._made(name, part, ROTATED, rows, layer=layer, transposed=transposed, style=style)
+        return self._made(name, part, ROTATED, rows, layer=layer, transposed=transposed, style=style, recipe=recipe)
 
     def _cut_otherwise(self, name: str, part: Any, cuts: dict[str, int]) -> str | None:
         """Returns why a layer cannot rotate with the shards that another one has of a parameter; None if it can."""
@@ -307,6 +330,7 @@ class Inspection:
         style: str | None = None,
         reason: str | None = None,
         notice: str | None = None,
+        recipe: str | None = None,
     ) -> ModulePlan:
         plain = moved == IGNORED or (self.facts.emulated and moved == REPLICATED)
         return ModulePlan(
@@ -318,6 +342,7 @@ class Inspection:
             policy=None if plain else self.request.mp_policy,
             transposed=transposed,
             style=style,
+            recipe=recipe,
             reason=reason,
             notice=notice,
             is_new=True,

@@ -23,6 +23,7 @@ from rtp_ext.words import (
     Bundle,
     EmbeddingWay,
     Format,
+    RecipeName,
     GradientRoute,
     GradientTravel,
     LossHead,
@@ -62,6 +63,7 @@ class RotateKeywords(TypedDict, total=False):
     bundle: bool | Bundle
     loss_head: LossHead | None
     frozen: Format | None
+    recipe: RecipeName | None
     route: Route
     gradient_route: GradientRoute
     gradient_travel: GradientTravel | None
@@ -87,6 +89,7 @@ class Options:
     bundle: bool | Bundle = True
     loss_head: LossHead | None = None
     frozen: Format | None = None
+    recipe: RecipeName | None = None
     ring: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

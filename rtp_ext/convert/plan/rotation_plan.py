@@ -31,6 +31,7 @@ from rtp_ext.functional.cross_entropy import LinearCrossEntropy
 from rtp_ext.functional.linear import Linears, PartialLinear
 from rtp_ext.functional.mlp import MLP
 from rtp_ext.parameters.frozen import FrozenWeight
+from rtp_ext.recipes import recipe as recipe_of
 
 ROTATED, GATHERED, REPLICATED, IGNORED = "rotated", "gathered", "replicated", "ignored"
 
@@ -52,7 +53,7 @@ class Owned:
         reason: why it does not rotate.
         sparse: whether its gradient has only the rows of the ids that were looked up.
         frozen: its blocks; `ring_shape` is then that of the bytes. None: it is stored in its dtype.
-        wide: why a frozen weight is not stored in blocks, if blocks were requested.
+        wide: why a frozen weight is not stored in blocks, or one is not multiplied in 8 bits, if that was requested.
     """
 
     key: str
@@ -84,6 +85,7 @@ class ModulePlan:
         transposed: whether a linear layer's weight is stored as [in_features, out_features].
         style: the style of tensor parallelism: `colwise`, `rowwise`, `replicated`; None: without.
         policy: the dtypes of its computes and gradients; None: a module that is left as it is.
+        recipe: of its products in 8 bits; None: they are wide.
         reason: why it does not rotate.
         notice: what to log: `refused`, `unlike` its base class, a layer of torch (warnings), or `kept` from rotating,
             which it could; None: nothing.
@@ -98,6 +100,7 @@ class ModulePlan:
     policy: MixedPrecisionPolicy | None = None
     transposed: bool = False
     style: str | None = None
+    recipe: str | None = None
     reason: str | None = field(default=None, compare=False)
     notice: str | None = field(default=None, compare=False)
     is_new: bool = field(default=False, compare=False)
@@ -168,13 +171,14 @@ class ParameterPlan:
             only `pull` or `read`) and of gradients (`chain`, `direct`); `rows` for both of an embedding that sends rows
             instead of its table; `all-gather` and `all-reduce` for parameters that do not rotate. None: not sent.
         travel, reduce: dtypes in which weights and gradients travel.
-        held_bytes: bytes on this rank.
+        held_bytes: bytes on this rank, with the codes of a weight that is multiplied in 8 bits.
         forward_bytes, backward_bytes, gradient_bytes: bytes that hops of this rank send in a step: weights in forward,
             weights in backward, gradients. `Ring.bytes_sent` counts them. In a model for forwards only: the bytes that
             a forward pulls from other ranks, all experts included; over `shm+tcp` a rank of its host may have them.
         collective_bytes: bytes that ring collectives of this rank send in a step; None: not known in advance.
         reason: why it does not rotate.
-        wide: why a frozen weight is not stored in blocks, if `frozen` was given.
+        wide: why a frozen weight is not stored in blocks, if `frozen` was given, or not multiplied in 8 bits, if `recipe`
+            was.
         group: shards in a product, at most. None where it does not rotate, or sends rows.
         slots_bytes: of the slots that its operation takes, which all operations of the ring share. None: as of group.
         predicted_seconds: of one forward and backward of its operation, by the route planner's model, for the largest
@@ -301,16 +305,17 @@ class RotationPlan:
         """Yields all rotated operations: title, kind of rotation, and the parameters that travel together."""
         together = {layer: bundle for bundle in self.bundles for layer in bundle.layers}
         modules = {module.name: module for module in self.modules}
+        gpu = self.ring.device == "cuda"
         for bundle in self.bundles:
             layers = [modules[name] for name in bundle.layers]
             name = bundle.label if bundle.kind == "mlp" else f"{bundle.label}.({', '.join(bundle.paths)})"
             operation = MLP if bundle.kind == MLP.key else Linears
-            members = [member for layer in layers for member in _members(layer)]
+            members = [member for layer in layers for member in _members(layer, gpu)]
             in_blocks = any(layer.in_blocks for layer in layers)
             yield bundle.title, _passes(layers[0], operation, name, in_blocks), members
         for module in self.modules:
             if module.moved == ROTATED and module.name not in together:
-                members = _members(module)
+                members = _members(module, gpu)
                 if members:
                     passes = _passes(module, _operation_of(module), module.label, module.in_blocks)
                     yield module.label, passes, members
@@ -335,6 +340,8 @@ class RotationPlan:
             travel = facts.travel if narrow and not bias and ranks > 1 else _name(passes.compute_dtype)
             if owned.frozen is not None:
                 travel = owned.frozen.format
+            elif module.recipe is not None and owned.key == "weight":
+                travel = module.recipe
             if facts.pulls is not None:
                 route, gradient_route = "pull" if facts.pulls else "read", None
             if facts.by_rows(passes):
@@ -380,7 +387,7 @@ class RotationPlan:
             gradient_route=gradient_route,
             travel=travel,
             reduce=reduce,
-            held_bytes=0 if owned.tied_to else owned.held,
+            held_bytes=0 if owned.tied_to else owned.held + _codes_bytes(module, owned, facts),
             forward_bytes=sent.forward,
             backward_bytes=sent.backward,
             gradient_bytes=sent.gradients,
@@ -415,7 +422,7 @@ def _passes(module: ModulePlan, operation: type[Operation], name: str, in_blocks
     )
 
 
-def _members(module: ModulePlan) -> list[tuple[ModulePlan, Owned, Any]]:
+def _members(module: ModulePlan, gpu: bool) -> list[tuple[ModulePlan, Owned, Any]]:
     """Returns the parameters of a module that travel with its rotation, each with its ParameterFacts."""
     found = []
     for owned in module.parameters:
@@ -426,9 +433,20 @@ def _members(module: ModulePlan) -> list[tuple[ModulePlan, Owned, Any]]:
             continue
         if owned.moved == ROTATED and owned.dim is not None:
             facts = owned.frozen and owned.frozen.facts
-            facts = facts or ParameterFacts(owned.ring_shape, owned.dim, trained=owned.trained)
+            codes = None
+            if module.recipe is not None and owned.key == "weight":
+                codes = recipe_of(module.recipe).shard_planes(gpu=gpu)
+            facts = facts or ParameterFacts(owned.ring_shape, owned.dim, trained=owned.trained, codes=codes)
             found.append((module, owned, facts))
     return found
+
+
+def _codes_bytes(module: ModulePlan, owned: Owned, facts: RingFacts) -> int:
+    """Returns the bytes of the codes that this rank keeps of its shard of a weight."""
+    if module.recipe is None or owned.key != "weight":
+        return 0
+    rows, columns = ParameterFacts(owned.ring_shape, owned.dim).shard(facts.ranks, facts.rank)
+    return recipe_of(module.recipe).memory(rows, columns, gpu=facts.device == "cuda")
 
 
 def _added(row: ParameterPlan, sent: Traffic) -> ParameterPlan:

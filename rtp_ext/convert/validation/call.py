@@ -32,6 +32,7 @@ from rtp_ext.convert.tensor_parallel import tensor_dimensions
 from rtp_ext.options import DEFAULTS, RingOptions, check_gradients
 from rtp_ext.outer import AllReduce, OuterPolicy
 from rtp_ext.parameters.frozen import FORMATS
+from rtp_ext.recipes import RECIPES
 from rtp_ext.ring import Ring, RotationDims
 from rtp_ext.ring.mesh import lay_out_ranks
 from rtp_ext.words import Bundle, LossHead
@@ -55,6 +56,10 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
     if options.frozen not in (None, *FORMATS):
         raise ValueError(
             f"fully_rotate: expected frozen to be None, {', '.join(map(repr, FORMATS))}, got {options.frozen!r}"
+        )
+    if options.recipe is not None and options.recipe not in RECIPES:
+        raise ValueError(
+            f"fully_rotate: expected recipe to be None, {', '.join(map(repr, RECIPES))}, got {options.recipe!r}"
         )
     if not isinstance(options.mp_policy, (MixedPrecisionPolicy, NoneType)):
         raise TypeError(f"fully_rotate: expected mp_policy to be a MixedPrecisionPolicy, got {options.mp_policy!r}")

@@ -29,7 +29,7 @@ from rtp_ext.convert.validation.call import OFFLOAD
 from rtp_ext.families import blocks
 from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.nn import Flyweight, RotatedEmbedding
-from rtp_ext.outer import AllReduce
+from rtp_ext.outer import AllReduce, ZeroOuter
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import type_name
@@ -68,6 +68,8 @@ def validate(plan: RotationPlan, request: Request) -> None:
         )
     if request.options.frozen is not None or any(module.is_new and module.in_blocks for module in plan.modules):
         _check_frozen(plan, request, dict(modules))
+    if request.options.recipe is not None:
+        _check_recipe(plan, request)
     if request.options.loss_head is not None:
         _check_heads(plan, request, modules)
 
@@ -104,6 +106,29 @@ def _check_frozen(plan: RotationPlan, request: Request, modules: dict[str, nn.Mo
                 raise ValueError(f"{label}: {what} expected a compute dtype of 16 or 32 bits on a GPU")
             if not is_taken(part) and weight.device.type != "meta" and not bool(torch.isfinite(weight).all()):
                 raise ValueError(f"{label}: expected finite numbers for frozen={options.frozen!r}, got others")
+
+
+def _check_recipe(plan: RotationPlan, request: Request) -> None:
+    """Raises ValueError where products in 8 bits cannot be combined with the other options, and where there is none."""
+    place, what = request.place, f"recipe={request.options.recipe!r}"
+    other = "in_place=True" if place.in_place else None
+    if request.keeps_on_host:
+        other = "offload_policy=CPUOffloadPolicy()"
+    elif isinstance(request.outer, ZeroOuter):
+        other = "outer.ZeroOuter(): the shard of a ring is not whole on a rank between two passes"
+    elif place.ring is not None and place.ring.options.graphs == "on":
+        other = "graphs='on'"
+    if other is not None:
+        raise ValueError(f"fully_rotate: {what} cannot be combined with {other}")
+    scaled = [module for module in plan.modules if module.is_new and module.recipe is not None]
+    if not scaled:
+        raise ValueError(
+            f"fully_rotate: {what} expected linear layers whose sizes fit it, got none in a "
+            f"{type(request.root).__name__}: rtp_ext.explain without it shows the layers"
+        )
+    for module in scaled:
+        if module.compute_dtype == torch.float64:
+            raise ValueError(f"fully_rotate: {module.label}: {what} expected a compute dtype of 16 or 32 bits, got float64")
 
 
 def _refuse_offload(request: Request) -> None:

@@ -1,0 +1,114 @@
+#include "compute/gemm/scaled.h"
+
+#include <ATen/ops/_scaled_mm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+
+#include "base/checks.h"
+#include "compute/codes.h"
+
+namespace rtp {
+namespace {
+
+at::ScalarType dtype_of(CodeFormat format) {
+  return format == CodeFormat::e4m3 ? at::kFloat8_e4m3fn : at::kFloat8_e5m2;
+}
+
+// Whether a matrix has one scale, or one for each row, in float32.
+bool by_rows(const Codes& matrix) {
+  return matrix.scales.scalar_type() == at::kFloat && matrix.block[1] >= matrix.codes.size(1) && (matrix.block[0] == 1 || matrix.block[0] >= matrix.codes.size(0));
+}
+
+// One scale for each row: that of all numbers, repeated.
+at::Tensor of_rows(const Codes& matrix) {
+  return matrix.scales.expand({matrix.codes.size(0), 1}).flatten().contiguous().unsqueeze(1);
+}
+
+// The operand b of a product on a GPU, whose columns are contiguous.
+Codes in_columns(Codes b) {
+  if (b.codes.stride(0) == 1) return b;
+  b.codes = b.codes.view(at::kByte).t().contiguous().view(b.codes.scalar_type()).t();
+  if (b.block[0] == 128 && b.block[1] == 128 && b.scales.stride(0) != 1) {
+    const int64_t high = b.scales.size(0), wide = b.scales.size(1);
+    at::Tensor turned = at::empty({wide, (high + 3) / 4 * 4}, b.scales.options()).narrow(1, 0, high);
+    turned.copy_(b.scales.t());
+    b.scales = turned.t();
+  }
+  return b;
+}
+
+}  // namespace
+
+Codes Codes::columns(int64_t first, int64_t count) const {
+  RTP_ASSERT(scales.dim() == 2, "swizzled exponents are not cut");
+  const int64_t wide = block[1], all = codes.size(1);
+  if (wide >= all) return {codes.narrow(1, first, count), scales, {block[0], std::max<int64_t>(count, 1)}};
+  RTP_ASSERT(first % wide == 0 && (count % wide == 0 || first + count == all), "columns ", first, " to ", first + count,
+             " cut a block of ", wide);
+  return {codes.narrow(1, first, count), scales.narrow(1, first / wide, (count + wide - 1) / wide), block};
+}
+
+at::Tensor Codes::dequantized() const {
+  RTP_ASSERT(scales.dim() == 2, "swizzled exponents are not read");
+  at::Tensor wide = scales.to(at::kFloat);
+  if (scales.size(0) > 1 && block[0] > 1) wide = wide.repeat_interleave(block[0], 0).narrow(0, 0, codes.size(0));
+  if (scales.size(1) > 1 && block[1] > 1) wide = wide.repeat_interleave(block[1], 1).narrow(1, 0, codes.size(1));
+  return codes.to(at::kFloat).mul_(wide);
+}
+
+CodeMemory empty_codes(const CodePlane& plane, int64_t rows, int64_t columns, at::Device device) {
+  const auto options = at::TensorOptions().device(device);
+  const at::ScalarType scale = has_exponents(plane.rule) ? at::kByte : at::kFloat;
+  return {at::empty(plane.code_memory(rows, columns), options.dtype(at::kByte)),
+          at::empty(plane.scale_memory(rows, columns), options.dtype(scale))};
+}
+
+Codes codes_in(const CodePlane& plane, const CodeMemory& memory, int64_t rows, int64_t columns) {
+  Codes found{memory.codes.view(dtype_of(plane.format)), memory.scales, plane.block(rows, columns)};
+  if (plane.transposed) found.codes = found.codes.t();
+  if (has_exponents(plane.rule)) found.scales = found.scales.view(at::kFloat8_e8m0fnu);
+  const auto [high, wide] = plane.scale_shape(rows, columns);
+  if (plane.swizzled()) {
+    found.scales = found.scales.view(-1);
+  } else if (found.scales.size(0) != high) {
+    found.scales = found.scales.t();
+  } else {
+    found.scales = found.scales.narrow(1, 0, wide);
+  }
+  return found;
+}
+
+void quantize_into(const CodePlane& plane, const CodeMemory& memory, const at::Tensor& values) {
+  const Codes out = codes_in(plane, memory, values.size(0), values.size(1));
+  quantize_codes(out.codes, out.scales, values, std::nullopt, {out.block[0], out.block[1]}, plane.rule);
+}
+
+Codes quantized(const CodePlane& plane, const at::Tensor& values) {
+  const CodeMemory memory = empty_codes(plane, values.size(0), values.size(1), values.device());
+  quantize_into(plane, memory, values.size(1) > 1 && values.stride(1) != 1 ? values.contiguous() : values);
+  return codes_in(plane, memory, values.size(0), values.size(1));
+}
+
+at::Tensor scaled_product(const Codes& a, const Codes& b, at::ScalarType dtype, bool fast) {
+  const int64_t rows = a.codes.size(0), columns = b.codes.size(1);
+  if (rows == 0 || columns == 0 || a.codes.size(1) == 0) {
+    return at::zeros({rows, columns}, a.codes.options().dtype(dtype));
+  }
+  const bool in_blocks = !by_rows(a) || !by_rows(b.t()), on_gpu = a.codes.is_cuda();
+  if (in_blocks && !on_gpu) return at::mm(a.dequantized(), b.dequantized()).to(dtype);
+  at::Tensor of_a = a.scales, of_b = b.scales;
+  const Codes right = on_gpu ? in_columns(b) : b;
+  const at::Tensor left = on_gpu && a.codes.stride(1) != 1 ? a.codes.contiguous() : a.codes;
+  if (!in_blocks && (a.scales.numel() > 1 || b.scales.numel() > 1)) {
+    of_a = of_rows(a), of_b = of_rows(b.t()).t();
+    if (on_gpu) dtype = at::kBFloat16;
+  } else if (in_blocks) {
+    of_b = right.scales;
+  }
+  return at::_scaled_mm(left, right.codes, of_a, of_b, std::nullopt, std::nullopt, dtype, fast);
+}
+
+}  // namespace rtp

@@ -1,0 +1,42 @@
+// Products of matrices in 8 bits.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "base/code_planes.h"
+
+namespace rtp {
+
+// A matrix in 8 bits: each code times the scale of its block.
+struct Codes {
+  at::Tensor codes;   // [rows, columns], float8_e4m3fn or float8_e5m2
+  at::Tensor scales;  // [blocks down, blocks across], float32 or float8_e8m0fnu; or one dimension of swizzled exponents
+  Extents block;      // rows and columns
+
+  Codes t() const { return {codes.t(), scales.dim() == 2 ? scales.t() : scales, {block[1], block[0]}}; }
+  // Columns of a matrix whose scales are not swizzled, between blocks.
+  Codes columns(int64_t first, int64_t count) const;
+  at::Tensor dequantized() const;  // float32; not of swizzled exponents
+};
+
+// Memory for codes and scales, uint8 and uint8 or float32, of plane.code_memory and plane.scale_memory.
+struct CodeMemory {
+  at::Tensor codes, scales;
+};
+CodeMemory empty_codes(const CodePlane& plane, int64_t rows, int64_t columns, at::Device device);
+
+// Returns the matrix [rows, columns] that lies in memory.
+Codes codes_in(const CodePlane& plane, const CodeMemory& memory, int64_t rows, int64_t columns);
+
+// Quantizes a matrix, in place with contiguous rows. See quantize_codes.
+void quantize_into(const CodePlane& plane, const CodeMemory& memory, const at::Tensor& values);
+Codes quantized(const CodePlane& plane, const at::Tensor& values);
+
+// Returns a [m, k] @ b [k, n] in `dtype`: the sum of the products of dequantized numbers, which is kept in float32. On a
+// GPU by torch._scaled_mm; on CPUs too, where scales do not vary along k, else by that definition. `fast`: a GPU may
+// add up in fewer bits than float32.
+//
+// The result is bfloat16, whatever `dtype`, where a GPU multiplies by scales of rows: torch has no other.
+at::Tensor scaled_product(const Codes& a, const Codes& b, at::ScalarType dtype, bool fast);
+
+}  // namespace rtp

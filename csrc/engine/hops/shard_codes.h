@@ -1,0 +1,62 @@
+// Codes of local shards that travel in 8 bits: see [Note: codes].
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+
+#include "compute/gemm/scaled.h"
+#include "engine/hops/weak_tensor.h"
+
+namespace rtp {
+
+// [Note: codes]
+// The owner of a shard quantizes it once after each change: all micro-batches, passes and recomputations between two
+// optimizer steps send the same codes. Gradients, optimizers and checkpoints know the wide shard alone. A change shows
+// in the version counter of the parameter, as for hops that are sent ahead (engine/prefetch.h); these make the codes of
+// the pass that they belong to before they leave. New codes take the place of old ones in the same memory, on the
+// compute stream, which the end of a pass orders after the hops that read them.
+
+// The codes of one local shard in one plane. The shard is rounded to `dtype` first, in which the product would be
+// computed without 8 bits.
+class ShardCodes {
+ public:
+  // `made`: counts how often codes are made.
+  ShardCodes(const at::Tensor& shard, const CodePlane& plane, at::ScalarType dtype, int64_t& made);
+
+  // Makes the codes unless those of this version of the parameter are there: nothing if it is not known, and of an
+  // inference tensor it never is. Without effect if the shard's memory has been freed.
+  void refresh(std::optional<int64_t> version);
+  const CodeMemory& memory() const { return memory_; }
+  bool alive() const { return shard_.lock().defined(); }
+  bool of(const at::Tensor& shard, const CodePlane& plane, at::ScalarType dtype) const {
+    return shard_.is(shard) && plane == plane_ && dtype == dtype_;
+  }
+  int64_t bytes() const { return static_cast<int64_t>(memory_.codes.nbytes() + memory_.scales.nbytes()); }
+
+ private:
+  WeakTensor shard_;
+  CodePlane plane_;
+  at::ScalarType dtype_;
+  bool versioned_;
+  CodeMemory memory_;
+  std::optional<int64_t> version_;
+  int64_t& made_;
+};
+
+// The codes of all local shards of a ring, each as long as the memory of its shard.
+class CodeCache {
+ public:
+  std::shared_ptr<ShardCodes> of(const at::Tensor& shard, const CodePlane& plane, at::ScalarType dtype);
+  int64_t bytes() const;
+  int64_t made() const { return made_; }  // how often codes were made
+
+ private:
+  int64_t made_ = 0;
+  std::multimap<const void*, std::shared_ptr<ShardCodes>> codes_;  // by address of the shard
+};
+
+}  // namespace rtp

@@ -1,0 +1,185 @@
+#include "ops/scaled_linear.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+
+#include "base/checks.h"
+#include "compute/gemm/gemm.h"
+#include "compute/gemm/scaled.h"
+
+namespace rtp {
+namespace {
+
+struct ScaledWeights : Weights {
+  ScaledWeights(Executor& executor, const RotationOptions& options, Pass pass, const LinearBundle& bundle,
+                const std::vector<at::Tensor>& parameters, bool needed = true)
+      : Weights(executor, options, operation_kind("linear"), pass, parameters) {
+    RTP_CHECK_VALUE(!options.in_place, options.name, ": expected in_place False for products in 8 bits, got True");
+    RTP_CHECK_VALUE(!executor.sourced(), options.name, ": expected no products in 8 bits of shards that are pulled");
+    for (size_t layer = 0; layer < bundle.shapes.size(); ++layer) {
+      const LinearShape& shape = bundle.shapes[layer];
+      RTP_CHECK_VALUE(shape.codes && shape.by_outputs && !shape.transposed && !shape.frozen, options.name,
+                      ": expected weights [out, in] cut by outputs for products in 8 bits");
+      weight.push_back(add(weight_facts(shape), true, needed));
+      bias.push_back(add({{shape.out_features}}, bundle.biased[layer], needed));
+    }
+  }
+
+  std::vector<int> weight, bias;  // by layer
+};
+
+// An operand of dW = dy^T x, which sums over tokens.
+at::Tensor padded(const at::Tensor& values, int64_t multiple) {
+  const int64_t rows = values.size(0), more = values.is_cuda() ? (multiple - rows % multiple) % multiple : 0;
+  return more == 0 ? values : at::constant_pad_nd(values, {0, 0, 0, more});
+}
+
+// out = in + alpha * values, or alpha * values if `in` is undefined.
+void add_scaled(at::Tensor out, const at::Tensor& in, const at::Tensor& values, double alpha) {
+  in.defined() ? at::add_out(out, in, values, alpha) : at::mul_out(out, values, at::scalar_tensor(alpha));
+}
+
+class ScaledBackward {
+ public:
+  ScaledBackward(Executor& executor, const std::vector<at::Tensor>& dys, const at::Tensor& x,
+                 const std::vector<at::Tensor>& parameters, const LinearBundle& bundle, const ScaledOperands& operands,
+                 bool needs_x, const std::vector<bool>& needs_parameter, const RotationOptions& options)
+      : executor_(executor),
+        dys_(dys),
+        x_(x),
+        operands_(operands),
+        options_(options),
+        weights_(executor, options, Pass::backward, bundle, parameters, needs_x),
+        gradients_(executor, options, weights_, needs_parameter),
+        of_dx_(dys.size()),
+        of_dw_(dys.size()) {
+    bool trained = false;
+    for (size_t layer = 0; layer < dys.size(); ++layer) {
+      if (!dys[layer].defined()) continue;
+      check_operand(executor, options, "an output gradient", dys[layer], bundle.shapes[layer].out_features);
+      if (needs_x && !operands.gradients.swizzled()) of_dx_[layer] = quantized(operands.gradients, dys[layer]);
+      if (!operands.weight_gradients || !gradients_.wants(weights_.weight[layer])) continue;
+      trained = true;
+      if (!swizzles()) of_dw_[layer] = quantized((*operands.weight_gradients)[0], padded(dys[layer], operands.rows));
+    }
+    if (trained) tokens_ = quantized((*operands.weight_gradients)[1], padded(x, operands.rows));
+  }
+
+  std::vector<at::Tensor> run(bool needs_x) {
+    std::optional<ShardBundle> weights = weights_.bundle(), gradients = gradients_.bundle(weights_);
+    const BackwardNeeds needs{.dgrad = weights.has_value(), .wgrad = gradients.has_value()};
+    const Schedule& schedule = backward_schedule(executor_, weights_.options(), weights, needs);
+    Execution pass(executor_, schedule, std::move(weights), std::move(gradients), options_.name + " backward");
+    while (const Step* step = pass.next()) {
+      for (size_t layer = 0; layer < dys_.size(); ++layer) {
+        step->compute == Compute::wgrad ? wgrad(layer, *step, pass) : dgrad(layer, *step, pass);
+      }
+    }
+    if (needs_x && !dx_.defined()) dx_ = at::zeros(x_.sizes(), x_.options());
+    std::vector<at::Tensor> result{dx_.defined() ? executor_.results().of(dx_, options_.compute_dtype) : at::Tensor()};
+    for (at::Tensor& gradient : gradients_.result()) result.push_back(std::move(gradient));
+    return result;
+  }
+
+ private:
+  // Whether scales of slices of dy are made with the slices, since those of the whole cannot be cut.
+  bool swizzles() const { return (*operands_.weight_gradients)[0].swizzled(); }
+
+  void dgrad(size_t layer, const Step& step, Execution& pass) {
+    const Rows rows = weights_.rows(weights_.weight[layer], step);
+    const std::vector<at::Tensor> shards = pass.weight();
+    if (rows.count == 0 || !dys_[layer].defined()) return;
+    const std::optional<Codes>& whole = of_dx_[layer];
+    const Codes dy = whole ? whole->columns(rows.first, rows.count)
+                           : quantized(operands_.gradients, dys_[layer].narrow(1, rows.first, rows.count));
+    const Codes weight = weights_.codes(shards, weights_.weight[layer], step);
+    const at::Tensor product = scaled_product(dy, weight, accumulation_dtype(options_.compute_dtype), false);
+    if (!dx_.defined()) {
+      dx_ = product.to(accumulation_dtype(options_.compute_dtype));
+    } else {
+      dx_.add_(product);
+    }
+  }
+
+  void wgrad(size_t layer, const Step& step, const Execution& pass) {
+    const Gradients::Sums sums(gradients_, pass);
+    const int weight = weights_.weight[layer], bias = weights_.bias[layer];
+    const Rows rows = weights_.rows(weight, step);
+    const at::Tensor& whole = dys_[layer];
+    if (sums.wants(weight) && rows.count > 0) {
+      const at::Tensor out = sums.out(weight), arrived = sums.arrived(weight);
+      if (!whole.defined()) {
+        copy_or_zero(out, arrived);
+      } else if (!operands_.weight_gradients) {
+        gemm(out, arrived, whole.narrow(1, rows.first, rows.count).t(), x_, sums.scale());
+      } else {
+        const CodePlane& plane = (*operands_.weight_gradients)[0];
+        const Codes dy = of_dw_[layer]
+                             ? of_dw_[layer]->columns(rows.first, rows.count)
+                             : quantized(plane, padded(whole.narrow(1, rows.first, rows.count), operands_.rows));
+        add_scaled(out, arrived, scaled_product(dy.t(), *tokens_, at::kFloat, false), sums.scale());
+      }
+    }
+    if (!sums.wants(bias) || rows.count == 0) return;
+    if (whole.defined()) {
+      column_sum(sums.out(bias), sums.arrived(bias), whole.narrow(1, rows.first, rows.count), sums.scale());
+    } else {
+      copy_or_zero(sums.out(bias), sums.arrived(bias));
+    }
+  }
+
+  Executor& executor_;
+  const std::vector<at::Tensor>& dys_;
+  const at::Tensor& x_;
+  const ScaledOperands& operands_;
+  const RotationOptions& options_;
+  ScaledWeights weights_;
+  Gradients gradients_;
+  std::vector<std::optional<Codes>> of_dx_, of_dw_;  // of dy, by layer
+  std::optional<Codes> tokens_;                      // of x, for dW
+  at::Tensor dx_;
+};
+
+}  // namespace
+
+std::vector<at::Tensor> scaled_linear_forward(Executor& executor, const at::Tensor& x,
+                                              const std::vector<at::Tensor>& parameters, const LinearBundle& bundle,
+                                              const ScaledOperands& operands, const RotationOptions& options) {
+  const ScaledWeights layers(executor, options, Pass::forward, bundle, parameters);
+  std::vector<at::Tensor> outputs;
+  for (const LinearShape& shape : bundle.shapes) {
+    check_operand(executor, options, "an input", x, shape.in_features);
+    outputs.push_back(executor.results().empty({x.size(0), shape.out_features}, x.options()));
+  }
+  const Codes tokens = quantized(operands.tokens, x);
+  ShardBundle weights = *layers.bundle();
+  const Schedule& schedule = forward_schedule(executor, layers.options(), weights, {.groups = layers.groups()});
+  Execution pass(executor, schedule, std::move(weights), std::nullopt, options.name + " forward");
+  while (const Step* step = pass.next()) {
+    const std::vector<at::Tensor> shards = pass.weight();
+    for (size_t layer = 0; layer < outputs.size(); ++layer) {
+      const Rows rows = layers.rows(layers.weight[layer], *step);
+      if (rows.count == 0) continue;
+      const Codes weight = layers.codes(shards, layers.weight[layer], *step);
+      const at::Tensor y = outputs[layer].narrow(1, rows.first, rows.count);
+      y.copy_(scaled_product(tokens, weight.t(), options.compute_dtype, true));
+      if (const int bias = layers.bias[layer]; bias >= 0) y.add_(shards[static_cast<size_t>(layers.index(bias))]);
+    }
+  }
+  return outputs;
+}
+
+std::vector<at::Tensor> scaled_linear_backward(Executor& executor, const std::vector<at::Tensor>& dys,
+                                               const at::Tensor& x, const std::vector<at::Tensor>& parameters,
+                                               const LinearBundle& bundle, const ScaledOperands& operands, bool needs_x,
+                                               const std::vector<bool>& needs_parameter,
+                                               const RotationOptions& options) {
+  return ScaledBackward(executor, dys, x, parameters, bundle, operands, needs_x, needs_parameter, options).run(needs_x);
+}
+
+}  // namespace rtp

@@ -1,0 +1,175 @@
+"""Linear layers with products in 8 bits, against the same recipe in one process with plain torch."""
+
+import pytest
+import torch
+from code_reference import dequantized, numbers, scaled_product
+from harness import on_ranks
+from reference import assert_same, chunk, differs, random
+
+import rtp_ext
+from rtp_ext.functional import rotated_linear, rotated_linears
+from rtp_ext.recipes import RECIPES, Codes, quantize, recipe
+from rtp_ext.ring import Prepared
+
+# Of the largest magnitude: sums have another order; in bfloat16 one more rounding.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
+TOKENS = (33, 17, 0, 5)  # of each rank
+
+
+def sizes(name, ranks):
+    """Returns outputs of two layers and inputs: odd where the recipe takes any, and shards of other sizes."""
+    align = recipe(name).align
+    return (7 * ranks - 2, 5 * ranks, 43) if align == 1 else (2 * ranks * align, ranks * align, 2 * align)
+
+
+def batch(name, rank, ranks, dtype):
+    first, second, inputs = sizes(name, ranks)
+    x = random(TOKENS[rank], inputs, dtype=dtype, seed=rank)
+    return x, [random(len(x), out, dtype=dtype, seed=10 + rank + out) for out in (first, second)]
+
+
+def layers(name, ranks, dtype):
+    first, second, inputs = sizes(name, ranks)
+    weights = [random(out, inputs, dtype=dtype, seed=100 + out) for out in (first, second)]
+    return weights, random(second, dtype=dtype, seed=200)
+
+
+def wrong_scales(codes):
+    """A control: every block has its neighbour's scale, or, alone, another one."""
+    scales = codes.scales.float()
+    return Codes(codes.plane, codes.codes, (scales.roll(1, 0) if len(scales) > 1 else scales.roll(1, 1)) * 1.07)
+
+
+def check(rank, ranks, ring, name, dtype):
+    weights, bias = layers(name, ranks, dtype)
+    mine = [chunk(weight, ranks, rank).clone().requires_grad_() for weight in weights]
+    own_bias = chunk(bias, ranks, rank).clone().requires_grad_()
+    x, dys = batch(name, rank, ranks, dtype)
+    x.requires_grad_()
+    ys = rotated_linears([x], mine, [None, own_bias], ring=ring, recipe=name)
+    torch.autograd.backward(ys, dys)
+
+    whole = [weight.clone().float().requires_grad_() for weight in weights]
+    whole_bias = bias.clone().float().requires_grad_()
+    for other in range(ranks):
+        x_of, dys_of = batch(name, other, ranks, dtype)
+        x_of = x_of.float().requires_grad_()
+        expected = [scaled_product(name, x_of, weight, ranks) for weight in whole]
+        expected[1] = expected[1] + whole_bias
+        torch.autograd.backward(expected, [dy.float() for dy in dys_of])
+        if other == rank:
+            for layer, (y, wanted) in enumerate(zip(ys, expected, strict=True)):
+                assert_same(y.float(), wanted, TOLERANCE[dtype], f"y {layer}")
+            if len(x):
+                wrong = dequantized(wrong_scales(quantize(recipe(name).planes[0], whole[0].detach())))
+                control = numbers(recipe(name).tokens, x_of) @ wrong.t()
+                assert differs(ys[0].float(), control, 0.01), "control: other scales"
+            assert_same(x.grad.float(), x_of.grad, TOLERANCE[dtype], "dx")
+    for layer, weight in enumerate(whole):
+        assert_same(mine[layer].grad.float(), chunk(weight.grad / ranks, ranks, rank), TOLERANCE[dtype], f"dW {layer}")
+    assert_same(own_bias.grad.float(), chunk(whole_bias.grad / ranks, ranks, rank), TOLERANCE[dtype], "db")
+
+
+RINGS = ({"transport": "shm"}, {"transport": "c10d", "group": 2}, {"route": "gather"}, {"gradient_route": "direct"})
+
+
+@on_ranks([1, 2, 3, 4])
+def test_parity(rank, ranks, cases):
+    for options in RINGS if ranks > 1 else RINGS[:1]:
+        with rtp_ext.Ring(timeout=30.0, **options) as ring:
+            for name in RECIPES:
+                for dtype in TOLERANCE:
+                    with cases.case(f"{name}, {dtype}, {options}"):
+                        check(rank, ranks, ring, name, dtype)
+
+
+@on_ranks(2)
+def test_results_on_aligned_cuts_are_those_of_the_whole_weight(rank, ranks, ring, cases):
+    """Bitwise, where no block reaches over a cut, and a control: with scales of shards they are not."""
+    for name in RECIPES:
+        (weight, _), _ = layers(name, ranks, torch.bfloat16)
+        x, _ = batch(name, rank, ranks, torch.bfloat16)
+        y = rotated_linears([x], [chunk(weight, ranks, rank)], ring=ring, recipe=name)[0]
+        with cases.case(name):
+            whole = scaled_product(name, x, weight, 1)
+            assert torch.equal(y, whole) == (name != "float8_tensorwise")
+
+
+@on_ranks(3)
+def test_bytes(rank, ranks, cases):
+    """Codes and scales travel in both passes, gradients in float32; the closed form, and 1 to 1.031 bytes a weight."""
+    for name in RECIPES:
+        align = recipe(name).align * 2 if recipe(name).align > 1 else 256
+        weight = random(align * ranks, 512, dtype=torch.bfloat16, seed=1)
+        mine = chunk(weight, ranks, rank).clone().requires_grad_()
+        x = random(5, 512, dtype=torch.bfloat16, seed=rank).requires_grad_()
+        for options in ({"prefetch": False}, {"prefetch": False, "group": 3, "transport": "c10d"}):
+            with rtp_ext.Ring(timeout=30.0, **options) as ring, cases.case(f"{name}, {options}"):
+                y = rotated_linears([x], [mine], ring=ring, recipe=name)[0]
+                forward = ring.bytes_sent("weight")
+                y.sum().backward()
+                backward = ring.bytes_sent("weight") - forward
+                shard, of_shard = (align, 512), [recipe(name).travels(align, 512, backward=late) for late in (False, True)]
+                assert [forward, backward] == [(ranks - 1) * each for each in of_shard]
+                for each in of_shard:
+                    assert shard[0] * shard[1] < each <= 1.032 * shard[0] * shard[1]
+                assert ring.bytes_sent("gradient") == (ranks - 1) * 4 * shard[0] * shard[1]
+                assert ring.communicator.executor.codes()[0] == recipe(name).memory(*shard)
+
+
+@on_ranks(2)
+def test_codes_are_made_once_after_each_change(rank, ranks, ring, cases):
+    """Also by hops that are sent ahead, before the layer that owns the codes is called."""
+    executor = ring.communicator.executor
+    for name in ("float8_rowwise", "float8_tensorwise"):
+        planes = len(recipe(name).planes)
+        mine = [random(16, 32, dtype=torch.float32, seed=10 * number + rank).requires_grad_() for number in range(3)]
+        plans = [Prepared() for _ in mine]
+        x = random(4, 32, dtype=torch.float32, seed=50 + rank).requires_grad_()
+        optimizer = torch.optim.SGD(mine, lr=0.1)
+
+        def run(training=True, mine=mine, plans=plans, x=x, name=name):
+            h = x
+            for weight, plan in zip(mine, plans, strict=True):
+                h = rotated_linears([torch.cat([h, h], 1)[:, :32]], [weight], ring=ring, recipe=name, prepared=plan)[0]
+            if training:
+                h.sum().backward()
+            return h.detach()
+
+        before = executor.codes()[1]
+        for step in range(4):
+            with cases.case(f"{name}, step {step}"):
+                results = [run() for _ in range(3)]
+                assert executor.codes()[1] - before == planes * len(mine), "once for each plane of a weight"
+                fresh = [weight.detach().clone().requires_grad_() for weight in mine]
+                assert torch.equal(run(False, fresh, [Prepared() for _ in mine]), results[-1]), "the codes of this step"
+                optimizer.step()
+                optimizer.zero_grad()
+                before = executor.codes()[1]
+                assert not torch.equal(run(False), results[-1]), "control: stale codes would give the same"
+    with cases.case("a step after a forward is an error in its backward"):
+        h = rotated_linears([x], mine[:1], ring=ring, recipe="float8_rowwise", prepared=plans[0])[0]
+        with torch.no_grad():
+            mine[0].add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            h.sum().backward()
+
+
+def test_refusals():
+    ring = rtp_ext.Ring.emulated(2)
+    x, weight = torch.ones(3, 64), torch.ones(32, 64)
+    for error, given, options in (
+        ("expected one of float8_tensorwise", {}, {"recipe": "float8"}),
+        ("needs outputs in multiples of 128, got 64", {}, {"recipe": "float8_blockwise"}),
+        ("of one input and not in blocks, for products in 8 bits", {"transposed": True}, {}),
+        ("of one input and not in blocks", {"projections": [(0, 0, 0, 32), (0, 0, 32, 64)]}, {}),
+    ):
+        with pytest.raises(ValueError, match=error):
+            rotated_linears([x], [weight], ring=ring, **{"recipe": "float8_rowwise", **given, **options})
+    with pytest.raises(ValueError, match="expected shard_dim 0 with recipe float8_rowwise, got 1"):
+        rotated_linear(x, weight, ring=ring, shard_dim=1, recipe="float8_rowwise")
+    with pytest.raises(TypeError, match="at most 32 bits with recipe float8_rowwise, got float64"):
+        rotated_linears([x.double()], [weight.double()], ring=ring, recipe="float8_rowwise")
+    with pytest.raises(ValueError, match="expected in_place=False with recipe float8_rowwise"):
+        with rtp_ext.Ring.emulated(2, in_place=True) as here:
+            rotated_linears([x], [weight], ring=here, recipe="float8_rowwise")

@@ -1,0 +1,62 @@
+"""Which linear layers a conversion computes in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import nn
+
+from rtp_ext._native import shard_sizes
+from rtp_ext.convert.plan.layers import drop_in, own_parameters
+from rtp_ext.convert.plan.request import Request
+from rtp_ext.families.recognised import is_experts
+from rtp_ext.nn import RotatedLinear
+from rtp_ext.recipes import Recipe
+from rtp_ext.recipes import recipe as recipe_of
+
+
+class ScaledProducts:
+    """The decisions of one conversion.
+
+    Args:
+        tied: ids of parameters that several modules share.
+        wide: reasons why modules stay wide, by id.
+        ranks: of the ring, and those of tensor parallelism. gpu: products run on a GPU.
+    """
+
+    def __init__(self, request: Request, tied: Collection[int], wide: dict[int, str]) -> None:
+        facts, name = request.place.facts, request.options.recipe
+        self.recipe: Recipe | None = None if name is None else recipe_of(name)
+        self.tied, self._wide = tied, wide
+        self.ranks, self.gpu, self.parallel = facts.ranks, facts.device == "cuda", facts.tensor_ranks > 1
+
+    def of(self, part: nn.Module) -> Recipe | None:
+        """Returns the recipe of a module's products; None: they are wide."""
+        return self.recipe if drop_in(part) is RotatedLinear and self.wide(part) is None else None
+
+    def wide(self, part: nn.Module) -> str | None:
+        """Returns why the products of a module that multiplies by a matrix stay wide although a recipe is given."""
+        weight: Any = own_parameters(part).get("weight")
+        if self.recipe is None or weight is None or weight.dim() != 2 or isinstance(part, nn.Embedding):
+            return None
+        if id(part) in self._wide:
+            return self._wide[id(part)]
+        if drop_in(part) is not RotatedLinear:
+            return "it is not a linear layer [out_features, in_features]"
+        if self.parallel:
+            return "tensor parallelism has cut the model"
+        if id(weight) in self.tied:
+            return "it is shared with another module"
+        outputs, inputs = weight.shape
+        return self.recipe.refusal(outputs, inputs, tuple(shard_sizes(outputs, self.ranks)), gpu=self.gpu)
+
+
+def routers(modules: Iterable[tuple[str, nn.Module]]) -> set[int]:
+    """Returns the ids of linear layers that choose experts: those beside experts, with an output for each."""
+    found: set[int] = set()
+    for _, part in modules:
+        counts = {next(child.parameters()).shape[0] for child in part.children() if is_experts(child)}
+        layers = (child for child in part.children() if isinstance(child, nn.Linear))
+        found.update(id(layer) for layer in layers if layer.out_features in counts)
+    return found
