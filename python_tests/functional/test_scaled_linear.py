@@ -109,7 +109,10 @@ def test_bytes(rank, ranks, cases):
                 forward = ring.bytes_sent("weight")
                 y.sum().backward()
                 backward = ring.bytes_sent("weight") - forward
-                shard, of_shard = (align, 512), [recipe(name).travels(align, 512, backward=late) for late in (False, True)]
+                shard, of_shard = (
+                    (align, 512),
+                    [recipe(name).travels(align, 512, backward=late) for late in (False, True)],
+                )
                 assert [forward, backward] == [(ranks - 1) * each for each in of_shard]
                 for each in of_shard:
                     assert shard[0] * shard[1] < each <= 1.032 * shard[0] * shard[1]

@@ -388,9 +388,13 @@ def _expect_takes_recipe(call: Call, recipe: Recipe, otherwise: bool) -> None:
             f"in 8 bits ({recipe.name})"
         )
     if call.ring.in_place:
-        raise ValueError(f"{call.name}: expected in_place=False with recipe {recipe.name}, whose codes travel, got True")
+        raise ValueError(
+            f"{call.name}: expected in_place=False with recipe {recipe.name}, whose codes travel, got True"
+        )
     if call.compute_dtype == torch.float64:
-        raise TypeError(f"{call.name}: expected a compute dtype of at most 32 bits with recipe {recipe.name}, got float64")
+        raise TypeError(
+            f"{call.name}: expected a compute dtype of at most 32 bits with recipe {recipe.name}, got float64"
+        )
 
 
 def _native_blocks(frozen: FrozenWeight | None) -> dict[str, Any]:

@@ -33,7 +33,9 @@ def table(kind: str, ring: Any, rows: Sequence[Any], totals: dict[str, int]) -> 
         lines += [*_line(name, cells, left, widths), *wrapped(moves, "    ", "      ")]
     lines += [rule, *_line("total", total, left, widths), "", *wrapped(_summary(ring, totals), then="")]
     lines += _reasons("Not rotated", [(row.reason, row.name) for row in rows])
-    lines += _reasons("Wide, although blocks or products in 8 bits were asked for", [(row.wide, row.name) for row in rows])
+    lines += _reasons(
+        "Wide, although blocks or products in 8 bits were asked for", [(row.wide, row.name) for row in rows]
+    )
     if ring.assumed:
         lines += ["", "No ring exists yet: these are the routes of ranks on one host."]
     return "\n".join(lines)

@@ -128,7 +128,9 @@ def _check_recipe(plan: RotationPlan, request: Request) -> None:
         )
     for module in scaled:
         if module.compute_dtype == torch.float64:
-            raise ValueError(f"fully_rotate: {module.label}: {what} expected a compute dtype of 16 or 32 bits, got float64")
+            raise ValueError(
+                f"fully_rotate: {module.label}: {what} expected a compute dtype of 16 or 32 bits, got float64"
+            )
 
 
 def _refuse_offload(request: Request) -> None:
