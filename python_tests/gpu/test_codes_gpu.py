@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-from reference import random
+from code_reference import scaled_product
+from reference import assert_same, differs, random
 from test_recipes import matrices, same_codes, same_scales
 
+import rtp_ext
+from rtp_ext.functional import rotated_linear
 from rtp_ext.recipes import RECIPES, Plane, amax, quantize, recipe
 
 ON_H100 = ("float8_tensorwise", "float8_rowwise")  # with scales of float32, of whole rows or a whole matrix
@@ -87,3 +90,29 @@ def test_products_of_codes(name):
             error = float((result.double() - exact).norm() / exact.norm())
             assert error < (2e-2 if fast else 4e-3), f"{what}, fast {fast}: {error}"
             assert float((1.5 * result.double() - exact).norm() / exact.norm()) > 0.1, "control"
+
+
+@pytest.mark.parametrize("name", [*ON_H100, "float8_rowwise_with_gw_hp"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_linear_layers(name, group):
+    """An emulated ring, whose shards are all this rank's own, against the same recipe on a CPU."""
+    ranks, dtype, tolerance = 4, torch.bfloat16, 1e-2  # of the largest magnitude: partial sums are rounded once each
+    shard = random(48, 96, dtype=dtype, seed=1)
+    bias = random(48, dtype=dtype, seed=2)
+    for tokens in (33, 64, 0):
+        x, dy = random(tokens, 96, dtype=dtype, seed=3), random(tokens, 48 * ranks, dtype=dtype, seed=4)
+        ring = rtp_ext.Ring.emulated(ranks, device="cuda", group=group)
+        mine = [each.cuda().requires_grad_() for each in (shard, bias, x)]
+        rotated_linear(mine[2], mine[0], mine[1], ring=ring, recipe=name).backward(dy.cuda())
+        y = rotated_linear(mine[2], mine[0], mine[1], ring=ring, recipe=name)
+        whole = [each.clone().requires_grad_() for each in (shard.repeat(ranks, 1), bias.repeat(ranks), x)]
+        expected = scaled_product(name, whole[2], whole[0], ranks) + whole[1]
+        expected.backward(dy)
+        assert_same(y.float().cpu(), expected.float(), tolerance, "y")
+        assert_same(mine[2].grad.float().cpu(), whole[2].grad.float(), tolerance, "dx")
+        for what, ours, theirs in (("dW", mine[0], whole[0]), ("db", mine[1], whole[1])):
+            mean = theirs.grad.float().view(ranks, 48, *theirs.shape[1:]).mean(0)
+            assert_same(ours.grad.float().cpu(), mean, tolerance, what)
+        if tokens:
+            other = scaled_product(name, whole[2], 1.05 * whole[0], ranks) + whole[1]
+            assert differs(y.float().cpu(), other.float(), tolerance), "control"

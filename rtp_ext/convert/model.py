@@ -111,8 +111,8 @@ def fully_rotate(module: _Given, **keywords: Unpack[RotateKeywords]) -> _Given:
             "mxfp8_rceil": products in 8 bits of linear layers, whose weights travel as they are multiplied: the owner
             of a shard quantizes it once after each change. MLPs rotate layer by layer then. Heads, embeddings, norms,
             routers, experts, attention of torch, layers stored [in, out] and those whose sizes do not fit the blocks
-            stay wide: explain and the log name them. Not with in_place, offload_policy, outer.ZeroOuter and CUDA
-            graphs. See docs/float8.md.
+            stay wide: explain and the log name them. Not with in_place, offload_policy and outer.ZeroOuter, nor where
+            the user captures CUDA graphs. See docs/float8.md.
         route, gradient_route, gradient_travel, buffers, group, embedding, transport, travel, timeout: see Ring. Beside
             a Ring, and for a model with converted parts: the values of their ring, or the defaults. `travel` does not
             apply to gathered parameters.

@@ -125,9 +125,10 @@ class Linears(Operation):
         def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
             return _bundle(call, params, shapes, biases, len(inputs), projections, transposed, recipe)
 
+        facts: tuple[tuple[str, Any], ...]
         facts = (("projections", projections), ("inputs", len(inputs)), ("transposed", transposed), ("frozen", frozen))
         if recipe is not None:
-            facts += (("recipe", recipe.name),)
+            facts = (*facts, ("recipe", recipe.name))
         tokens = 0
         for x in inputs:
             tokens = max(tokens, x.shape[:-1].numel())

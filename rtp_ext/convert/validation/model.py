@@ -116,8 +116,6 @@ def _check_recipe(plan: RotationPlan, request: Request) -> None:
         other = "offload_policy=CPUOffloadPolicy()"
     elif isinstance(request.outer, ZeroOuter):
         other = "outer.ZeroOuter(): the shard of a ring is not whole on a rank between two passes"
-    elif place.ring is not None and place.ring.options.graphs == "on":
-        other = "graphs='on'"
     if other is not None:
         raise ValueError(f"fully_rotate: {what} cannot be combined with {other}")
     scaled = [module for module in plan.modules if module.is_new and module.recipe is not None]
