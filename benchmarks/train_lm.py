@@ -34,6 +34,7 @@ from shared.recording import add_trace_option, record_steps
 from shared.strategies import DTYPES, STRATEGIES, Trainer
 
 from rtp_ext.observe.steps import StepLog
+from rtp_ext.recipes import RECIPES
 
 
 class Progress:
@@ -70,6 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--steps", type=int, default=100)
     add_gpt_options(parser)
     add("--dtype", choices=DTYPES, default="float32", help="of the computation; parameters stay float32")
+    add("--recipe", choices=RECIPES, help="of an rtp strategy: products of linear layers in 8 bits")
     add("--output", type=Path, metavar="FILE.jsonl", help="append the result to this file, too")
     add(
         "--log", type=Path, metavar="FOLDER", help="of an rtp strategy: what each timed step of each rank took, as JSON"
@@ -85,6 +87,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--device cuda: no GPU is available")
     if args.trace and not args.strategy.startswith("rtp"):
         parser.error(f"--trace records rings, and the strategy {args.strategy} has none")
+    if args.recipe and not args.strategy.startswith("rtp"):
+        parser.error(f"--recipe is of rings, and the strategy {args.strategy} has none")
     if args.log and not args.strategy.startswith("rtp"):
         parser.error(f"--log counts hops, and the strategy {args.strategy} has none")
     args.command = command_line()
@@ -123,6 +127,7 @@ def train(place: Place, args: argparse.Namespace) -> None:
             dtype=args.dtype,
             lr=args.lr,
             seed=args.seed,
+            rotation={"recipe": args.recipe} if args.recipe else None,
         )
         for step in range(probed):
             set_lr(trainer, step)
@@ -157,7 +162,7 @@ def train(place: Place, args: argparse.Namespace) -> None:
     result = result_line(
         card,
         benchmark="train_lm",
-        case=args.strategy,
+        case=" ".join(filter(None, (args.strategy, args.recipe))),
         strategy=args.strategy,
         shape=shape,
         tokens=args.batch * args.seq,
@@ -165,6 +170,7 @@ def train(place: Place, args: argparse.Namespace) -> None:
         direction="step",
         transport=transport,
         dtype=args.dtype,
+        recipe=args.recipe,
         tokens_per_s=tokens_per_s,
         step_ms=None if tokens_per_s is None else 1e3 * rows * args.seq / tokens_per_s,
         **bytes_per_rank,
