@@ -107,9 +107,9 @@ def fully_rotate(module: _Given, **keywords: Unpack[RotateKeywords]) -> _Given:
             experts that do not fill whole blocks, and vocabulary heads of transformers' models without
             loss_head="fused" stay in their dtype: explain and the log name them. Not with in_place, route="gather",
             offload_policy, tensor parallelism, emulated rings, and outer policies other than AllReduce.
-        route, gradient_route, gradient_travel, buffers, group, embedding, transport, travel, timeout: see Ring. Beside
-            a Ring, and for a model with converted parts: the values of their ring, or the defaults. `travel` does not
-            apply to gathered parameters.
+        route, gradient_route, gradient_travel, buffers, group, collective, embedding, transport, travel, timeout: see
+            Ring. Beside a Ring, and for a model with converted parts: the values of their ring, or the defaults.
+            `travel` does not apply to gathered parameters.
 
     Raises ValueError, and changes nothing, where another rank refuses its arguments; where dims do not fit the mesh;
     where the model was converted before, itself or as a part of another (a RotationError as well); for a list that is
