@@ -92,15 +92,16 @@ class Operation:
         hop, outer_hop: of a weight shard inside a host and, on two levels, between hosts; 0: none travels.
         shard_bytes: of a weight shard in a slot.
         gradients: route of the gradients: `chain`, `halves` (two independent chains), `direct` (contributions of every
-            group are sent to their owners, and added up to one block late), `scatter` (one call adds up the
-            contributions to all shards, up to `late` operations late); empty: none.
+            group are sent to their owners, and added late), `scatter` (one call adds up the contributions to all
+            shards); empty: none.
         wgrads: of every group (direct, scatter), or of one shard in each place.
         gradient_hop, outer_gradient_hop: as `hop`.
         add: of the kernel that adds what arrived.
         call, gradient_call: before the hops of every group, where they are posted at once: the latency that they share.
         together: one call brings all shards, of one group, as soon as a slot for as many of the largest operation is
             free.
-        late: operations whose gradients may still be on their way at the end of this one, on route `scatter`.
+        late: operations whose gradients may still be on their way at the end of this one, on routes `direct` and
+            `scatter`; None: those of a block.
     """
 
     before: float
@@ -117,7 +118,7 @@ class Operation:
     call: float = 0.0
     gradient_call: float = 0.0
     together: bool = False
-    late: int = 0
+    late: int | None = None
 
     @property
     def calls(self) -> int:
@@ -148,7 +149,7 @@ def block_ends(operations: Sequence[Operation], look_ahead: float, hosts: int = 
     used: list[tuple[float, float]] = []  # bytes sent until a group's last shard, end of its product
     place, landed, begun = 0, 0.0, 0.0
     ends: list[float] = []
-    landing: list[float] = []  # ends of scatters
+    landing: list[float] = []  # ends of hops of late gradients
 
     def room(size: float) -> float:
         """Counts bytes as sent. Returns when there is room for them."""
@@ -187,7 +188,6 @@ def block_ends(operations: Sequence[Operation], look_ahead: float, hosts: int = 
                         gradient_link = max(gradient_link, compute) + each.gradient_call
                 if each.gradients == "scatter":
                     gradient_link += (ranks - 1) * each.gradient_hop
-                    landing.append(gradient_link)
                 for index in range(shard, shard + count) if each.gradients not in ("", "scatter") else ():
                     leaves = index + 1 < ranks
                     inside = (index + 1) % per_host != 0
@@ -205,8 +205,10 @@ def block_ends(operations: Sequence[Operation], look_ahead: float, hosts: int = 
                         elif leaves:
                             gradient_outer = max(gradient_outer, compute) + each.outer_gradient_hop / parts
                 shard += count
-            while len(landing) > each.late:
-                compute = max(compute, landing.pop(0))
+            if each.late is not None and each.gradients in ("direct", "scatter"):
+                landing.append(max(gradient_link, gradient_outer))
+                while len(landing) > each.late:
+                    compute = max(compute, landing.pop(0))
             compute += each.add
         compute = max(compute, landed)  # of the block before
         landed = max(gradient_link, gradient_outer)

@@ -110,6 +110,10 @@ def test_one_call_an_operation():
     # the third gather waits for the slot of the first, also where it is smaller
     uneven = [whole(1.0, 100.0), whole(1.0, 1.0), dataclasses.replace(whole(1.0, 1.0), shard_bytes=0.1)]
     assert block_ends(uneven, 0)[0] == pytest.approx(7.0 + 100 + 7 + 1), "it begins with the second product"
+    # direct contributions too
+    for late, end in ((None, 3 * 9.0), (0, 3 * (9 + 14.0)), (1, 9 + 14.0 + 14.0)):
+        back = [whole(0.0, 8.0, gradients="direct", wgrads=(1.0,), gradient=2.0, late=late)] * 3
+        assert block_ends(back, 0)[0] == pytest.approx(end), late
     # of three operations of 8 + 1, whose scatters take 14 each: the first ends at 23, the second at 37
     for late, end in ((0, 3 * (9 + 14.0)), (1, 9 + 14.0 + 14.0), (2, 27.0)):
         back = [whole(0.0, 8.0, gradients="scatter", wgrads=(1.0,), gradient=2.0, late=late)] * 3
@@ -137,6 +141,24 @@ def test_a_collective_costs_what_one_of_fully_shard_costs():
     assert links.posted_s(nvlink, 0.0, CONSTANTS) == (HOP_SECONDS - POST_SECONDS, POST_SECONDS)
     assert links.posted_s(over, size, CONSTANTS) == (0.0, links.hop_s(over, size, CONSTANTS)), "a call for each hop"
     assert not Group(dataclasses.replace(H100, gpus=16), 16).reaches_all
+
+
+def test_direct_gradients_hold_what_the_engine_does():
+    """Late by one operation less than a block has, so that the slot of an MLP is free for the next one."""
+    for model, ranks in (("llama-3-8b", 8), ("gpt-3-xl", 4)):
+        operations = tuple(rotations_of(ModelSpec.preset(model, seq=4096), layers=1, embedding=False, head=False)[0])
+        plans = family.block_plans(operations, ranks, family.BUILT, False)
+        (plan,) = (each for each in plans if each.gradients == "direct" and each.ahead and set(each.groups) == {ranks})
+        group, gaps = Group(H100, ranks), ((0.0,) * 3,) * 2
+        time = family.block_time(operations, gaps, 4096, group, CONSTANTS, family.Sizes(), plan, simulated=False)
+        held = engine().footprint(
+            [each.facts for each in operations * 3],
+            **{"ranks": ranks, "group": ranks, "in_place": False, "slot_cap": engine().SLOT_CAP, "cast": True},
+            **{"sends_anywhere": True, "receives_anywhere": True, "compute_bytes": 2, "reduce_bytes": 4},
+            **{"gradient_route": "direct", "gradients_apart": True, "sum_bytes": 4, "late": plan.late},
+            look_ahead=None,
+        )
+        assert time.buffers_bytes == held.weight.peak_bytes + held.gradient.peak_bytes, model
 
 
 def test_plans_with_collectives_hold_what_the_engine_does():
@@ -181,15 +203,15 @@ def test_what_the_ring_of_a_plan_needs():
     """As the engine accepts it: `Ring` refuses groups on two levels."""
     one, nodes = Group(H100, 8), Group(dataclasses.replace(H100, gpus=64), 64)
     cards = Group(dataclasses.replace(Cluster.preset("h100-80gb", link="pcie"), gpus=64), 64)
-    whole, direct = family.BlockPlan((8,), "scatter", 0, collective=True), family.BlockPlan((8,), "direct", 1, late=3)
+    whole, direct = family.BlockPlan((8,), "scatter", 0, collective=True), family.BlockPlan((8,), "direct", 1, late=2)
     assert whole.ring_options(one) == {"group": 8, "collective": True}
     assert whole.ring_options(nodes, 8) == {"route": "gather", "collective": True}
     assert whole.ring_options(cards) == {"route": "ring", "group": 64, "collective": True}
-    assert direct.ring_options(one) == {"late_gradients": 3}
-    assert direct.ring_options(cards) == {"route": "ring", "gradient_route": "direct", "late_gradients": 3}
+    assert direct.ring_options(one) == {"late_gradients": 2}
+    assert direct.ring_options(cards) == {"route": "ring", "gradient_route": "direct", "late_gradients": 2}
     assert family.BlockPlan((8,), "chain", 1).ring_options(one) == {}
     model = ModelSpec.preset("llama-3-8b", seq=4096)
-    for asked, ring in (("yes", {"group": 8, "collective": True, "late_gradients": 2}), ("no", {"late_gradients": 3})):
+    for asked, ring in (("yes", {"group": 8, "collective": True, "late_gradients": 2}), ("no", {"late_gradients": 2})):
         plan = Strategy(rtp=8, fused_loss=True, collective=asked)
         report = estimate_time(model, H100, plan, 8)
         assert report.ring == report.to_dict()["ring"] == ring
@@ -227,8 +249,8 @@ def test_plans_use_what_is_built_unless_they_say_otherwise():
     hosts = dataclasses.replace(H100, cpus=True)
     assert StageClock(model, hosts, today, CONSTANTS).block is None, "on CPUs too"
     assert [
-        dataclasses.replace(today, **more).late_passes for more in ({}, {"buffers": "lean"}, {"late_gradients": 3})
-    ] == [1, 0, 3]
+        dataclasses.replace(today, **more).late_passes for more in ({}, {"buffers": "lean"}, {"late_gradients": 2})
+    ] == [1, 0, 2]
     for wrong, said in (
         ({"to_come": "grouped"}, "expected to_come 'all' or some of joined"),
         ({"to_come": "all", "in_place": True}, "expected in_place False with to_come"),

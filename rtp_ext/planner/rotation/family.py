@@ -22,7 +22,7 @@ from rtp_ext.planner.rotation.operations import RotatedOperation
 from rtp_ext.planner.rotation.seconds import (
     RotationTime,
     casts_s,
-    hop_calls,
+    hops_host,
     shard_values,
     step_seconds,
     two_lanes,
@@ -196,7 +196,7 @@ def block_plans(
         BlockPlan(
             tuple(mlp if each.bundle else attention for each in operations),
             *(route, *more),
-            late=len(operations) if route == "direct" else 1,
+            late=max(1, len(operations) - 1) if route == "direct" else 1,
         )
         for attention, mlp, route, more in itertools.product(sizes, sizes, routes, ahead)
     ]
@@ -382,14 +382,15 @@ def block_time(
         products[0] += len(groups)
         products[1] += len(groups)
         most = max(most, 2 * size * of_weights)
-        # direct: contributions of the others, up to one block late, and one group's that is being sent
-        buffers = max(buffers, (size if direct else 2) * of_gradients)
+        if direct:  # contributions of the others, and of up to two groups that are being sent, of a block
+            arriving = ranks - 1 if hosts == 1 else inside.ranks + hosts - 2
+            leaving = min(len(groups) - (groups[-1] == 1), 2) * size
+            buffers += (arriving + leaving) * of_gradients
+        else:
+            buffers = max(buffers, 2 * of_gradients)
     look_ahead = plan.ahead * sum(each.shard_bytes for each in forward) * (ranks - 1)
     if plan.collective:
         most, buffers = 0.0, _collective_bytes((*operations, *operations, *last), ranks, sizes, plan)
-    elif direct:
-        whole = [(ranks - 1) * shard_values(each.weights, ranks) * sizes.reduce_bytes for each in operations]
-        buffers += sum(whole) if hosts == 1 else sum(whole) * (inside.ranks + hosts - 2) / (ranks - 1)
     if plan.kept:
         buffers += sum(each.shard_bytes for each in forward) * (ranks - 1)
     backward.reverse()
@@ -407,22 +408,19 @@ def block_time(
         shown = max(0.0, block_seconds(each, look_ahead, hosts) - computes - beside)
         exposed += count * shown
         lost += count * max(0.0, _taken_s(each, inside, between, hosts, computes, constants) - shown)
-    outward = (hosts - 1) * host_constant("nccl_hop_calls")
-    one = len(operations) * ((ranks - hosts) * hop_calls(inside) + outward)  # calls for all weights or gradients
-    if plan.collective:
-        one = len(operations) * host_constant("nccl_hop_calls")
+    # hops for all weights or gradients
+    hops = (0.0, 1.0) if plan.collective else (float(ranks - hosts), float(hosts - 1))
+    one, one_s = (len(operations) * each for each in hops_host(*hops, inside, constants))
     computed = forwards * products[0] + products[1]
-    moved = forwards + (not plan.kept) + 1
-    calls = moved * one + computed * host_constant("compute_calls")
-    computed += len(operations) * moved * plan.collective  # a collective takes the host as a product does
+    moved, of_computes = forwards + (not plan.kept) + 1, computed * host_constant("compute_calls")
     return BlockTime(
         plan,
         work,
         exposed,
         forwards * casts[0] + casts[1],
         lost,
-        calls * constants.driver_call_s + computed * constants.engine_product_s,
-        calls,
+        moved * one_s + of_computes * constants.driver_call_s + computed * constants.engine_product_s,
+        moved * one + of_computes,
         max(most, look_ahead) + buffers,
     )
 

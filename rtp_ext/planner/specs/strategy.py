@@ -69,7 +69,7 @@ class Strategy:
         travel: dtype in which rotating weights travel; None: the compute dtype. gradient_travel: `int8` on the gradient
             route `direct`; None: reduce_dtype.
         late_gradients: of rotation, as in `rtp_ext.Ring`: 1, or 0 with buffers='lean'. It takes slots. Times
-            do not depend on it: plans of whole blocks have gradients of up to one block under way.
+            do not depend on it: plans of whole blocks have a number of their own (`TimeReport.ring`).
         outer: policy between replicas of a ring (`rtp_ext.outer`), and the `period` in steps of policies that do not
             act in every step. topology: of gossip.
         replicate: of `zero=3`: number of groups of data-parallel ranks that each hold all shards; gradients are summed
