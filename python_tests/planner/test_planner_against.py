@@ -357,7 +357,7 @@ def test_the_committed_list_of_cells():
     assert len(cells) == 45
     assert counts["the engine as it is"][0] == f"{sum(float(row[3]) <= 1 for row in cells)} of 45"
     built = sum(float(row[5]) <= 1 for row in cells)
-    assert counts[f"+ {TO_COME[-1]}"][0] == f"{built} of 45" and built >= 42
+    assert counts[f"+ {TO_COME[-1]}"][0] == f"{built} of 45" and built >= 32
     for row in cells:
         for ratio, binding in ((row[3], row[4]), (row[5], row[6])):
             assert (float(ratio) > 1) == (binding != "-"), row
