@@ -273,6 +273,10 @@ def _parser() -> Parser:
     explained.add_argument(
         "--gradient-travel", choices=get_args(GradientTravel), help="dtype in which gradients travel, on route direct"
     )
+    explained.add_argument("--group", type=_at_least_one, metavar="G", help="shards in a product")
+    explained.add_argument(
+        "--collective", action="store_true", help="one gather and one scatter for an operation with all shards in one"
+    )
     explained.add_argument("--transport", default="auto", metavar="T", help="see rtp_ext.Ring; default: %(default)s")
     explained.add_argument("--in-place", action="store_true", help="the local shards themselves travel")
     explained.add_argument("--no-bundle", action="store_true", help="every layer rotates by itself")

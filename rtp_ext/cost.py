@@ -92,11 +92,16 @@ class Operation:
         hop, outer_hop: of a weight shard inside a host and, on two levels, between hosts; 0: none travels.
         shard_bytes: of a weight shard in a slot.
         gradients: route of the gradients: `chain`, `halves` (two independent chains), `direct` (contributions of every
-            group are sent to their owners, and added up to one block late); empty: none.
-        wgrads: of every group (direct), or of one shard in each place.
+            group are sent to their owners, and added late), `scatter` (one call adds up the contributions to all
+            shards); empty: none.
+        wgrads: of every group (direct, scatter), or of one shard in each place.
         gradient_hop, outer_gradient_hop: as `hop`.
         add: of the kernel that adds what arrived.
         call, gradient_call: before the hops of every group, where they are posted at once: the latency that they share.
+        together: one call brings all shards, of one group, as soon as a slot for as many of the largest operation is
+            free.
+        late: operations whose gradients may still be on their way at the end of this one, on routes `direct` and
+            `scatter`; None: those of a block.
     """
 
     before: float
@@ -112,6 +117,8 @@ class Operation:
     add: float = 0.0
     call: float = 0.0
     gradient_call: float = 0.0
+    together: bool = False
+    late: int | None = None
 
     @property
     def calls(self) -> int:
@@ -124,9 +131,7 @@ class Operation:
         return sum(self.products) + sum(self.wgrads) + self.add
 
 
-def block_ends(
-    operations: Sequence[Operation], look_ahead: float, hosts: int = 1, blocks: int = 1, *, together: bool = False
-) -> list[float]:
+def block_ends(operations: Sequence[Operation], look_ahead: float, hosts: int = 1, blocks: int = 1) -> list[float]:
     """Returns the times at which equal blocks of a pass end, in this timeline:
 
     Weight hops are sent in the order of use, as long as the bytes that have arrived and are not multiplied yet stay
@@ -134,36 +139,39 @@ def block_ends(
     hops begin with it, except the first, which begins with the operation before it. A product starts when all shards
     of its group are there. A chain adds to what arrived: its wgrads wait for each other's hops. On two levels the first
     shard of a phase comes from another host, and so do the phases' sums of gradients.
-
-    together: all weights of a block arrive with one call, which begins when the block before begins and the one before
-    that has ended: buffers of two blocks.
     """
     ranks = sum(operations[0].groups)
     per_host = ranks // hosts
-    filled = sum((ranks - 1) * each.hop + each.call for each in operations)
     waits = look_ahead == 0
-    look_ahead = max(look_ahead, *(2 * max(each.groups) * each.shard_bytes for each in operations))
+    largest = max(max(each.groups) * each.shard_bytes for each in operations)
+    look_ahead = max(look_ahead, 2 * largest)
     compute = link = outer = gradient_link = gradient_outer = sent = 0.0
     used: list[tuple[float, float]] = []  # bytes sent until a group's last shard, end of its product
     place, landed, begun = 0, 0.0, 0.0
     ends: list[float] = []
-    for block in range(blocks):
-        if together:
-            link = max(link, ends[block - 2] if block > 1 else 0.0) + filled
-            compute = max(compute, link)
+    landing: list[float] = []  # ends of hops of late gradients
+
+    def room(size: float) -> float:
+        """Counts bytes as sent. Returns when there is room for them."""
+        nonlocal sent, place
+        sent += size
+        while place < len(used) and used[place][0] < sent - look_ahead:
+            place += 1
+        return used[place][1] if place < len(used) and sent > look_ahead else 0.0
+
+    for _ in range(blocks):
         for each in operations:
             before, begun = begun, compute + each.before
             compute = begun
             ready, shard, phase = [0.0, 0.0], 0, 0.0
             for count, product, number in zip(each.groups, each.products, range(len(each.groups)), strict=True):
                 arrived, call = 0.0, each.call
+                if each.together and each.hop:
+                    link = arrived = max(link, room(largest)) + call + (ranks - 1) * each.hop
                 for index in range(shard, shard + count):
-                    if index == 0 or not each.hop or together:
+                    if index == 0 or not each.hop or each.together:
                         continue
-                    sent += each.shard_bytes
-                    while place < len(used) and used[place][0] < sent - look_ahead:
-                        place += 1
-                    free = used[place][1] if place < len(used) and sent > look_ahead else 0.0
+                    free = room(each.shard_bytes)
                     if waits:
                         free = max(free, before if index == 1 else begun)
                     if index % per_host:
@@ -174,11 +182,13 @@ def block_ends(
                 compute = max(compute, arrived) + product
                 used.append((sent, compute))
                 parts = 2 if each.gradients == "halves" else 1
-                if each.gradients == "direct":
+                if each.gradients in ("direct", "scatter"):
                     compute += each.wgrads[number]
                     if shard + 1 < ranks:
                         gradient_link = max(gradient_link, compute) + each.gradient_call
-                for index in range(shard, shard + count) if each.gradients else ():
+                if each.gradients == "scatter":
+                    gradient_link += (ranks - 1) * each.gradient_hop
+                for index in range(shard, shard + count) if each.gradients not in ("", "scatter") else ():
                     leaves = index + 1 < ranks
                     inside = (index + 1) % per_host != 0
                     if each.gradients == "direct":
@@ -195,6 +205,10 @@ def block_ends(
                         elif leaves:
                             gradient_outer = max(gradient_outer, compute) + each.outer_gradient_hop / parts
                 shard += count
+            if each.late is not None and each.gradients in ("direct", "scatter"):
+                landing.append(max(gradient_link, gradient_outer))
+                while len(landing) > each.late:
+                    compute = max(compute, landing.pop(0))
             compute += each.add
         compute = max(compute, landed)  # of the block before
         landed = max(gradient_link, gradient_outer)
@@ -205,12 +219,10 @@ def block_ends(
 _BLOCKS, _FIRST = 4, 1  # simulated; from the second on they are alike
 
 
-def block_seconds(
-    operations: Sequence[Operation], look_ahead: float, hosts: int = 1, *, together: bool = False
-) -> float:
+def block_seconds(operations: Sequence[Operation], look_ahead: float, hosts: int = 1) -> float:
     """Returns the seconds of one of many equal blocks of a pass (`block_ends`). Both kinds of hops share a link."""
     ranks = sum(operations[0].groups)
-    ends = block_ends(operations, look_ahead, hosts, _BLOCKS, together=together)
+    ends = block_ends(operations, look_ahead, hosts, _BLOCKS)
     inner = sum((ranks - hosts) * (each.hop + each.gradient_hop * bool(each.gradients)) for each in operations)
     inner += sum(each.calls * (each.call + each.gradient_call) for each in operations)
     between = sum(

@@ -30,6 +30,12 @@ from rtp_ext.words import (
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 ROUTES: tuple[str, ...] = get_args(Route)
 
+
+def has_collectives(transport: str) -> bool:
+    """Returns whether a transport, or on two levels the one between hosts, has an all-gather and a reduce-scatter."""
+    return transport.rpartition("+")[2] in ("nccl", "c10d")
+
+
 PARTIAL_SUMS = (
     "expected gradient_route direct where gradients travel in int8: a partial sum that is "
     "quantized again at every rank loses more with each"
@@ -166,8 +172,8 @@ class RingOptions:
         collective: where all shards are one operand (group=R, route gather, or chosen by the route planner), one
             all-gather brings the weights of an operation, and one reduce-scatter adds up its gradients and sends them
             home, in the reduce dtype and in an order that the collective chooses; gradients of other operations take
-            the chain. Transports `nccl` and `c10d`, also between hosts. A ring on which no operation can have such a
-            group is a ValueError.
+            the chain. Transports `nccl` and `c10d`, also between hosts, of which `auto` then takes the first. A ring on
+            which no operation can have such a group is a ValueError.
         checksum: every hop carries a CRC-32C; a changed one raises a RotationError that names the hop. For CPUs.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: SMs that NCCL may take for each of two communicators
             (default of the maximum: 8; 0: NCCL chooses). `blocking`: no thread for each group of NCCL's calls (default:
@@ -241,6 +247,11 @@ class RingOptions:
             check_in_place("Ring", self.travel, self.route)
 
     def _check_collective(self) -> None:
+        if self.transport != "auto" and not has_collectives(self.transport):
+            raise ValueError(
+                f"Ring: expected collective=False, or transport nccl or c10d, got True over {self.transport}, which "
+                "sends from rank to rank only"
+            )
         refused = {
             "route": "two-level",
             "gradient_route": "direct",

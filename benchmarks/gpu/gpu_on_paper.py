@@ -160,7 +160,7 @@ def first_day() -> list[First]:
             time = rotation_seconds(layer, tokens, group, TIME, **ways)
             host, calls = sum(time.host_s), sum(time.host_calls)
             whole, rotation = ((1e3 * pair[0], 1e3 * pair[1]) for pair in (time.unsplit_s, time.makespan_s))
-            bounds = Range(1e6 * host, 1e6 * (host + calls * (most - least)))
+            bounds = Range(1e6 * (host - calls * (most - least)), 1e6 * host)
             made.append(First(machine.name, machine.transport, tokens, whole, rotation, bounds))
     return made
 

@@ -6,8 +6,8 @@
 
 Everything is predicted; nothing ran at this size. H200 of 141 GB, eight to a node, a 400 Gb/s port each; one sample of
 8192 tokens for every GPU, everything recomputed. A ring has eight ranks on each of its nodes, and as few nodes as its
-share of the model needs, on two levels; more GPUs are more rings, which agree by an all-reduce, by ZeRO's
-reduce-scatter and gather, or by DiLoCo every 50 steps. `two levels` is one ring over all GPUs (at most 1,024). Some
+share of the model needs; more GPUs are more rings, which agree by an all-reduce, by ZeRO's
+reduce-scatter and gather, or by DiLoCo every 50 steps. `one ring` is one over all GPUs (at most 1,024). Some
 sizes are shown beside groups of fully_shard.
 Efficiency is the time that whole products, attention and elementwise kernels take over the time of a step, times the
 share of time that failures leave.
@@ -32,19 +32,19 @@ from shared.table import markdown, marker, renew, wishes, with_blocks, wrapped
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 BLOCK = marker("scale")
 GPU = "h200-141gb"
-MODELS = {"llama-3-70b": 16, "llama-3-405b": 128}  # ranks of the smallest ring that fits
-SHOWN = (16, 64, 128, 1024, 16384, 98304)
+MODELS = {"llama-3-70b": 16, "llama-3-405b": 256}  # ranks of the smallest ring that fits
+SHOWN = (16, 64, 256, 1024, 16384, 98304)
 COMPUTES = ("gemm", "attention", "elementwise", "recomputation")
 SEQ = 8192
 LARGEST_RING = 1024
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 2048, 4096, 6144)  # rings
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 1024, 2048, 4096, 6144)  # rings
 MOST = 100_000
 FORMS: dict[str, dict[str, object]] = {
     "replicas, all-reduce": {},
     "replicas, ZeRO": {"outer": "zero"},
     "replicas, DiLoCo H = 50": {"outer": "diloco", "period": 50},
 }
-TWO_LEVELS = "two levels"
+ONE_RING = "one ring"
 SHARDED = "fully_shard"  # groups as large as the rings, their replicas agreeing by an all-reduce: HSDP
 BESIDE = (1, 64)  # rings that are shown beside as many such groups; and as many as there can be
 GPU_HOURS = 1.8 * 16384  # between failures of one GPU: 1.8 hours on 16,384 (Meta's clusters)
@@ -110,7 +110,7 @@ def _points() -> Iterator[Point]:
             yield from (point(name, form, ring, rings) for rings in SIZES if ring * rings <= MOST)
         size = ring
         while size <= LARGEST_RING:
-            yield point(name, TWO_LEVELS, size, 1)
+            yield point(name, ONE_RING, size, 1)
             size *= 2
 
 
@@ -155,10 +155,11 @@ def like() -> str:
             larger += f" Groups of {2 * ring} take {twice.memory_gb:.0f} GB and {twice.step_seconds:.2f} s for {name}."
     heads = ("model", "GPUs", "ring or group", "ring, step s", "`fully_shard`, step s", "ring, GB", "`fully_shard`, GB")
     first = (
-        "**In these predictions rings do not win time; they win memory.** Beside `fully_shard` in groups as large as "
+        "**In these predictions rings win little time, and some memory.** Beside `fully_shard` in groups as large as "
         "the rings, as many of them, with the same fused loss, recomputation and dtypes, a step with rings takes "
-        f"{min(slower):.2f} to {max(slower):.2f} times as long, in less memory, as no rank gathers a layer. The memory "
-        f"line is at {line:.0f} GB.{larger}"
+        f"{min(slower):.3f} to {max(slower):.3f} times as long, in less memory. They gather one operation at a time "
+        "(`Ring(collective=True)`), not a layer, and copy nothing into and out of flat buffers; shard by shard, on two "
+        f"levels, they would take less memory and more time. The memory line is at {line:.0f} GB.{larger}"
     )
     return f"\n{wrapped(first)}\n{markdown((*heads, 'time, ring / `fully_shard`'), rows)}"
 
@@ -169,7 +170,7 @@ def draw(output: Path) -> None:
 
     figure, panels = canvas(len(MODELS))
     for axes, name in zip(panels, MODELS, strict=True):
-        for index, form in enumerate((*FORMS, TWO_LEVELS)):
+        for index, form in enumerate((*FORMS, ONE_RING)):
             own = [p for p in points() if p.model == name and p.form == form]
             sizes, look = [p.gpus for p in own], {**style(index), "markersize": 4}
             axes.plot(sizes, [efficiency(p, failures=False) for p in own], label=form, linewidth=1, **look)

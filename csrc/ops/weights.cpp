@@ -163,7 +163,7 @@ RotationOptions Weights::options() const {
     options.in_place = false;
     options.late = false;  // a late gradient supports one hop per gradient
   }
-  options.late = options.late && facts_.late(grouped());
+  options.late = options.late && facts_.late();
   return options;
 }
 
@@ -187,16 +187,18 @@ Weights Weights::chunk_of(const Chunks& cut, int64_t chunk) const {
 
 Gradients::Gradients(Executor& executor, const RotationOptions& rotation, const Weights& weights,
                      const std::vector<bool>& wanted)
-    : executor_(executor), scale_(1.0 / executor.ranks()), options_(rotation), place_(weights.count(), -1) {
+    : scale_(1.0 / executor.ranks()), options_(rotation), place_(weights.count(), -1) {
   for (size_t parameter = 0; parameter < weights.count(); ++parameter) {
     if (!wanted[parameter]) continue;
     const TensorLayout layout = weights.layout(static_cast<int>(parameter), rotation.reduce_dtype);
     RTP_CHECK_VALUE(!layout.frozen, rotation.name, ": expected no gradient of a frozen weight");
     place_[parameter] = static_cast<int>(local_.size());
     const at::TensorOptions options = at::TensorOptions().dtype(rotation.local_dtype()).device(executor.device());
-    const std::vector<int64_t>& shape = layout.shapes[static_cast<size_t>(executor.rank())];
+    std::vector<int64_t> shape = layout.shapes[static_cast<size_t>(executor.rank())];
     turned_.push_back(weights.turned(parameter));
-    local_.push_back(turned_.back() ? at::empty(shape, options) : executor.results().empty(shape, options));
+    if (turned_.back()) std::swap(shape[0], shape[1]);
+    const at::Tensor stored = executor.results().empty(shape, options);
+    local_.push_back(turned_.back() ? stored.t() : stored);
   }
 }
 
@@ -215,11 +217,7 @@ std::vector<at::Tensor> Gradients::result() const {
   std::vector<at::Tensor> result;
   for (const int parameter : place_) {
     const auto place = static_cast<size_t>(parameter);
-    at::Tensor gradient = parameter < 0 ? at::Tensor() : local_[place];
-    if (gradient.defined() && turned_[place]) {
-      gradient = executor_.results().of(gradient.t().contiguous(), gradient.scalar_type());
-    }
-    result.push_back(std::move(gradient));
+    result.push_back(parameter < 0 ? at::Tensor() : turned_[place] ? local_[place].t() : local_[place]);
   }
   return result;
 }

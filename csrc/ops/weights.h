@@ -149,7 +149,6 @@ class Gradients {
     return travelling.empty() ? at::Tensor() : turned_[place] ? travelling[place].t() : travelling[place];
   }
 
-  Executor& executor_;
   double scale_;
   const RotationOptions& options_;
   std::vector<int> place_;  // by parameter: place of its gradient among those that travel; -1: not needed

@@ -60,8 +60,7 @@ ScheduleOptions pass_options(const OperationFacts& operation, const StepSize& st
   options.bundle = operation.kind.bundle && !forward;
   options.halves = step.halves && !step.direct_gradients() && !forward && !operation.in_codes();
   options.receive_in_slots = !forward && !step.movement.receives_anywhere;
-  options.late =
-      step.late > 0 && operation.late(options.group > 1 || options.route == Route::gather) && !forward && alone;
+  options.late = step.late > 0 && operation.late() && !forward && alone;
   options.gradient_route = step.gradient_route;
   options.narrow = step.narrow();
   options.apart = step.gradients_apart;

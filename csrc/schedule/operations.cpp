@@ -78,12 +78,9 @@ int64_t ParameterFacts::held_bytes(int ranks, int owner, int64_t element_bytes) 
   return travelling_bytes(product(held), frozen, TravelFormat::plain, element_bytes);
 }
 
-bool OperationFacts::late(bool grouped) const {
-  if (!kind.late) return false;
-  for (size_t parameter = 0; parameter < parameters.size(); ++parameter) {
-    if (parameters[parameter].frozen || (grouped && turns(parameter))) return false;
-  }
-  return true;
+bool OperationFacts::late() const {
+  return kind.late && std::none_of(parameters.begin(), parameters.end(),
+                                   [](const ParameterFacts& each) { return each.frozen.has_value(); });
 }
 
 bool OperationFacts::takes_groups(Pass pass) const {

@@ -110,8 +110,7 @@ struct OperationFacts {
     return pass == Pass::forward || kind.bundle || (kind.dgrad && input_gradient && !is_bias(parameter));
   }
   bool has_gradient(size_t parameter) const { return parameters[parameter].trained && !parameters[parameter].frozen; }
-  // Whether its gradients may arrive after the pass. Those that a group sums transposed are copied at its end.
-  bool late(bool grouped) const;
+  bool late() const;  // whether its gradients may arrive after the pass
   // Whether the shards of several owners can be one operand of a pass.
   bool takes_groups(Pass pass) const;
   // Whether a parameter travels transposed in groups, so that shards of consecutive owners are adjacent rows.

@@ -25,6 +25,8 @@ from trace_checks import check_trace
 import rtp_ext
 from rtp_ext.nn import RotatedLinear
 from rtp_ext.observe import record
+from rtp_ext.planner.rotation import family
+from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 
 COLLECTIVE = {"transport": "c10d", "collective": True}
 QKV = {"q": 9, "k": 5, "v": 5}
@@ -48,6 +50,22 @@ WITHOUT_GROUPS = {  # these rotate beside them
     "embedding": make_embedding,
     "linear along its inputs": partial(make_linear, (7, 5), dim=1),
 }
+
+
+class Block(nn.Module):
+    """A layer, and an MLP."""
+
+    def __init__(self, features, hidden):
+        super().__init__()
+        self.first = nn.Linear(features, features, bias=False)
+        self.mlp = nn.Sequential(
+            nn.Linear(features, hidden, bias=False), nn.GELU(), nn.Linear(hidden, features, bias=False)
+        )
+
+    def forward(self, x):
+        return self.mlp(self.first(x))
+
+
 TOLERANCES = {torch.float32: (2e-6, 5e-6), torch.bfloat16: (2e-2, 2e-2)}
 
 
@@ -238,6 +256,30 @@ def test_the_pool_is_the_footprint(ranks, cases):
                 assert of_hops.gradient.bytes > planned.gradient.bytes, "control"
 
 
+@on_ranks([2, 3])
+def test_mlps_and_late_gradients_hold_what_the_planner_says(ranks, cases):
+    """Blocks of a layer and an MLP, whose down is summed transposed: late as all others."""
+    width, hidden = 12, 24
+    first, up, down = Weight((width, width)), Weight((hidden, width)), Weight((width, hidden), dim=1)
+    block = [RotatedOperation("linear", (first,)), RotatedOperation("bundle", (up, down))]
+    sizes = family.Sizes(compute_bytes=4)
+    for late in (1, 2):
+        with rtp_ext.Ring(**COLLECTIVE, group=ranks, late_gradients=late, timeout=60.0) as ring:
+            model = nn.Sequential(*(Block(width, hidden) for _ in range(2)))
+            rtp_ext.fully_rotate(model, mesh=ring)
+            before = ring.landed_late()
+            for _ in range(4):
+                model(torch.ones(3, width, requires_grad=True)).sum().backward()
+            landed = ring.landed_late() - before
+            plan = family.BlockPlan((ranks,) * 2, "scatter", 0, collective=True, late=late)
+            with cases.case(f"bytes, late {late}"):
+                held = sum(ring.slot_count(channel).peak_bytes for channel in ("weight", "gradient"))
+                expected = family._collective_bytes((*block, *block), ranks, sizes, plan)
+                assert held == expected, (held, expected)
+            with cases.case(f"MLPs are late, {late}"):
+                assert landed == 4 * 4, f"two blocks of two operations, four times: {landed}"
+
+
 @on_ranks(4)
 def test_shards_above_the_slot_cap_go_in_pieces(cases):
     """Chunk by chunk, as in groups of hops."""
@@ -291,6 +333,57 @@ def test_refused(rank, cases):
         rtp_ext.Ring(collective="auto", timeout=30.0)
     with cases.case("other ranks"), pytest.raises(ValueError, match="collective"):
         rtp_ext.Ring(transport="c10d", group=2, collective=rank == 0, timeout=30.0)
+
+
+@on_ranks(2)
+def test_converted_in_one_call(rank, ranks, cases):
+    """`fully_rotate(collective=)` reaches the ring that it makes, with a transport that has collectives; explain tells
+    before what it does then; what no ring can have is refused, and nothing changes."""
+    plain = Block(6, 8).double()
+    options = {"group": ranks, "collective": True, "timeout": 60.0}
+    before = rtp_ext.explain(plain, **options)
+    model = rtp_ext.fully_rotate(copy.deepcopy(plain), **options)
+    ring = rtp_ext.ring_of(model)
+    with cases.case("ring"):
+        assert ring.options.collective and ring.transport == "c10d" and ring.gradient_route == "chain"
+    x = torch.arange(12.0, dtype=torch.float64).view(2, 6).add(rank).div(10)
+    found = model(x)
+    found.square().sum().backward()
+    expected = [plain(torch.arange(12.0, dtype=torch.float64).view(2, 6).add(each).div(10)) for each in range(ranks)]
+    (sum(each.square().sum() for each in expected) / ranks).backward()
+    with cases.case("results"):
+        assert_same(found, expected[rank], 1e-9, "outputs")
+        for (name, mine), right in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_same(full(mine.grad), right.grad, 1e-9, name)
+    sent_before = sent(ring)
+    model(x).square().sum().backward()
+    with cases.case("one call an operation"):
+        calls = added(ring, sent_before)[::2]
+        assert calls == [3, 2], f"the first layer's input has no gradient, so that its weights travel once: {calls}"
+    with cases.case("explain"):
+        after = rtp_ext.explain(model)
+        assert [(row.route, row.gradient_route, row.sent_bytes) for row in before.parameters] == [
+            (row.route, row.gradient_route, row.sent_bytes) for row in after.parameters
+        ]
+        assert "all-gather" in str(before) and before.totals == after.totals
+    refused = (
+        ({}, "expected group=2, all shards, or route='gather'"),
+        ({"group": 2, "transport": "shm"}, "got True over shm"),
+        ({"group": 2, "gradient_route": "direct"}, "with gradient_route='direct'"),
+        ({"group": 2, "in_place": True}, "expected in_place=False|with in_place=True"),
+        ({"route": "two-level"}, "with route='two-level'"),
+    )
+    for more, text in refused:
+        for call in (rtp_ext.fully_rotate, rtp_ext.explain):
+            with cases.case(f"{call.__name__} {more}"), pytest.raises(ValueError, match=text):
+                call(Block(6, 8), collective=True, **more)
+    message = "expected collective False, that of the ring, or none, got True"
+    with rtp_ext.Ring(transport="c10d", group=2, timeout=30.0) as other:
+        with cases.case("another than the ring's"), pytest.raises(ValueError, match=message):
+            rtp_ext.fully_rotate(Block(6, 8), mesh=other, collective=True)
+        with cases.case("as the ring's"):
+            rtp_ext.fully_rotate(Block(6, 8), mesh=other, group=2)
+    ring.close()
 
 
 @on_ranks(3)

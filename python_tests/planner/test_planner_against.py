@@ -12,13 +12,16 @@ from rtp_ext.cost import Operation, Rates, block_ends, block_seconds, group_size
 from rtp_ext.embedding_rows import rows_traffic
 from rtp_ext.gpu_rates import HOP_SECONDS, POST_SECONDS
 from rtp_ext.planner import Cluster, ModelSpec, Strategy, TimeConstants, estimate_memory, estimate_time, rotations_of
+from rtp_ext.planner.display.text import time_line
 from rtp_ext.planner.memory.states import buffer_bytes
+from rtp_ext.planner.native import engine
 from rtp_ext.planner.plan_text import name_of
 from rtp_ext.planner.plans.against import STEPS, TO_COME, match
 from rtp_ext.planner.plans.when import contenders
 from rtp_ext.planner.rotation import family
 from rtp_ext.planner.rotation.seconds import rotation_seconds
 from rtp_ext.planner.time import links
+from rtp_ext.planner.time.explain import explain_time
 from rtp_ext.planner.time.links import Group
 from rtp_ext.planner.time.stage import StageClock
 
@@ -81,7 +84,7 @@ def test_groups_follow_their_closed_forms():
 
 
 def _hops_that_are_posted_at_once_share_a_latency():
-    """Of a group, of a group's gradients, and of all weights of a block, whose buffers are those of two blocks."""
+    """Of a group, and of a group's gradients."""
     for ranks, group in ((8, 8), (8, 4), (8, 1), (6, 4)):
         one = dataclasses.replace(_operation(ranks, group, 1.0, product=0.0), call=5.0)
         calls = len(group_sizes(ranks, group)) - (group == 1)
@@ -89,62 +92,140 @@ def _hops_that_are_posted_at_once_share_a_latency():
         assert block_seconds([one], 1e9) == pytest.approx(ranks - 1 + 5.0 * calls), "bound by the wire"
     back = _operation(8, 8, 0.0, product=1.0, gradient=3.0, route="direct", wgrad=1.0)
     assert block_seconds([dataclasses.replace(back, gradient_call=9.0)], 0) == pytest.approx(7 * 3.0 + 9.0)
-    slow, quick = ([dataclasses.replace(_operation(8, 8, hop), call=4.0), _operation(8, 8, hop)] for hop in (3.0, 0.5))
-    assert block_ends(slow, 0, together=True)[0] == pytest.approx(2 * 7 * 3.0 + 4.0 + 2 * 8), "then it computes"
-    assert block_seconds(slow, 0, together=True) == pytest.approx(2 * 7 * 3.0 + 4.0)
-    assert block_seconds(quick, 0, together=True) == pytest.approx(2 * 8), "hidden behind the block before"
-    first, second, third = block_ends(slow, 0, blocks=3, together=True)
-    assert second - first == pytest.approx(third - second) == pytest.approx(46.0)
-    late = block_ends([dataclasses.replace(_operation(2, 2, 1.0, product=10.0))], 0, blocks=4, together=True)
-    assert late[0] == pytest.approx(21.0) and late[3] == pytest.approx(81.0), "the third waits for a buffer, unseen"
 
 
-def test_a_call_of_a_block_costs_what_a_gather_of_fully_shard_costs():
-    """The same latency and bytes; less where sends and receives have a port each. Hops to the neighbour pay theirs one
-    by one, over copy engines less than NCCL."""
+def test_one_call_an_operation():
+    """It begins when the product before the last has ended: two operations have slots. Scatters of as many operations
+    as are late may be under way."""
+
+    def whole(hop, product, **more):
+        operation = _operation(8, 8, hop, product=product / 8, gradient=more.pop("gradient", 0.0))
+        return dataclasses.replace(operation, together=True, **more)
+
+    slow, quick = ([whole(hop, 8.0, call=4.0), whole(hop, 8.0, call=4.0)] for hop in (3.0, 0.5))
+    assert block_ends(slow, 0)[0] == pytest.approx(2 * (7 * 3.0 + 4.0) + 8), "the second product follows the wire"
+    assert block_seconds(slow, 0) == pytest.approx(2 * (7 * 3.0 + 4.0)), "bound by the wire"
+    assert block_ends(quick, 0)[0] == pytest.approx(7 * 0.5 + 4.0 + 2 * 8), "hidden behind the product before"
+    assert block_seconds(quick, 0) == pytest.approx(2 * 8)
+    # the third gather waits for the slot of the first, also where it is smaller
+    uneven = [whole(1.0, 100.0), whole(1.0, 1.0), dataclasses.replace(whole(1.0, 1.0), shard_bytes=0.1)]
+    assert block_ends(uneven, 0)[0] == pytest.approx(7.0 + 100 + 7 + 1), "it begins with the second product"
+    # direct contributions too
+    for late, end in ((None, 3 * 9.0), (0, 3 * (9 + 14.0)), (1, 9 + 14.0 + 14.0)):
+        back = [whole(0.0, 8.0, gradients="direct", wgrads=(1.0,), gradient=2.0, late=late)] * 3
+        assert block_ends(back, 0)[0] == pytest.approx(end), late
+    # of three operations of 8 + 1, whose scatters take 14 each: the first ends at 23, the second at 37
+    for late, end in ((0, 3 * (9 + 14.0)), (1, 9 + 14.0 + 14.0), (2, 27.0)):
+        back = [whole(0.0, 8.0, gradients="scatter", wgrads=(1.0,), gradient=2.0, late=late)] * 3
+        assert block_ends(back, 0)[0] == pytest.approx(end), late
+
+
+def test_a_collective_costs_what_one_of_fully_shard_costs():
+    """The same latency and bytes. Hops to the neighbour pay their latency one by one, over copy engines less than
+    NCCL."""
     size, port = 2.0**26, dataclasses.replace(H100, gpus=32, gpus_per_node=1)
     for cluster, ranks in ((H100, 8), (dataclasses.replace(H100, gpus=32), 32), (port, 4), (port, 32)):
         group = Group(cluster, ranks)
-        call, each = links.called_s(group, size / ranks, CONSTANTS)
-        gathered = links.gather_s(group, size, CONSTANTS)
-        assert call + (ranks - 1) * each <= gathered * (1 + 1e-9)
-        sends = CONSTANTS.nccl_base_s + CONSTANTS.nccl_inter_step_s
-        least = links.ring_latency_s(group, CONSTANTS, 1) if cluster is not port else sends
-        assert call == pytest.approx(least) and call + (ranks - 1) * each == pytest.approx(
-            gathered - links.ring_latency_s(group, CONSTANTS, 1) + least
-        )
+        whole = family.BlockPlan((ranks,), "scatter", 0, collective=True)
+        call, each = family._weights_s(group, size / ranks, CONSTANTS, whole, 1)
+        assert call == 0.0 and (ranks - 1) * each == pytest.approx(links.gather_s(group, size, CONSTANTS))
         one_by_one = (ranks - 1) * links.hop_s(group, size / ranks, CONSTANTS)
-        latency = HOP_SECONDS if ranks == 8 else sends
+        latency = HOP_SECONDS if ranks == 8 else CONSTANTS.nccl_base_s + CONSTANTS.nccl_inter_step_s
         assert one_by_one == pytest.approx(
             (ranks - 1) * (latency + size / ranks / links.hop_bytes_per_s(group, CONSTANTS))
         )
     nvlink, pcie = Group(H100, 8), Group(Cluster.preset("h100-80gb", link="pcie"), 8)
     assert nvlink.reaches_all and not pcie.reaches_all and pcie.over_ce and Group(port, 4).reaches_all
-    assert links.posted_s(nvlink, 0.0, CONSTANTS, called=False) == (HOP_SECONDS - POST_SECONDS, POST_SECONDS)
+    over = dataclasses.replace(nvlink, nccl=True)
+    assert over.reaches_all and not over.over_ce and nvlink.over_ce
+    assert links.posted_s(nvlink, 0.0, CONSTANTS) == (HOP_SECONDS - POST_SECONDS, POST_SECONDS)
+    assert links.posted_s(over, size, CONSTANTS) == (0.0, links.hop_s(over, size, CONSTANTS)), "a call for each hop"
     assert not Group(dataclasses.replace(H100, gpus=16), 16).reaches_all
 
 
-def test_plans_with_one_call_a_block_hold_two_blocks():
+def test_direct_gradients_hold_what_the_engine_does():
+    """Late by one operation less than a block has, so that the slot of an MLP is free for the next one."""
+    for model, ranks in (("llama-3-8b", 8), ("gpt-3-xl", 4)):
+        operations = tuple(rotations_of(ModelSpec.preset(model, seq=4096), layers=1, embedding=False, head=False)[0])
+        plans = family.block_plans(operations, ranks, family.BUILT, False)
+        (plan,) = (each for each in plans if each.gradients == "direct" and each.ahead and set(each.groups) == {ranks})
+        group, gaps = Group(H100, ranks), ((0.0,) * 3,) * 2
+        time = family.block_time(operations, gaps, 4096, group, CONSTANTS, family.Sizes(), plan, simulated=False)
+        held = engine().footprint(
+            [each.facts for each in operations * 3],
+            **{"ranks": ranks, "group": ranks, "in_place": False, "slot_cap": engine().SLOT_CAP, "cast": True},
+            **{"sends_anywhere": True, "receives_anywhere": True, "compute_bytes": 2, "reduce_bytes": 4},
+            **{"gradient_route": "direct", "gradients_apart": True, "sum_bytes": 4, "late": plan.late},
+            look_ahead=None,
+        )
+        assert time.buffers_bytes == held.weight.peak_bytes + held.gradient.peak_bytes, model
+
+
+def test_plans_with_collectives_hold_what_the_engine_does():
+    """One operation ahead, and gradients of the one that computes and of those that are late; a head that goes in
+    chunks."""
     model = ModelSpec.preset("llama-3-8b", seq=4096)
     operations = tuple(rotations_of(model, layers=1, embedding=False, head=False)[0])
-    group, sizes, gaps = Group(H100, 8), family.Sizes(), ((0.0,) * 3,) * 2
-    block = sum(weight.shard_elements(1) for each in operations for weight in each.weights)
-    largest = 2 * 14336 * 4096  # gate and up are one product
-    found = {
-        (route, keeps): family.block_time(
-            *(operations, gaps, 4096, group, CONSTANTS, sizes),
-            *(family.BlockPlan((8, 8, 8), route, 2, keeps, True), 1 + keeps),
+    head = tuple(rotations_of(model, layers=0, embedding=False, fused_loss=True)[0])
+    group, sizes, gaps = Group(H100, 8, nccl=True), family.Sizes(), ((0.0,) * 3,) * 2
+    qkv, o, mlp = (sum(weight.shard_elements(1) for weight in each.weights) for each in operations)
+    found = {}
+    for late in (1, 2, 3):
+        plan = family.BlockPlan((8, 8, 8), "scatter", 0, False, True, late)
+        found[late] = family.block_time(operations, gaps, 4096, group, CONSTANTS, sizes, plan)
+        bytes_ = found[late].buffers_bytes
+        slots = {1: [mlp, mlp], 2: [mlp, qkv, o], 3: [mlp, mlp, qkv, qkv]}[late]
+        assert bytes_ == 2 * 2 * mlp + 4 * sum(slots), "two of weights"
+        more = family.block_time(operations, gaps, 4096, group, CONSTANTS, sizes, plan, last=head).buffers_bytes
+        assert bytes_ <= more <= bytes_ + (64 << 20) * 6, "a head above the slot cap goes shard by shard"
+        kept = family.block_time(
+            operations, gaps, 4096, group, CONSTANTS, sizes, dataclasses.replace(plan, kept=True), 2
         )
-        for route in ("chain", "scatter")
-        for keeps in (False, True)
-    }
-    for (route, _), time in found.items():
-        gradients = 2 * largest * 4 if route == "scatter" else 2 * (3 * 14336 * 4096 // 8) * 4
-        assert time.buffers_bytes == 2 * 2 * block + gradients, "kept weights are among them"
-    for keeps in (False, True):
-        assert found["scatter", keeps].exposed_s < found["chain", keeps].exposed_s
-    names = [family.block_plans(operations, 8, family.pieces_of(way), False) for way in ("all", "groups+ahead")]
-    assert any(plan.called for plan in names[0]) and not any(plan.called for plan in names[1])
+        assert kept.buffers_bytes == pytest.approx(
+            bytes_ + 7 / 8 * 2 * sum(weight.shard_elements(1) for each in operations for weight in each.weights)
+        )
+    assert found[3].exposed_s <= found[2].exposed_s <= found[1].exposed_s
+    built = family.block_plans(operations, 8, family.BUILT, False, collective=True)
+    assert {plan.late for plan in built} == {1, 2, 3} and not any(plan.kept for plan in built)
+    assert not any(plan.collective for plan in family.block_plans(operations, 8, family.BUILT, False))
+    large = tuple(dataclasses.replace(each, weights=each.weights[:1]) for each in operations[1:2])
+    assert family.has_collectives(operations, 8, sizes, family.BUILT)
+    assert not family.has_collectives(operations, 8, sizes, family.BUILT - {"collective"})
+    assert not family.has_collectives(large, 1, dataclasses.replace(sizes, reduce_bytes=8), family.BUILT), "in chunks"
+    assert family._head_cap(operations, head, 8, sizes) == engine().SLOT_CAP, "it goes in chunks anyway"
+    small = family._head_cap(operations, head, 64, sizes)
+    assert small == 128256 * 4096 // 64 * 4 // 2 and "slot_cap" in family.BlockPlan(
+        (64,) * 3, "scatter", 0, False, True, 2, small
+    ).ring_options(Group(dataclasses.replace(H100, gpus=64), 64))
+
+
+def test_what_the_ring_of_a_plan_needs():
+    """As the engine accepts it: `Ring` refuses groups on two levels."""
+    one, nodes = Group(H100, 8), Group(dataclasses.replace(H100, gpus=64), 64)
+    cards = Group(dataclasses.replace(Cluster.preset("h100-80gb", link="pcie"), gpus=64), 64)
+    whole, direct = family.BlockPlan((8,), "scatter", 0, collective=True), family.BlockPlan((8,), "direct", 1, late=2)
+    assert whole.ring_options(one) == {"group": 8, "collective": True}
+    assert whole.ring_options(nodes, 8) == {"route": "gather", "collective": True}
+    assert whole.ring_options(cards) == {"route": "ring", "group": 64, "collective": True}
+    assert direct.ring_options(one) == {"late_gradients": 2}
+    assert direct.ring_options(cards) == {"route": "ring", "gradient_route": "direct", "late_gradients": 2}
+    assert family.BlockPlan((8,), "chain", 1).ring_options(one) == {}
+    model = ModelSpec.preset("llama-3-8b", seq=4096)
+    for asked, ring in (("yes", {"group": 8, "collective": True, "late_gradients": 2}), ("no", {"late_gradients": 2})):
+        plan = Strategy(rtp=8, fused_loss=True, collective=asked)
+        report = estimate_time(model, H100, plan, 8)
+        assert report.ring == report.to_dict()["ring"] == ring
+        assert explain_time(model, H100, plan, report).count("collective=True") == (asked == "yes")
+        assert "its ring needs Ring(" in time_line(report)
+    assert not estimate_time(model, H100, Strategy(dp=8, zero=3), 8).ring
+    for wrong, said in (
+        ({"in_place": True}, "expected collective auto or no, or a plain ring of GPUs"),
+        ({"group": 4}, "where no plan can have it"),
+        ({"buffers": "lean"}, "where no plan can have it"),
+        ({"travel": "int8"}, "where no plan can have it"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            estimate_time(model, H100, Strategy(rtp=8, collective="yes", **wrong), 8)
 
 
 def test_sums_show_but_beside_another_product():
@@ -160,7 +241,7 @@ def test_plans_use_what_is_built_unless_they_say_otherwise():
     model = ModelSpec.preset("llama-3-8b", seq=4096)
     assert all(not plan.to_come for _, plan in contenders(64))
     today = Strategy(rtp=8, fused_loss=True)
-    assert frozenset({"joined", "rows", "groups", "halves", "ahead", "direct"}) == family.BUILT
+    assert frozenset({"joined", "rows", "groups", "halves", "ahead", "direct", "collective"}) == family.BUILT
     assert StageClock(model, H100, today, CONSTANTS).block.plan.groups == (8,) * 3
     for asked in ({"gradient_route": "direct"}, {"in_place": True}):
         plan = dataclasses.replace(today, **asked)
@@ -168,8 +249,8 @@ def test_plans_use_what_is_built_unless_they_say_otherwise():
     hosts = dataclasses.replace(H100, cpus=True)
     assert StageClock(model, hosts, today, CONSTANTS).block is None, "on CPUs too"
     assert [
-        dataclasses.replace(today, **more).late_passes for more in ({}, {"buffers": "lean"}, {"late_gradients": 3})
-    ] == [1, 0, 3]
+        dataclasses.replace(today, **more).late_passes for more in ({}, {"buffers": "lean"}, {"late_gradients": 2})
+    ] == [1, 0, 2]
     for wrong, said in (
         ({"to_come": "grouped"}, "expected to_come 'all' or some of joined"),
         ({"to_come": "all", "in_place": True}, "expected in_place False with to_come"),
@@ -197,19 +278,23 @@ def test_plans_use_what_is_built_unless_they_say_otherwise():
 
 
 def test_what_the_engine_has_on_some_rings_only():
-    """Two levels have one shard a product and the chain; direct gradients need links to all; no groups in int8."""
+    """Two levels have one shard a product and the chain, but for collectives; no groups in int8."""
     model, ring = ModelSpec.preset("llama-3-70b", seq=4096), Strategy(rtp=16, fused_loss=True)
     nodes, cards = Cluster.preset("h100-80gb", gpus=16), Cluster.preset("h100-80gb", gpus=8, link="pcie")
     for cluster, plan, missing in (
         (nodes, ring, {"groups", "halves", "direct"}),
-        (cards, dataclasses.replace(ring, rtp=8), {"direct"}),
-        (H100, dataclasses.replace(ring, rtp=8, travel="int8"), {"groups"}),
+        (nodes, dataclasses.replace(ring, route="two-level"), {"groups", "halves", "direct", "collective"}),
+        (cards, dataclasses.replace(ring, rtp=8), set()),
+        (H100, dataclasses.replace(ring, rtp=8, travel="int8"), {"groups", "collective"}),
+        (H100, dataclasses.replace(ring, rtp=8, group=4), {"collective"}),
         (H100, dataclasses.replace(ring, rtp=8), set()),
         (nodes, dataclasses.replace(ring, to_come="levels"), set()),
     ):
         found = family.pieces_on(plan, Group(cluster, plan.rtp), plan.hosts(cluster))
         assert found == family.pieces_of(plan.to_come) - missing, (cluster.name, plan)
     block = StageClock(model, nodes, dataclasses.replace(ring, group=4), CONSTANTS).block
+    best = StageClock(model, nodes, ring, CONSTANTS).block
+    assert best.plan.collective and best.seconds < block.seconds
     assert (block.plan.groups, block.plan.gradients) == ((1, 1, 1), "chain"), "as the engine computes two levels"
 
 
@@ -272,7 +357,7 @@ def test_the_committed_list_of_cells():
     assert len(cells) == 45
     assert counts["the engine as it is"][0] == f"{sum(float(row[3]) <= 1 for row in cells)} of 45"
     built = sum(float(row[5]) <= 1 for row in cells)
-    assert counts[f"+ {TO_COME[-1]}"][0] == f"{built} of 45" and built >= 42
+    assert counts[f"+ {TO_COME[-1]}"][0] == f"{built} of 45" and built >= 32
     for row in cells:
         for ratio, binding in ((row[3], row[4]), (row[5], row[6])):
             assert (float(ratio) > 1) == (binding != "-"), row

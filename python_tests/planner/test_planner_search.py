@@ -189,7 +189,7 @@ def test_memory_of_few_layers_and_of_the_end_stages_is_that_of_all(monkeypatch):
         Strategy(pp=4, rtp=2),
     ):
         whole = estimate_memory(LLAMA, H100, plan, 32)
-        assert allocated_bytes(LLAMA, plan, 32) == whole.peak_allocated_bytes
+        assert allocated_bytes(LLAMA, plan, 32, H100) == whole.peak_allocated_bytes
 
 
 def test_smallest_cluster():

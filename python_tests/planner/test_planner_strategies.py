@@ -101,8 +101,9 @@ def test_hops_take_ce_inside_a_host_and_nccl_between_hosts():
             seen = 0.15 / 0.85 * min(hops * time.durations["weight"], time.computes_s[0]) * (over == "nccl")
             seen += 0.02 / 0.98 * min(outer * time.durations.get("outer weight", 0.0), time.computes_s[0])
             assert time.taken_s[0] == pytest.approx(seen), (link, ranks, hosts)
+            of_nccl = (outer + hops * (over == "nccl")) * CONSTANTS.nccl_call_s
             assert time.host_s[0] == pytest.approx(
-                time.host_calls[0] * CONSTANTS.driver_call_s + (ranks - 1) * CONSTANTS.engine_product_s
+                time.host_calls[0] * CONSTANTS.driver_call_s + of_nccl + (ranks - 1) * CONSTANTS.engine_product_s
             )
             plan = Strategy(rtp=ranks, route="two-level" if hosts > 1 else "ring")
             lost = StageClock(LLAMA, cluster, plan, CONSTANTS).per_layer["interference"]
@@ -310,10 +311,10 @@ def test_the_host_issues_what_travels(nodes):
     cluster = Cluster.preset("h100-80gb", gpus=8, gpus_per_node=8 // nodes)
     small = ModelSpec.gpt(layers=4, hidden=256, heads=4, vocab=5120, seq=128)
     plan = Strategy(rtp=8, route="ring", gradient_route="direct")  # planned operation by operation
-    free = dataclasses.replace(CONSTANTS, driver_call_s=0.0, engine_product_s=0.0)
+    free = dataclasses.replace(CONSTANTS, driver_call_s=0.0, nccl_call_s=0.0, engine_product_s=0.0)
     clock, without = (StageClock(small, cluster, plan, constants) for constants in (CONSTANTS, free))
     assert without.per_layer["launches"] > 0, "bounded by the host"
-    hop = (11.44 if nodes == 1 else 4.44) * CONSTANTS.driver_call_s
+    hop = (11.44 if nodes == 1 else 4.44) * CONSTANTS.driver_call_s + (nodes > 1) * CONSTANTS.nccl_call_s
     expected, calls = 0.0, 3.75 * CONSTANTS.driver_call_s
     for time, (matrices, operation) in zip(clock.rotated, ((1, "linear"), (1, "linear"), (2, "mlp")), strict=True):
         assert time.operation == operation and time.chunks == 1

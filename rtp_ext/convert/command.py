@@ -42,6 +42,8 @@ def explained(config: str | Mapping[str, Any], options: argparse.Namespace) -> s
         route=options.route,
         gradient_route=options.gradient_route,
         gradient_travel=options.gradient_travel,
+        group=options.group,
+        collective=options.collective,
         transport=options.transport,
         travel=options.travel,
         ranks=options.ranks,

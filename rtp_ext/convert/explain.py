@@ -52,8 +52,8 @@ def explain(
     Args:
         module: a model, on any device; or a list of modules as `fully_rotate` takes it.
         mesh, dims, outer, mp_policy, offload_policy, ignored_params, gather, in_place, bundle: see `fully_rotate`.
-        loss_head, frozen, route, gradient_route, gradient_travel, buffers, group, embedding, transport, travel,
-            timeout: as there.
+        loss_head, frozen, route, gradient_route, gradient_travel, buffers, group, collective, embedding, transport,
+            travel, timeout: as there.
         ranks, rank: for a plain model and a ring that does not exist: its size, and the rank whose bytes are counted.
             Default: those of `mesh`, or of the default process group.
         device: the device type of such a ring; default: that of the parameters, `cuda` if these are on meta.

@@ -113,9 +113,9 @@ def fully_rotate(module: _Given, **keywords: Unpack[RotateKeywords]) -> _Given:
             routers, experts, attention of torch, layers stored [in, out] and those whose sizes do not fit the blocks
             stay wide: explain and the log name them. Not with in_place, offload_policy and outer.ZeroOuter, nor where
             the user captures CUDA graphs. See docs/float8.md.
-        route, gradient_route, gradient_travel, buffers, group, embedding, transport, travel, timeout: see Ring. Beside
-            a Ring, and for a model with converted parts: the values of their ring, or the defaults. `travel` does not
-            apply to gathered parameters.
+        route, gradient_route, gradient_travel, buffers, group, collective, embedding, transport, travel, timeout: see
+            Ring. Beside a Ring, and for a model with converted parts: the values of their ring, or the defaults.
+            `travel` does not apply to gathered parameters.
 
     Raises ValueError, and changes nothing, where another rank refuses its arguments; where dims do not fit the mesh;
     where the model was converted before, itself or as a part of another (a RotationError as well); for a list that is

@@ -25,6 +25,7 @@ from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import FAMILIES, ModelSpec
 from rtp_ext.planner.specs.strategy import (
     BUFFERS,
+    COLLECTIVE,
     DTYPE_BYTES,
     FP8_SCALINGS,
     FROZEN,
@@ -108,6 +109,7 @@ def add_arguments(parser: Parser) -> None:
     plan.add_argument("--gradient-travel", choices=GRADIENT_TRAVELS[1:])
     plan.add_argument("--buffers", choices=BUFFERS, help="of rotation")
     plan.add_argument("--group", type=int, metavar="N", help="of rotation: shards in a product; 0: the fastest number")
+    plan.add_argument("--collective", choices=COLLECTIVE, help="of rotation: one gather for each operation")
     plan.add_argument(
         "--to-come", metavar="NAMES", help="joined by +, or all: what rings may use that is NOT BUILT yet"
     )

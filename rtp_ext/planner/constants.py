@@ -30,10 +30,9 @@ def host_constant(name: str) -> float:
 
 
 def driver_call_range() -> tuple[float, float]:
-    """Returns the least and the largest estimate of the host seconds for a call of the CUDA driver. No such call has
-    been measured by this package."""
+    """Returns the host seconds for a call of the CUDA driver: the least estimate, and what hops on an H100 took."""
     entry = constants()["time"]["driver_call_s"]
-    return entry["value"], entry["high"]
+    return entry["least"], entry["value"]
 
 
 def check_known(what: str, name: str, known: Any) -> None:
@@ -69,9 +68,8 @@ class TimeConstants:
             nodes.
         eager_traffic: bytes moved by unfused elementwise kernels relative to fused ones.
         nvlink_sm_share, network_sm_share: share of the multiprocessors that NCCL takes from concurrent kernels.
-        driver_call_s, engine_product_s: host seconds for a call of the CUDA driver (not measured: see
-            `driver_call_range`), and for a product of the engine besides the calls of its step. 0: a machine without
-            GPUs.
+        driver_call_s, nccl_call_s, engine_product_s: host seconds for a call of the CUDA driver, and, besides these
+            calls, for a hop or collective over NCCL and for a product of the engine. 0: a machine without GPUs.
     """
 
     gemm_fraction: float
@@ -89,6 +87,7 @@ class TimeConstants:
     nvlink_sm_share: float
     network_sm_share: float
     driver_call_s: float
+    nccl_call_s: float
     engine_product_s: float
 
     @classmethod

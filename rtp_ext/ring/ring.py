@@ -26,7 +26,6 @@ from rtp_ext.ring.links.hosts import Hosts
 from rtp_ext.ring.links.transports import (
     Connection,
     ce_refusal,
-    check_collectives,
     connect,
     nccl_refusal,
 )
@@ -133,9 +132,7 @@ class Ring:
         ring = join_ranks(meshes, options)
         with ring.released_on_error():
             token = agree_on(options, ring)
-            connection = connect(ring, options.transport, options.transport_options)
-            if options.collective:
-                check_collectives(ring, connection)
+            connection = connect(ring, options.transport, options.transport_options, collective=options.collective)
             routes = plan_routes(ring, connection.name, options)
             if connection.name in ("ce", "ce+nccl"):
                 choose_ce_modes(connection.native, routes.hop_route, options.transport_options.ce_mode)

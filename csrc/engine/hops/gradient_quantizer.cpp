@@ -1,5 +1,7 @@
 #include "engine/hops/gradient_quantizer.h"
 
+#include <ATen/ops/empty.h>
+
 #include "base/checks.h"
 #include "compute/pack.h"
 #include "compute/quantize.h"
@@ -13,6 +15,12 @@ bool quantized(const at::Tensor& travelling, const at::Tensor& wide) {
 
 void dequantize_into(const at::Tensor& to, std::vector<at::Tensor> from, bool add) {
   const bool narrow = quantized(from[0], to);
+  if (!to.is_contiguous() && (narrow || from.size() > 1)) {  // kernels that take several at once need rows
+    const at::Tensor rows = add ? to.contiguous() : at::empty(to.sizes(), to.options());
+    dequantize_into(rows, std::move(from), add);
+    to.copy_(rows);
+    return;
+  }
   if (!add) {
     narrow ? dequantize(to, from[0]) : static_cast<void>(to.copy_(from[0]));
     from.erase(from.begin());

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from rtp_ext.convert.plan.traffic import RingFacts
 from rtp_ext.convert.scopes import RotationState, is_inside, state_of
+from rtp_ext.options import RingOptions
 from rtp_ext.outer import OuterPolicy
 from rtp_ext.ring import Ring, RotationDims
 from rtp_ext.ring.mesh import RankGrid
@@ -69,6 +70,7 @@ class RotateKeywords(TypedDict, total=False):
     gradient_travel: GradientTravel | None
     buffers: Budget | int
     group: int | None
+    collective: bool
     embedding: EmbeddingWay
     transport: Transport
     travel: Travel | None
@@ -219,7 +221,8 @@ def place_of_ring(ring: Ring) -> Place:
 
 
 def place_of_grid(grid: RankGrid, options: Options) -> Place:
-    """Returns the place of a ring that does not exist yet."""
+    """Returns the place of a ring that does not exist yet. Raises ValueError for options that no ring takes."""
+    RingOptions.of(options.ring)
     names = None if grid.tensor_mesh is None else grid.tensor_mesh.mesh_dim_names
     facts = RingFacts.expected(
         grid.device_type,

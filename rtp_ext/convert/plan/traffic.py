@@ -21,6 +21,7 @@ from rtp_ext.functional.linear import Linears
 from rtp_ext.functional.mlp import MLP
 from rtp_ext.ring import Ring
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
+from rtp_ext.ring.routes.plan import expect_whole_groups
 
 _ALIGNMENT = 16  # bytes; alignment of a parameter in the flat buffer of a gather, see rtp_ext.parameters.gather
 
@@ -139,13 +140,18 @@ class RingFacts:
         embedding: str = "auto",
         group: int | None = None,
         buffers: str | int = "auto",
+        collective: bool = False,
     ) -> RingFacts:
-        """Returns the facts of a new ring with these options, with all ranks on one host. No communication."""
+        """Returns the facts of a new ring with these options, with all ranks on one host. No communication. Raises
+        ValueError for collectives that no operation of such a ring can have."""
         if transport == "auto":
-            transport = "shm" if device == "cpu" else "ce"
+            transport = ("c10d" if collective else "shm") if device == "cpu" else "nccl" if collective else "ce"
         everywhere = transport in ("shm", "ce") or (device == "cuda" and transport.startswith("nccl"))
         hop_route = route if route in ("ring", "direct") else "direct" if everywhere else "ring"
         reaches_all = device == "cpu" or everywhere
+        if collective:
+            expect_whole_groups(ranks, device, route, group, hop_route)
+            gradient_route = "chain"
         if gradient_route != "auto":
             gradients = GradientRoutes(gradient_route, gradient_travel)
         elif gradient_travel is not None:
@@ -174,6 +180,7 @@ class RingFacts:
             sends_rows=embedding == "rows",
             group=min(group or 1, ranks),
             buffers=buffers,
+            collective=collective and ranks > 1,
             assumed=True,
         )
 

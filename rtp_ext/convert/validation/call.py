@@ -29,7 +29,7 @@ from rtp_ext.convert.plan.request import (
 )
 from rtp_ext.convert.scopes import is_inside, state_of
 from rtp_ext.convert.tensor_parallel import tensor_dimensions
-from rtp_ext.options import DEFAULTS, RingOptions, check_gradients
+from rtp_ext.options import DEFAULTS, check_gradients
 from rtp_ext.outer import AllReduce, OuterPolicy
 from rtp_ext.parameters.frozen import FORMATS
 from rtp_ext.recipes import RECIPES
@@ -86,9 +86,7 @@ def read_call(given: Any, options: Options, alone: Place | None = None) -> Reque
     offload = _offload_of(options.offload_policy, place)
     if isinstance(offload, CPUOffloadPolicy):
         _refuse_offload(place, policy)
-    if place.ring is None:
-        RingOptions.of(options.ring)
-    else:
+    if place.ring is not None:
         _check_options(place.ring, options.ring)
         _check_in_place(place.ring, options.ring.get("in_place"))
     return Request(
@@ -266,7 +264,9 @@ def _check_options(ring: Ring, asked: Mapping[str, Any]) -> None:
             continue
         made = getattr(ring.options, name)
         actual = getattr(ring, name, made)
-        given = datetime.timedelta(seconds=value) if isinstance(value, (int, float)) else value
+        given = value
+        if name == "timeout" and not isinstance(value, datetime.timedelta):
+            given = datetime.timedelta(seconds=value)
         if given not in (actual, made):
             expected, got = (str(each) if name == "timeout" else repr(each) for each in (actual, given))
             raise ValueError(

@@ -49,7 +49,12 @@ def time_line(time: TimeReport) -> str:
         f"step: {time.step_seconds:.4g} s predicted, {time.tflops_per_gpu:.0f} TFLOP/s and "
         f"{time.tokens_per_second_per_gpu:.0f} tokens/s per GPU: {shown}"
     )
-    return "\n".join(wrapped(line))
+    return "\n".join(wrapped(line) + (wrapped(ring_line(time)) if time.ring else []))
+
+
+def ring_line(time: TimeReport) -> str:
+    """Returns what the ring of a plan needs."""
+    return f"its ring needs Ring({', '.join(f'{name}={value!r}' for name, value in time.ring.items())})"
 
 
 def search_table(names: Sequence[str], plans: Sequence[Plan], title: str) -> str:
@@ -69,7 +74,8 @@ def search_table(names: Sequence[str], plans: Sequence[Plan], title: str) -> str
             ]
         )
     ends = ["below each: the plan; what binds it"]
-    ends += [f"{name}; {plan.binding}" for name, plan in zip(names, plans, strict=True)]
+    for name, plan in zip(names, plans, strict=True):
+        ends.append("; ".join([name, plan.binding, *([ring_line(plan.time)] if plan.time.ring else [])]))
     shown = []
     for line, end in zip(_aligned(rows), ends, strict=True):
         shown += [line, *wrapped(end, "        ", "          ")]

@@ -42,7 +42,7 @@ def estimate_memory(
     >>> model, cluster = ModelSpec.preset("llama-3-8b", seq=8192), Cluster.preset("h100-80gb", gpus=8)
     >>> report = estimate_memory(model, cluster, Strategy(rtp=8, fused_loss=True), global_batch=8)
     >>> report.verdict, f"{report.peak_allocated_bytes / 1e9:.1f} GB"
-    ('fits', '59.6 GB')
+    ('fits', '59.7 GB')
 
     Raises:
         ValueError: a plan that this model or cluster cannot run.

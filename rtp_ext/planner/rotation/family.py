@@ -13,34 +13,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rtp_ext._rules import SLOT_CAP
 from rtp_ext.cost import Operation, block_seconds, group_sizes
 from rtp_ext.embedding_rows import rows_traffic
 from rtp_ext.planner.constants import TimeConstants, host_constant
-from rtp_ext.planner.native import travel_bytes
+from rtp_ext.planner.native import engine, travel_bytes
 from rtp_ext.planner.rotation.operations import RotatedOperation
 from rtp_ext.planner.rotation.seconds import (
     RotationTime,
     casts_s,
-    hop_calls,
-    products_of,
+    hops_host,
     shard_values,
     step_seconds,
     two_lanes,
 )
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.strategy import Strategy
-from rtp_ext.planner.time.links import Group, called_s, hop_bytes_per_s, hop_s, message_latency_s, posted_s, taken_s
+from rtp_ext.planner.time.links import (
+    Group,
+    gather_s,
+    hop_bytes_per_s,
+    hop_s,
+    message_latency_s,
+    posted_s,
+    taken_s,
+)
 from rtp_ext.planner.time.work import traffic_s
 
 # joined: weights with one input are one operand, where that is faster. groups: several shards a product. halves:
 # gradients of every operation in two chains. ahead: hops of the next operations and blocks. direct: contributions
 # straight to the owner, and one kernel that adds them, up to one block late. rows: an embedding's rows travel instead
-# of its table. levels: groups, halves and direct on rings of two levels, and direct where ranks do not reach all
-# others at one cost. kept: weights of a recomputed block, and of the head, stay for its backward, as in `fully_shard`.
-# collective: one group call of NCCL brings all weights of a block, or one group's gradients home; a ring with
-# `collective=True` makes one call for each operation, which is another plan.
-PIECES = ("joined", "rows", "groups", "halves", "ahead", "direct", "levels", "kept", "collective")
-BUILT = frozenset({"joined", "rows", "groups", "halves", "ahead", "direct"})  # of PIECES: what the engine runs
+# of its table. collective: one gather over NCCL for each operation, of groups of all shards, and one scatter of its
+# gradients, as of `Ring(collective=True)`. levels: groups, halves and direct on rings of two levels. kept: weights of a
+# recomputed block, and of the head, stay for its backward, as in `fully_shard`.
+PIECES = ("joined", "rows", "groups", "halves", "ahead", "direct", "collective", "levels", "kept")
+BUILT = frozenset(PIECES[:-2])  # what the engine runs
 _ALONE = frozenset({"joined", "rows"})  # what needs no plan of a whole block
 
 
@@ -58,11 +65,14 @@ def pieces_of(to_come: str) -> frozenset[str]:
 
 def pieces_on(strategy: Strategy, group: Group, hosts: int) -> frozenset[str]:
     """Returns what plans on this ring may use. hosts: of two levels, else 1. Weights in another format have no
-    groups."""
+    groups. Collectives are for groups of all shards (`Ring(collective=)`), on any number of hosts."""
     pieces = pieces_of(strategy.to_come)
-    if "levels" not in pieces:
-        pieces -= {"groups", "halves", "direct"} if hosts > 1 else set() if group.reaches_all else {"direct"}
-    return pieces - ({"groups"} if strategy.travel else set())
+    if hosts > 1 and "levels" not in pieces:
+        pieces -= {"groups", "halves", "direct"}
+    fewer = strategy.group and strategy.group < group.ranks
+    if strategy.collective == "no" or fewer or strategy.buffers == "lean" or strategy.route == "two-level":
+        pieces -= {"collective"}
+    return pieces - ({"groups", "collective"} if strategy.travel else set())
 
 
 def plans_blocks(strategy: Strategy, cluster: Cluster) -> bool:
@@ -70,7 +80,7 @@ def plans_blocks(strategy: Strategy, cluster: Cluster) -> bool:
     of gradients that are not asked for.
 
     Raises:
-        ValueError: several shards a product are asked for, and the plan has no groups.
+        ValueError: several shards a product, or collectives, are asked for, and the plan has none.
     """
     pieces = pieces_of(strategy.to_come)
     asked = strategy.in_place or strategy.freezes or strategy.tp > 1 or strategy.gradient_route != "chain"
@@ -79,6 +89,11 @@ def plans_blocks(strategy: Strategy, cluster: Cluster) -> bool:
         raise ValueError(
             f"strategy: expected group 0 or 1, or a plain ring of GPUs (no in_place, frozen, lora_rank, tp "
             f"and gradient_route), got {strategy.group}"
+        )
+    if strategy.collective == "yes" and not planned:
+        raise ValueError(
+            "strategy: expected collective auto or no, or a plain ring of GPUs (no in_place, frozen, lora_rank, tp and "
+            "gradient_route), got yes"
         )
     return planned
 
@@ -89,18 +104,37 @@ class BlockPlan:
 
     Attributes:
         groups: shards per product, of every operation in the order of forward.
-        gradients: `chain`, `halves` or `direct` (`rtp_ext.cost.Operation`), or `scatter`: a reduce-scatter of the whole
-            gradient of each product.
-        ahead: blocks whose weights fit into the look-ahead.
+        gradients: `chain`, `halves`, `direct` or `scatter` (`rtp_ext.cost.Operation`).
+        ahead: blocks whose weights fit into the look-ahead; with collectives 0, one operation.
         kept: a block that is computed again keeps its weights for the backward that follows.
-        called: all weights of a block arrive with one call, into buffers of two blocks, on one level.
+        collective: one gather for each operation brings its weights, and one scatter takes its gradients home.
+        late: operations whose gradients may still be on their way.
+        slot_cap: with collectives: of the ring, below which the shards of a head are not, so that no slot has all.
     """
 
     groups: tuple[int, ...]
     gradients: str
     ahead: int
     kept: bool = False
-    called: bool = False
+    collective: bool = False
+    late: int = 1
+    slot_cap: int = SLOT_CAP
+
+    def ring_options(self, group: Group, hosts: int = 1) -> dict[str, Any]:
+        """Returns the options of a Ring that differ from its defaults. hosts: of two levels, else 1."""
+        found: dict[str, Any] = {}
+        if self.collective:
+            found = {"route": "gather"} if hosts > 1 else {"group": group.ranks}
+            found |= {"collective": True}
+        elif self.gradients == "direct" and not group.reaches_all:
+            found = {"gradient_route": "direct"}
+        if hosts == 1 and group.nodes > 1 and group.local > 1:
+            found = {"route": "ring", **found}
+        if self.late != 1:
+            found["late_gradients"] = self.late
+        if self.slot_cap != SLOT_CAP:
+            found["slot_cap"] = self.slot_cap
+        return found
 
 
 @dataclass(frozen=True)
@@ -142,26 +176,36 @@ def block_plans(
     *,
     again: bool = False,
     group: int = 0,
+    collective: bool = False,
+    slot_cap: int = SLOT_CAP,
 ) -> list[BlockPlan]:
     """Returns the plans to choose from. lean: slots of one shard. Attention and MLP have groups of their own. again:
-    backward computes blocks again. group: as of `Strategy`."""
+    backward computes blocks again. group: as of `Strategy`. collective: plans with collectives alone, and slot_cap."""
+    keeps = [False, *([True] if again and "kept" in pieces else [])]
+    if collective:
+        whole, count = (ranks,) * len(operations), len(operations)
+        late = sorted({1, max(1, count - 1), count})
+        return [BlockPlan(whole, "scatter", 0, keep, True, each, slot_cap) for keep in keeps for each in late]
     if lean:
         return [BlockPlan((1,) * len(operations), "chain", 0)]
     sizes = sorted({1, max(1, ranks // 4), ranks}) if "groups" in pieces else [1]
     sizes = [min(group, ranks)] if group and "groups" in pieces else sizes
     routes = ["chain", *(name for name in ("halves", "direct") if name in pieces)]
-    keeps = [False, *([True] if again and "kept" in pieces else [])]
     ahead = [(0, False), *((1, keep) for keep in keeps if "ahead" in pieces)]
-    found = [
-        BlockPlan(tuple(mlp if each.bundle else attention for each in operations), route, *more)
+    return [
+        BlockPlan(
+            tuple(mlp if each.bundle else attention for each in operations),
+            *(route, *more),
+            late=max(1, len(operations) - 1) if route == "direct" else 1,
+        )
         for attention, mlp, route, more in itertools.product(sizes, sizes, routes, ahead)
     ]
-    if {"collective", "groups", "ahead"} <= pieces and ranks in sizes:
-        whole = (ranks,) * len(operations)
-        found += [
-            BlockPlan(whole, route, 2, keep, True) for route, keep in itertools.product([*routes, "scatter"], keeps)
-        ]
-    return found
+
+
+def has_collectives(operations: Sequence[RotatedOperation], ranks: int, sizes: Sizes, pieces: frozenset[str]) -> bool:
+    """Returns whether collectives can bring the weights of a block: no shard goes in chunks (`slot_cap`)."""
+    widest = max(sizes.compute_bytes, sizes.reduce_bytes)
+    return "collective" in pieces and all(len(each.chunks(ranks, widest)) == 1 for each in operations)
 
 
 @dataclass(frozen=True)
@@ -221,14 +265,20 @@ def fastest_block(
     forwards: int,
     others: tuple[float, float] = (0.0, 0.0),
     size: int = 0,
+    collective: bool = False,
+    last: tuple[RotatedOperation, ...] = (),
 ) -> BlockTime:
     """Returns the fastest plan of `forwards` forwards and a backward whose buffers stay within `budget` bytes, else the
-    smallest. others: as of `BlockTime.beside`. size: shards in a product as asked."""
-    plans = block_plans(operations, group.ranks, pieces, lean, again=forwards > 1, group=size)
+    smallest. others: as of `BlockTime.beside`. size: shards in a product as asked. collective: as of `block_plans`.
+    last: as of `block_time`."""
+    ways: dict[str, Any] = {"again": forwards > 1, "group": size, "collective": collective}
+    if collective:
+        ways["slot_cap"] = _head_cap(operations, last, group.ranks, sizes)
+    plans = block_plans(operations, group.ranks, pieces, lean, **ways)
 
     def time(plan: BlockPlan, simulated: bool) -> BlockTime:
-        ways = (operations, between_s, tokens, group, constants, sizes, plan, forwards, pieces)
-        return block_time(*ways, simulated=simulated)
+        ways = (operations, between_s, tokens, group, constants, sizes, plan, forwards)
+        return block_time(*ways, simulated=simulated, last=last)
 
     least = [time(plan, False) for plan in plans]
     budget = max(budget, min(each.buffers_bytes for each in least))
@@ -253,19 +303,18 @@ def block_time(
     sizes: Sizes,
     plan: BlockPlan,
     forwards: int = 1,
-    pieces: frozenset[str] = BUILT,
     *,
     simulated: bool = True,
+    last: tuple[RotatedOperation, ...] = (),
 ) -> BlockTime:
     """Predicts `forwards` forwards and one backward of one block among many. between_s: seconds of other kernels before
     every operation, in the order of forward, and of backward, which is reversed. simulated: False: a lower bound, in
-    which no hop is exposed."""
-    ranks, hosts, cluster = group.ranks, 1 if plan.called else sizes.hosts, group.cluster
+    which no hop is exposed. last: the head, whose slots count where the engine tells them (collectives)."""
+    ranks, hosts, cluster = group.ranks, 1 if plan.collective else sizes.hosts, group.cluster
     inside = dataclasses.replace(group, ranks=ranks // hosts)
     between = dataclasses.replace(group, ranks=hosts, stride=group.stride * inside.ranks)
     weight_bytes = travel_bytes(sizes.travel, sizes.compute_bytes)
-    scatters = plan.gradients == "scatter"
-    direct = scatters or plan.gradients == "direct"  # contributions of whole groups leave
+    direct = plan.gradients in ("direct", "scatter")  # contributions of whole groups leave
     forward, backward, casts, buffers, most = [], [], [0.0, 0.0], 0.0, 0.0
     products = [0.0, 0.0]
     for place, (rotation, size) in enumerate(zip(operations, plan.groups, strict=True)):
@@ -286,7 +335,7 @@ def block_time(
             return of_shards(count=count, sums=sums)
 
         steps = [of(count, index == 0) for index, count in enumerate(groups)]
-        call, hop = _weights_s(inside, of_weights, constants, plan, place, hosts)
+        call, hop = _weights_s(inside, of_weights, constants, plan, hosts)
         outer = hop_s(between, of_weights, constants) if hosts > 1 else 0.0
         cast = casts_s(
             rotation, tokens, ranks, sizes.compute_bytes, True, cluster, constants, sums=not alone, joined=sizes.joined
@@ -294,15 +343,15 @@ def block_time(
         casts[0] += cast[0]
         casts[1] += cast[1]
         of_forward, of_dgrad = (tuple(step[kind] for step in steps) for kind in ("forward", "dgrad"))
-        forward.append(Operation(between_s[0][place] + cast[0], groups, of_forward, hop, of_weights, outer, call=call))
+        called: dict[str, Any] = {"call": call, "together": plan.collective}
+        forward.append(Operation(between_s[0][place] + cast[0], groups, of_forward, hop, of_weights, outer, **called))
         ways: dict[str, Any] = {}
         if rotation.trains:
             route, posted, sent = plan.gradients, 0.0, hop_s(inside, of_gradients, constants)
-            if scatters:
-                route, (posted, sent) = "direct", called_s(inside, of_gradients, constants)
-                posted *= len(products_of(rotation, sizes.joined))
+            if plan.collective:
+                sent = _called_s(inside, of_gradients, constants)
             elif direct and inside.reaches_all and hosts == 1:
-                posted, sent = posted_s(inside, of_gradients, constants, called="collective" in pieces)
+                posted, sent = posted_s(inside, of_gradients, constants)
             if route == "chain" and rotation.kind == "linear" and hosts == 1 and sent > of(1, False)["dgrad"]:
                 route = "halves"  # as the engine's linear layers do
             if direct:
@@ -320,25 +369,29 @@ def block_time(
                 "gradient_hop": sent,
                 "outer_gradient_hop": hop_s(between, of_gradients, constants) if hosts > 1 else 0.0,
                 "gradient_call": posted,
-                "add": _add_s(of_gradients, ranks, hosts, group, constants) if direct and not scatters else 0.0,
+                "late": plan.late,
             }
+            if plan.collective:  # the own sum is copied home
+                ways["add"] = traffic_s(2 * of_gradients, cluster, constants)
+            elif direct:
+                ways["add"] = _add_s(of_gradients, ranks, hosts, group, constants)
             products[1] += len(groups) if direct else ranks * (2 if route == "halves" else 1)
         backward.append(
-            Operation(between_s[1][place] + cast[1], groups, of_dgrad, hop, of_weights, outer, call=call, **ways)
+            Operation(between_s[1][place] + cast[1], groups, of_dgrad, hop, of_weights, outer, **called, **ways)
         )
         products[0] += len(groups)
         products[1] += len(groups)
         most = max(most, 2 * size * of_weights)
-        # direct: contributions of the others, up to one block late, and one group's that is being sent; scatter: one
-        # product's that is being sent, and the next one's
-        largest = max(shard_values((each,), ranks) for each in products_of(rotation, sizes.joined))
-        sent = size * (2 * largest * sizes.reduce_bytes if scatters else of_gradients)
-        buffers = max(buffers, sent if direct else 2 * of_gradients)
-    look_ahead = plan.ahead * sum(each.shard_bytes for each in forward) * (ranks - (not plan.called))
-    if direct and not scatters:
-        whole = [(ranks - 1) * shard_values(each.weights, ranks) * sizes.reduce_bytes for each in operations]
-        buffers += sum(whole) if hosts == 1 else sum(whole) * (inside.ranks + hosts - 2) / (ranks - 1)
-    if plan.kept and not plan.called:  # else they are in the buffer of their block
+        if direct:  # contributions of the others, and of up to two groups that are being sent, of a block
+            arriving = ranks - 1 if hosts == 1 else inside.ranks + hosts - 2
+            leaving = min(len(groups) - (groups[-1] == 1), 2) * size
+            buffers += (arriving + leaving) * of_gradients
+        else:
+            buffers = max(buffers, 2 * of_gradients)
+    look_ahead = plan.ahead * sum(each.shard_bytes for each in forward) * (ranks - 1)
+    if plan.collective:
+        most, buffers = 0.0, _collective_bytes((*operations, *operations, *last), ranks, sizes, plan)
+    if plan.kept:
         buffers += sum(each.shard_bytes for each in forward) * (ranks - 1)
     backward.reverse()
     others = tuple(sum(between_s[index]) + casts[index] for index in (0, 1))
@@ -352,25 +405,22 @@ def block_time(
         work += count * computes
         if not simulated:
             continue
-        shown = max(0.0, block_seconds(each, look_ahead, hosts, together=plan.called) - computes - beside)
+        shown = max(0.0, block_seconds(each, look_ahead, hosts) - computes - beside)
         exposed += count * shown
-        lost += count * max(0.0, _taken_s(each, inside, between, hosts, computes, constants, plan) - shown)
-    outward = (hosts - 1) * host_constant("nccl_hop_calls")
-    one = len(operations) * ((ranks - hosts) * hop_calls(inside) + outward)  # calls for all weights or gradients
-    called = len(operations) * host_constant("nccl_hop_calls")
+        lost += count * max(0.0, _taken_s(each, inside, between, hosts, computes, constants) - shown)
+    # hops for all weights or gradients
+    hops = (0.0, 1.0) if plan.collective else (float(ranks - hosts), float(hosts - 1))
+    one, one_s = (len(operations) * each for each in hops_host(*hops, inside, constants))
     computed = forwards * products[0] + products[1]
-    filled = forwards + (not plan.kept)
-    calls = filled * (called if plan.called else one) + (called if scatters else one)
-    calls += computed * host_constant("compute_calls")
-    computed += len(operations) * (filled * plan.called + scatters)  # a collective takes the host as a product does
+    moved, of_computes = forwards + (not plan.kept) + 1, computed * host_constant("compute_calls")
     return BlockTime(
         plan,
         work,
         exposed,
         forwards * casts[0] + casts[1],
         lost,
-        calls * constants.driver_call_s + computed * constants.engine_product_s,
-        calls,
+        moved * one_s + of_computes * constants.driver_call_s + computed * constants.engine_product_s,
+        moved * one + of_computes,
         max(most, look_ahead) + buffers,
     )
 
@@ -383,16 +433,47 @@ def _add_s(gradient_bytes: float, ranks: int, hosts: int, group: Group, constant
     return traffic_s(reads * gradient_bytes, group.cluster, constants)
 
 
+def _called_s(group: Group, shard_bytes: float, constants: TimeConstants) -> float:
+    """Returns the seconds of one gather or scatter of shards, for each shard of the others. The parts of an operation
+    are one launch, whose latency occurs once (NCCL user guide, aggregated operations; src/enqueue.cc adds their bytes
+    and takes the latency of one as long as they are not more than the channels)."""
+    return gather_s(group, group.ranks * shard_bytes, constants) / (group.ranks - 1)
+
+
+def _head_cap(
+    operations: tuple[RotatedOperation, ...], last: tuple[RotatedOperation, ...], ranks: int, sizes: Sizes
+) -> int:
+    """Returns the slot cap with which the head of a ring rotates, in chunks, while linear layers have one group."""
+
+    def largest(found: tuple[RotatedOperation, ...]) -> int:
+        values = (shard_values(each.weights, ranks) for each in found if each.kind != "bundle")
+        return int(max(values, default=0.0)) * max(sizes.compute_bytes, sizes.reduce_bytes)
+
+    head = largest(last)
+    return head // 2 if largest(operations) <= head // 2 < SLOT_CAP // 2 else SLOT_CAP
+
+
+def _collective_bytes(operations: tuple[RotatedOperation, ...], ranks: int, sizes: Sizes, plan: BlockPlan) -> float:
+    """Returns the bytes of the slots of a ring with `collective=True` whose operations have one group each, as the
+    engine has them."""
+    held = engine().footprint(
+        [each.facts for each in operations],
+        **{"ranks": ranks, "group": ranks, "collective": True, "in_place": False, "slot_cap": plan.slot_cap},
+        **{"sends_anywhere": True, "receives_anywhere": True, "cast": sizes.compute_bytes < 4},
+        **{"compute_bytes": sizes.compute_bytes, "reduce_bytes": sizes.reduce_bytes, "look_ahead": None},
+        late=plan.late,
+    )
+    return float(held.weight.peak_bytes + held.gradient.peak_bytes + held.scratch.peak_bytes)
+
+
 def _weights_s(
-    inside: Group, shard_bytes: float, constants: TimeConstants, plan: BlockPlan, place: int, hosts: int
+    inside: Group, shard_bytes: float, constants: TimeConstants, plan: BlockPlan, hosts: int
 ) -> tuple[float, float]:
-    """Returns the latency before a group's hops, and the seconds of each. The call of a block is its first operation's,
-    in either pass."""
-    if plan.called:
-        call, hop = called_s(inside, shard_bytes, constants)
-        return call * (place == 0), hop
+    """Returns the latency before a group's hops, and the seconds of each."""
+    if plan.collective:
+        return 0.0, _called_s(inside, shard_bytes, constants)
     if hosts == 1 and inside.over_ce and inside.reaches_all:
-        return posted_s(inside, shard_bytes, constants, called=False)
+        return posted_s(inside, shard_bytes, constants)
     return 0.0, hop_s(inside, shard_bytes, constants)
 
 
@@ -403,13 +484,9 @@ def _taken_s(
     hosts: int,
     work: float,
     constants: TimeConstants,
-    plan: BlockPlan,
 ) -> float:
-    weights, gradients = (
-        (inside.ranks - 1) * hosts * sum(getattr(each, name) for each in operations) for name in ("hop", "gradient_hop")
-    )
-    over_ce = (inside.over_ce and not plan.called, inside.over_ce and plan.gradients != "scatter")
-    inner = sum(seconds for seconds, copied in zip((weights, gradients), over_ce, strict=True) if not copied)
+    inner = (inside.ranks - 1) * hosts * sum(each.hop + each.gradient_hop for each in operations)
+    inner *= not inside.over_ce
     outer = sum((hosts - 1) * (each.outer_hop + each.outer_gradient_hop) for each in operations)
     taken = taken_s(inside, min(inner, work), constants)
     return taken + (taken_s(between, min(outer, work), constants) if hosts > 1 else 0.0)

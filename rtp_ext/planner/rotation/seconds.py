@@ -227,9 +227,10 @@ def rotation_seconds(
     ]
     parts = wgrad + halves  # of a gradient
     passes = (1, bool(back) + parts)  # of the ring
-    of_hops = inner * hop_calls(inside) + outer * host_constant("nccl_hop_calls")
+    of_hops, hops_host_s = hops_host(inner, outer, inside, constants)
     computes = chunks * ranks - 1
-    calls = [count * of_hops + n * computes * host_constant("compute_calls") for n, count in enumerate(passes, 1)]
+    of_computes = computes * host_constant("compute_calls")
+    calls = [count * of_hops + n * of_computes for n, count in enumerate(passes, 1)]
     products = computes * sum(not weight.is_bias for weight in rotation.weights) * constants.engine_product_s
     first = max(0.0, constants.kernel_s - constants.engine_launch_s)
     return RotationTime(
@@ -250,7 +251,10 @@ def rotation_seconds(
         (taken[0], taken[1]),
         casts_s(rotation, tokens, ranks, compute_bytes, dgrad, cluster, constants, joined=joined),
         (calls[0], calls[1]),
-        (calls[0] * constants.driver_call_s + products, calls[1] * constants.driver_call_s + 2 * products),
+        (
+            passes[0] * hops_host_s + of_computes * constants.driver_call_s + products,
+            passes[1] * hops_host_s + 2 * (of_computes * constants.driver_call_s + products),
+        ),
         tuple(simulated),
     )
 
@@ -290,10 +294,12 @@ def casts_s(
     return traffic_s(forward, cluster, constants), traffic_s(backward, cluster, constants)
 
 
-def hop_calls(group: Group) -> float:
-    """Returns the calls of the CUDA driver for a hop, as `benchmarks/gpu/driver_calls.py` counts them: over `ce` inside
-    a node, else over NCCL, whose own calls are not counted."""
-    return host_constant("ce_hop_calls" if group.over_ce else "nccl_hop_calls")
+def hops_host(inner: float, outer: float, group: Group, constants: TimeConstants) -> tuple[float, float]:
+    """Returns the calls of the CUDA driver for hops, as `benchmarks/gpu/driver_calls.py` counts them, and the host
+    seconds of these and of NCCL. inner: hops of `group`, over `ce` inside a node, else over NCCL; outer: over NCCL."""
+    over_nccl = outer + inner * (not group.over_ce)
+    calls = over_nccl * host_constant("nccl_hop_calls") + inner * group.over_ce * host_constant("ce_hop_calls")
+    return calls, calls * constants.driver_call_s + over_nccl * constants.nccl_call_s
 
 
 def two_lanes(

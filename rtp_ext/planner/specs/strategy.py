@@ -20,6 +20,7 @@ OPTIMIZER_MOMENTS = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 STACKS = ("auto", "megatron", "torch")
 LOSSES = ("auto", "eager", "loss-parallel", "megatron", "compiled", "fused")
 BUFFERS = get_args(Budget)
+COLLECTIVE = ("auto", "yes", "no")
 BUNDLES = (True, False, *get_args(Bundle))
 ROUTES = tuple(route for route in get_args(Route) if route != "gather")
 GRADIENT_ROUTES = get_args(PassGradientRoute)
@@ -68,7 +69,7 @@ class Strategy:
         travel: dtype in which rotating weights travel; None: the compute dtype. gradient_travel: `int8` on the gradient
             route `direct`; None: reduce_dtype.
         late_gradients: of rotation, as in `rtp_ext.Ring`: 1, or 0 with buffers='lean'. It takes slots. Times
-            do not depend on it: plans of whole blocks have gradients of up to one block under way.
+            do not depend on it: plans of whole blocks have a number of their own (`TimeReport.ring`).
         outer: policy between replicas of a ring (`rtp_ext.outer`), and the `period` in steps of policies that do not
             act in every step. topology: of gossip.
         replicate: of `zero=3`: number of groups of data-parallel ranks that each hold all shards; gradients are summed
@@ -80,6 +81,8 @@ class Strategy:
         buffers: of rotation: `auto`, the fastest plan of groups, routes and look-ahead whose buffers stay at most those
             of `fully_shard`, or `lean`, slots of one shard. group: of rotation: shards in a product, at most, as in
             `rtp_ext.Ring`; 0: as the fastest plan has.
+        collective: of rotation, as in `rtp_ext.Ring`: `auto`, where the fastest plan has it, `yes` or `no`. Such a ring
+            has transport `nccl` inside a node, too.
         to_come: names, joined by +, or `all`, of what such plans may use although the engine does NOT have it yet
             (`PIECES` of rtp_ext/planner/rotation/family.py, where BUILT says what it has).
         frozen: `nf4`, `mxfp4` or `int8`: weights of the linear layers and experts of a ring's model, and of a head that
@@ -125,6 +128,7 @@ class Strategy:
     late_gradients: int | None = None
     buffers: str = "auto"
     group: int = 0
+    collective: str = "auto"
     to_come: str = ""
     frozen: str | None = None
     lora_rank: int = 0
@@ -160,6 +164,7 @@ class Strategy:
         check_known("fp8_scaling", self.fp8_scaling, FP8_SCALINGS)
         check_known("route", self.route, ROUTES)
         check_known("buffers", self.buffers, BUFFERS)
+        check_known("collective", self.collective, COLLECTIVE)
         check_known("gradient_route", self.gradient_route, GRADIENT_ROUTES)
         check_known("outer policy", self.outer, OUTER)
         check_known("topology", self.topology, TOPOLOGIES)
@@ -220,7 +225,7 @@ class Strategy:
         """Raises ValueError for rotation options without a ring, and for contradictory ones."""
         own = (
             *("in_place", "route", "gradient_route", "travel", "gradient_travel", "late_gradients"),
-            *("buffers", "group", "to_come"),
+            *("buffers", "group", "collective", "to_come"),
             *("frozen", "lora_rank", "outer", "period"),
         )
         for name in own:

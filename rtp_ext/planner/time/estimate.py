@@ -73,6 +73,7 @@ def estimate_time(
         flops + again,
         flops,
         components,
+        clock.ring_options,
     )
 
 

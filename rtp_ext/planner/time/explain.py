@@ -66,7 +66,7 @@ def explain_time(
     for time in clock.rotated:
         lines += _rotation(time)
     if clock.block is not None:
-        lines += _block(clock.block)
+        lines += _block(clock.block, report)
     lines += ["", "the step: micro-batches * seconds of the slowest stage, by component"]
     parts = stages[slowest].components
     for name in TIME_COMPONENTS:
@@ -162,10 +162,13 @@ def _rotation(time: RotationTime) -> list[str]:
     return lines
 
 
-def _block(time: BlockTime) -> list[str]:
+def _block(time: BlockTime, report: TimeReport) -> list[str]:
     plan, groups = time.plan, "/".join(map(str, time.plan.groups))
+    ahead = "one collective an operation, one operation ahead" if plan.collective else f"{plan.ahead} blocks ahead"
+    options = [f"    Ring options: {', '.join(f'{name}={value!r}' for name, value in report.ring.items())}"]
     return [
-        f"  rotation of a block, {groups} shards a product, gradients {plan.gradients}, {plan.ahead} blocks ahead",
+        f"  rotation of a block, {groups} shards a product, gradients {plan.gradients}, {ahead}",
+        *(options if report.ring else []),
         f"    products {seconds_text(time.computes_s)} s, exposed hops {seconds_text(time.exposed_s)} s, casts "
         f"{seconds_text(time.casts_s)} s, beside NCCL {seconds_text(time.lost_s)} s, buffers {time.buffers_bytes:.0f} "
         "bytes",
@@ -176,6 +179,6 @@ def _block(time: BlockTime) -> list[str]:
 def _host(seconds: float, calls: float) -> str:
     least, most = driver_call_range()
     return (
-        f"    host: {seconds_text(seconds)} s, with {calls:.0f} driver calls of {least} s, which is NOT MEASURED: "
-        f"{seconds_text(seconds + calls * (most - least))} s at {most} s"
+        f"    host: {seconds_text(seconds)} s, with {calls:.0f} driver calls of {most} s, as hops within an H100 took: "
+        f"{seconds_text(seconds - calls * (most - least))} s at {least} s"
     )

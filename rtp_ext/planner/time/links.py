@@ -18,11 +18,12 @@ from rtp_ext.planner.specs.cluster import Cluster
 
 @dataclass(frozen=True)
 class Group:
-    """`ranks` GPUs of one collective, `stride` ranks apart."""
+    """`ranks` GPUs of one collective, `stride` ranks apart. nccl: hops take NCCL, also where copy engines could."""
 
     cluster: Cluster
     ranks: int
     stride: int = 1
+    nccl: bool = False
 
     @property
     def local(self) -> int:
@@ -36,7 +37,7 @@ class Group:
     @property
     def over_ce(self) -> bool:
         """Whether hops take copy engines: inside a node whose GPUs access each other's memory."""
-        return self.nodes == 1 and self.cluster.peer_access
+        return self.nodes == 1 and self.cluster.peer_access and not self.nccl
 
     @property
     def reaches_all(self) -> bool:
@@ -44,7 +45,7 @@ class Group:
         port of its own. PCIe joins some pairs through others' links."""
         if self.nodes > 1:
             return self.local == 1
-        return self.over_ce and self.cluster.nccl_ring_bytes_per_s > WIRES["pcie"]
+        return self.cluster.peer_access and self.cluster.nccl_ring_bytes_per_s > WIRES["pcie"]
 
 
 def ring_bytes_per_s(group: Group, constants: TimeConstants) -> float:
@@ -92,30 +93,16 @@ def message_latency_s(group: Group, constants: TimeConstants) -> float:
     return constants.nccl_base_s + (constants.nccl_intra_step_s if group.nodes == 1 else constants.nccl_inter_step_s)
 
 
-def posted_s(group: Group, size_bytes: float, constants: TimeConstants, *, called: bool) -> tuple[float, float]:
+def posted_s(group: Group, size_bytes: float, constants: TimeConstants) -> tuple[float, float]:
     """Returns the latency that hops posted at once share, and the seconds of each, on route direct: what arrives from
     one member need not have arrived from another before.
 
-    Copies of copy engines queue behind each other. NCCL takes one group call (`called`), or one for each hop.
+    Copies of copy engines queue behind each other. NCCL has a call for each hop, with a latency of its own.
     """
     if group.over_ce:
         sent = size_bytes / hop_bytes_per_s(group, constants)
         return HOP_SECONDS - POST_SECONDS, max(POST_SECONDS, sent)
-    if called:
-        return message_latency_s(group, constants), size_bytes / hop_bytes_per_s(group, constants)
     return 0.0, hop_s(group, size_bytes, constants)
-
-
-def called_s(group: Group, size_bytes: float, constants: TimeConstants) -> tuple[float, float]:
-    """Returns the latency of one group call of NCCL that brings every member's `size_bytes` to every other, and the
-    seconds of each member's bytes: a ring, or sends and receives where every member has a port of its own.
-
-    Several all-gathers in one call are one launch, whose latency occurs once (NCCL user guide, aggregated operations;
-    src/enqueue.cc adds their bytes and takes the latency of one as long as they are not more than the channels)."""
-    latency = ring_latency_s(group, constants, 1)
-    if group.reaches_all and not group.over_ce:
-        latency = min(latency, message_latency_s(group, constants))
-    return latency, size_bytes / ring_bytes_per_s(group, constants)
 
 
 def ring_latency_s(group: Group, constants: TimeConstants, rounds: int) -> float:

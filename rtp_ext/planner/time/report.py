@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 COMPUTE = (
@@ -40,6 +40,7 @@ class TimeReport:
         flops: of all GPUs in the step, with recomputation; fused attention does not compute the masked half.
         model_flops: the same without recomputation.
         tokens: of a step.
+        ring: options of `rtp_ext.Ring`, other than its defaults, with which a ring's blocks are as predicted.
     """
 
     model: str
@@ -52,6 +53,7 @@ class TimeReport:
     flops: float
     model_flops: float
     components: dict[str, float]
+    ring: dict[str, Any] = field(default_factory=dict)
 
     @property
     def step_seconds(self) -> float:
@@ -94,4 +96,5 @@ class TimeReport:
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
             "components_seconds": self.components,
             "groups_seconds": self.groups,
+            "ring": self.ring,
         }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
+from typing import Any
 
 from rtp_ext.planner.constants import TimeConstants, host_constant
 from rtp_ext.planner.memory.states import buffer_bytes, layer_count, recomputed_layers, stage_layers
@@ -92,6 +94,13 @@ class StageClock:
         if strategy.offload:
             self._add_offload()
         self.per_layer["launches"] = self._launches()
+
+    @property
+    def ring_options(self) -> dict[str, Any]:
+        """As `TimeReport.ring`."""
+        if self.block is None:
+            return {}
+        return self.block.plan.ring_options(self.groups.rtp, self.strategy.hosts(self.cluster))
 
     # -- one layer ----------------------------------------------------------------------------------------------------
 
@@ -267,7 +276,7 @@ class StageClock:
             return
         if strategy.lora_rank:
             adapters = [rotation for rotation in rotations if rotation.trains]
-        times = [self._rotation(rotation) for rotation in rotations if rotation not in adapters]
+        times = [self._rotation(rotation, self.groups.rtp) for rotation in rotations if rotation not in adapters]
         self.rotated += times
         passes = 1 + (strategy.recompute == "full")
         split, copied, shown, lost = self._summed(times, passes)
@@ -277,22 +286,20 @@ class StageClock:
             self.adapters_s += sum(n * gather_s(self.groups.rtp, values * size, self.constants) for n, size in ways)
         self.per_layer |= {"split": split, "copies": copied, "rotation": shown + self.adapters_s, "interference": lost}
         self.ends = {
-            "embedding": self._embedding(),
-            "head": [self._rotation(rotation) for rotation in self._rotations(0, False, True)],
+            "embedding": self._embedding(self.groups.rtp),
+            "head": [self._rotation(rotation, self.groups.rtp) for rotation in self._rotations(0, False, True)],
         }
 
-    def _embedding(self) -> list[RotationTime]:
+    def _embedding(self, group: Group) -> list[RotationTime]:
         """Returns the times of the embedding, by rows where that is faster (`embedding="auto"`): not with a format in
         which weights travel, nor in place."""
         strategy, found = self.strategy, []
         for rotation in self._rotations(0, True, False):
-            times = [self._rotation(rotation)]
+            times = [self._rotation(rotation, group)]
             asked = strategy.in_place or strategy.travel is not None
             if "rows" in family.pieces_of(strategy.to_come) and not asked:
                 sizes = (strategy.param_bytes, strategy.reduce_bytes)
-                times.append(
-                    family.rows_seconds(times[0], rotation, self.tokens, self.groups.rtp, self.constants, *sizes)
-                )
+                times.append(family.rows_seconds(times[0], rotation, self.tokens, group, self.constants, *sizes))
             found.append(min(times, key=lambda time: sum(time.makespan_s) + sum(time.casts_s)))
         return found
 
@@ -315,13 +322,23 @@ class StageClock:
         kept = self.model.vocab * self.model.hidden / strategy.tp * strategy.param_bytes  # of the head
         again = (passes - 1) * layer.gemm[0]
         others = (sum(self.per_layer.values()) - sum(layer.gemm) - again, self._kernels_s())
+        ring, last = self.groups.rtp, tuple(self._rotations(0, False, True))
+        ways = [False, *([True] if family.has_collectives(rotations, ring.ranks, sizes, pieces) else [])]
+        if strategy.collective == "yes":
+            if len(ways) == 1:
+                raise ValueError(
+                    "strategy: expected collective auto or no where no plan can have it (group below all shards, "
+                    "buffers lean, route two-level, travel, shards above the slot cap), got yes"
+                )
+            ways = [True]
         found = []
-        for head_bytes in (0.0, *([kept] if "kept" in pieces else [])):
+        for collective, head_bytes in itertools.product(ways, (0.0, *([kept] if "kept" in pieces else []))):
+            group = dataclasses.replace(ring, nccl=collective and ring.nodes == 1)
             block = family.fastest_block(
                 rotations,
                 self._gaps(len(rotations)),
                 self.tokens,
-                self.groups.rtp,
+                group,
                 self.constants,
                 sizes,
                 pieces,
@@ -330,20 +347,26 @@ class StageClock:
                 passes,
                 others,
                 strategy.group,
+                collective,
+                last,
             )
-            head = [self._rotation(rotation, kept=head_bytes > 0) for rotation in self._rotations(0, False, True)]
-            if not head_bytes or block.buffers_bytes + head_bytes <= budget:
-                seconds = layers * block.beside(*others) + sum(sum(time.makespan_s) for time in head)
-                found.append((seconds, head_bytes, block, head))
-        _, head_bytes, best, head = min(found, key=lambda one: one[0])
-        self.block, self.planned_bytes = best, best.buffers_bytes + head_bytes
+            ends = {
+                "embedding": self._embedding(group),
+                "head": [self._rotation(rotation, group, kept=head_bytes > 0) for rotation in last],
+            }
+            seconds = layers * block.beside(*others)
+            seconds += sum(sum(time.makespan_s) for times in ends.values() for time in times)
+            found.append((block.buffers_bytes + head_bytes, seconds, block, ends))
+        budget = max(budget, min(each[0] for each in found))
+        within = [each for each in found if each[0] <= budget]
+        self.planned_bytes, _, best, self.ends = min(within, key=lambda one: one[1])
+        self.block = best
         self.per_layer |= {
             "split": best.computes_s - sum(layer.gemm) - again,
             "copies": best.casts_s,
             "rotation": best.exposed_s,
             "interference": best.lost_s,
         }
-        self.ends = {"embedding": self._embedding(), "head": head}
 
     def _gaps(self, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Returns the seconds of other kernels before each of `count` operations of a block, in the order of forward:
@@ -374,19 +397,19 @@ class StageClock:
         )
         return made
 
-    def _rotation(self, rotation: RotatedOperation, *, kept: bool = False) -> RotationTime:
+    def _rotation(self, rotation: RotatedOperation, group: Group, *, kept: bool = False) -> RotationTime:
         strategy = self.strategy
         joins = "joined" in family.pieces_of(strategy.to_come) and not strategy.freezes and len(rotation.weights) > 1
-        times = [self._timed(rotation, kept, joined) for joined in ((False, True) if joins else (False,))]
+        times = [self._timed(rotation, group, kept, joined) for joined in ((False, True) if joins else (False,))]
         return min(times, key=lambda time: sum(time.makespan_s) + sum(time.casts_s))
 
-    def _timed(self, rotation: RotatedOperation, kept: bool, joined: bool) -> RotationTime:
+    def _timed(self, rotation: RotatedOperation, group: Group, kept: bool, joined: bool) -> RotationTime:
         strategy = self.strategy
         size = 1 if strategy.fp8 and rotation.kind in ("linear", "bundle") else strategy.param_bytes
         return rotation_seconds(
             rotation,
             self.tokens,
-            self.groups.rtp,
+            group,
             self.constants,
             compute_bytes=strategy.param_bytes,
             product_bytes=size,

@@ -15,7 +15,7 @@ import torch
 from rtp_ext import _native
 from rtp_ext._native import RotationError
 from rtp_ext.host import CONNECTIONS
-from rtp_ext.options import TransportOptions
+from rtp_ext.options import TransportOptions, has_collectives
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.groups import lacks_room
 from rtp_ext.ring.links.host_address import own_address
@@ -125,21 +125,14 @@ def order_launches() -> None:
     logger.info("%s is set to 1; set it yourself where NCCL is used before the first ring", LAUNCH_ORDER)
 
 
-def check_collectives(ring: Communicator, connection: Connection) -> None:
-    """Raises ValueError where a transport has no all-gather and reduce-scatter. The same on every rank."""
-    if ring.size > 1 and not connection.native.has_collectives:
-        raise ValueError(
-            f"Ring: expected collective=False, or transport nccl or c10d, got True over {connection.name}, which sends "
-            "from rank to rank only"
-        )
-
-
-def connect(ring: Communicator, requested: str, options: TransportOptions) -> Connection:
-    """Returns the transport of `ring`: the `requested` one, or for `auto` the first that all ranks can use. The reason
-    and the log contain the refused candidates and the causes. Collective."""
+def connect(ring: Communicator, requested: str, options: TransportOptions, *, collective: bool = False) -> Connection:
+    """Returns the transport of `ring`: the `requested` one, or for `auto` the first that all ranks can use, with
+    collectives where these are asked for. The reason and the log contain the refused candidates and the causes.
+    Collective."""
     if ring.size == 1:
         return Connection("emulated", _native.emulated_transport(ring.device), "a single rank sends nothing")
-    return choose(ring, requested, candidates(ring, options), "Ring")
+    known = [each for each in candidates(ring, options) if not collective or has_collectives(each.name)]
+    return choose(ring, requested, known, "Ring")
 
 
 def choose(ring: Communicator, requested: str, known: Sequence[Candidate], caller: str) -> Connection:

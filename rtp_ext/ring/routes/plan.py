@@ -112,7 +112,7 @@ def plan_routes(ring: Communicator, transport: str, options: RingOptions) -> Rou
     if ring.device.type == "cuda" and hop_route != "two-level" and ring.rank == 0:
         warn_of_flat_ring(ring, hop_route, missed)
     if options.collective:
-        check_collective(ring, options, hop_route)
+        expect_whole_groups(ring.size, ring.device.type, options.route, options.group, hop_route)
         gradients = GradientRoutes("chain", None, "those of all shards at once are added up by collectives")
         return RoutePlan.of(options, hop_route, gradients, missed)
     wide = options.buffers != "lean" and not options.gradient_halves
@@ -120,12 +120,13 @@ def plan_routes(ring: Communicator, transport: str, options: RingOptions) -> Rou
     return RoutePlan.of(options, hop_route, gradients, missed)
 
 
-def check_collective(ring: Communicator, options: RingOptions, hop_route: str) -> None:
-    """Raises ValueError where no operation of a ring can have all its shards in one group. The same on every rank."""
-    planned = ring.device.type == "cuda" and options.group is None and options.route == "auto"
-    grouped = hop_route != "two-level" and (options.group == ring.size or planned)
-    if ring.size > 1 and options.route != "gather" and not grouped:
+def expect_whole_groups(ranks: int, device: str, route: str, group: int | None, hop_route: str) -> None:
+    """Raises ValueError where no operation of a ring can have all its shards in one group. The same on every rank.
+    device: its type. route, group: as asked."""
+    planned = device == "cuda" and group is None and route == "auto"
+    grouped = hop_route != "two-level" and (group == ranks or planned)
+    if ranks > 1 and route != "gather" and not grouped:
         raise ValueError(
-            f"Ring: expected group={ring.size}, all shards, or route='gather' with collective=True, got group "
-            f"{options.group} on route {hop_route}"
+            f"Ring: expected group={ranks}, all shards, or route='gather' with collective=True, got group {group} on "
+            f"route {hop_route}"
         )
