@@ -138,7 +138,7 @@ def products(operation, ring, form):
     )
 
 
-@on_ranks([2, 3, 4])
+@on_ranks(few([2, 3], [2, 3, 4]))
 def test_products(ranks, cases):
     """ceil(R / g) groups: of an MLP two products forward and four backward, of a head one and three."""
     for group in range(1, ranks + 1):
@@ -155,7 +155,7 @@ def test_products(ranks, cases):
                     assert products(head, ring, "2d") == (groups, 3 * groups + again)
 
 
-@on_ranks([2, 3, 4])
+@on_ranks(few([3], [2, 3, 4]))
 def test_one_whole_product(rank, ranks, cases):
     """All shards in one group: the bits are those of products with whole weights."""
     for route in ("ring", "direct"):
@@ -194,7 +194,7 @@ class Model(nn.Module):
         return self.mlps(x)
 
 
-@on_ranks([3, 4])
+@on_ranks(few([3], [3, 4]))
 def test_layers_ahead_with_transposed_shards_of_one_row_or_none(rank, ranks, cases):
     """Sent ahead, and with late gradients: steps of SGD as of one process on the batches of all ranks."""
     hidden = (2 * ranks - 3, 3, 11)  # of the last ranks, shards have one hidden feature, or none
