@@ -141,11 +141,11 @@ def plain_results(
     ]
 
 
-def known_results(operation: Operation, ranks: int, form: str, seed: int) -> list[Result]:
+def known_results(operation: Operation, ranks: int, form: str, seed: int, skipped: int = -1) -> list[Result]:
     """`plain_results`, computed once for each object: rings with other options are compared with the same."""
-    key = ranks, form, seed
+    key = ranks, form, seed, skipped
     if key not in operation._known:
-        operation._known[key] = plain_results(operation, ranks, form, seed)
+        operation._known[key] = plain_results(operation, ranks, form, seed, skipped=skipped)
     return operation._known[key]
 
 
