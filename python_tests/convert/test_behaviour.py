@@ -162,20 +162,6 @@ def tied(rank, ranks, variant):
     assert differs(full(model.head.weight.grad), separate.head.weight.grad, TOLERANCE), "control: ties that are cut"
 
 
-def leftovers(rank, ranks, variant):
-    """Gradients of norms, of a stray parameter and of a scalar are averaged, and stay equal on all ranks."""
-    plain = make_model()
-    model = rotated(copy.deepcopy(plain), variant)
-    batch_loss(model, rank, 0).backward()
-    mean_loss(plain, ranks, 0).backward()
-    alone = make_model()
-    batch_loss(alone, rank, 0).backward()
-    for name in ("norm.weight", "norm.bias", "blocks.0.scale", "blocks.1.norm.bias", "temperature"):
-        gradient = full(model.get_parameter(name).grad)
-        assert_same(gradient, plain.get_parameter(name).grad, TOLERANCE, name)
-        assert differs(gradient, alone.get_parameter(name).grad, TOLERANCE), f"control: {name} is not averaged"
-
-
 def check_checkpointing(rank, ranks, variant, **options):
     plain = make_model()
     model = rotated(make_model(**options), variant)
@@ -283,7 +269,6 @@ BEHAVIOURS = [
     exceptions,
     submodule,
     tied,
-    leftovers,
     checkpointed_modules,
     checkpointed_modules_reentrant,
     checkpointed_methods,
