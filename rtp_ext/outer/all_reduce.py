@@ -99,11 +99,15 @@ class AllReduce(MicroBatches):
         if self._compression is not None:
             answers = self.exchange((repr(self._compression.compressor), self._compression.digest()))
             compressors, digests = zip(*answers, strict=True)
-            shared = f"replicas disagree on the shared state of {compressors[0]}, its digest"
             hint = ": every rank has to load the same checkpoint, or none"
             try:
                 expect_same("replicas disagree on the compressor", compressors, named="replica {}".format)
-                expect_same(shared, digests, named="replica {}".format, hint=hint)
+                expect_same(
+                    f"replicas disagree on the shared state of {compressors[0]}, its digest",
+                    digests,
+                    named="replica {}".format,
+                    hint=hint,
+                )
             except ValueError as error:
                 return str(error)
         return super()._problem()
