@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from grids import few
 from harness import on_ranks
 from operation_checks import EXACT, Result, assert_result, leaves, loss, plain_results
 from operations.bundles import make_experts, make_head, make_mlp
@@ -74,7 +75,7 @@ def check(cases, ring, name, form):
                 assert_result(found, expected, ring, operation.cuts, EXACT, EXACT)
 
 
-@on_ranks([2, 3, 4])
+@on_ranks(few([3], [2, 3, 4]))
 def test_operations(ranks, cases):
     with rtp_ext.Ring(timeout=60.0) as ring:
         for name, form in product(MLPS | OTHERS, ("many", "empty on rank 0")):
@@ -161,7 +162,7 @@ class Model(nn.Module):
         return x
 
 
-@on_ranks([2, 4], timeout=300.0)
+@on_ranks(few([2], [2, 4]), timeout=300.0)
 def test_models_that_are_planned_anew(rank, ranks, cases):
     """Forward 4 plans anew, by the many tokens of forward 3, whose backward follows together with its own."""
     route_planner.device_of = lambda device, dtype: DEVICE

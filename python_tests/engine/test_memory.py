@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 pytest.importorskip("transformers")
 
 RANKS = 4
-LAYERS, HIDDEN, HEADS, KV_HEADS, INNER, VOCABULARY = 4, 384, 6, 3, 1056, 8192
+LAYERS, HIDDEN, HEADS, KV_HEADS, INNER, VOCABULARY = 2, 384, 6, 3, 1056, 8192
 TOKENS = 128
 STEPS = 2  # the first makes gradients and optimizer state
 FLOAT = 4

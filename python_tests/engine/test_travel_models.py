@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from grids import few
 from harness import on_ranks
 from models import batch_loss, make_model, mean_loss
 from pretended_hosts import pretend_hosts
@@ -39,7 +40,7 @@ def _train_plain(model, cuts, ranks, travel):
     return model
 
 
-@on_ranks([2, 3])
+@on_ranks(few([3], [2, 3]))
 def test_three_steps(rank, ranks, cases):
     rings = (
         {"transport": "c10d", "late_gradients": 1},

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from autograd_subjects import SUBJECTS, Subject, converted, features, numbers
+from grids import few
 from harness import Cases, on_ranks
 from reference import assert_same, differs, full, random
 from test_convert import assert_same_model
@@ -165,7 +166,7 @@ def _recomputed(rank, ranks):
                 assert_same_model(model, plain, TOLERANCE, gradients=True)
 
 
-@on_ranks([2, 3], timeout=240.0)
+@on_ranks(few([2], [2, 3]), timeout=240.0)
 def test_weights_written_before_a_backward(rank, ranks):
     _written(rank, ranks)
     _writers(rank, ranks)

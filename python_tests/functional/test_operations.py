@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from grids import pairs
+from grids import few, pairs
 from harness import Cases, on_ranks, run_ranks
 from operation_checks import (
     ROUNDING,
@@ -76,7 +76,7 @@ def test_every_operation_has_its_cases():
         assert made.weights_return(False) == bundles[name], name
 
 
-@on_ranks([2, 4])
+@on_ranks(few([2], [2, 4]))
 def test_tolerances_refuse_wrong_results(rank, ranks, ring):
     for described in DESCRIBED.values():
         for options, (dtype, tolerances) in product(described.controls, described.tolerances.items()):
@@ -116,7 +116,7 @@ def _behaves(cases, described, ring):
         check_frozen(cases, described.make(**options), ring)
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(3, "shm"), (4, "c10d")])
+@pytest.mark.parametrize(("ranks", "transport"), few([(3, "shm"), (2, "c10d")], [(3, "shm"), (2, "c10d"), (4, "c10d")]))
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_training_freezing_and_checkpointing(name, ranks, transport):
     run_ranks(_behaviours, ranks, [name], transport)

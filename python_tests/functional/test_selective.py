@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from autograd_subjects import SUBJECTS, Subject, converted, features, numbers
+from grids import few
 from harness import on_ranks, run_ranks
 from reference import assert_same, full, random
 from selective import aten, region, rotations
@@ -76,7 +77,7 @@ def weighed(y: Tensor) -> Tensor:
     return (y * random(*y.shape, dtype=torch.float64, seed=9)).sum()
 
 
-@on_ranks([2, 3])
+@on_ranks(few([2], [2, 3]))
 def test_operations(rank, ranks, cases):
     for in_place, transport in VARIANTS:
         with rtp_ext.Ring(transport=transport, timeout=TIMEOUT, route="ring", prefetch=False) as ring:

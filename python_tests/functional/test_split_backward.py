@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from autograd_subjects import SUBJECTS, Subject, converted, features, numbers
-from grids import needs_split_backwards
+from grids import few, needs_split_backwards
 from harness import Cases, on_ranks
 from reference import assert_same, chunk, differs, full, local, random, wholes
 from test_autograd import named, weighed
@@ -227,7 +227,7 @@ def _disagreeing(ring: rtp_ext.Ring, cases: Cases) -> None:
 
 
 @needs_split_backwards
-@on_ranks([2, 3])
+@on_ranks(few([2], [2, 3]))
 def test_backwards_in_two_parts(cases):
     for in_place, transport in [(False, "shm"), (True, "c10d")]:
         with rtp_ext.Ring(transport=transport, timeout=TIMEOUT) as ring:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from reliability.mutants import planted, read_mutants
 
 from rtp_ext.compilers import _TRACED
 
@@ -273,3 +274,11 @@ def test_test_modules_have_names_of_their_own():
     assert len(files) > 200
     assert shared_names(files) == []
     assert shared_names([Path("a/test_state.py"), Path("b/test_state.py"), Path("b/test_more.py")]) == ["test_state.py"]
+
+
+def test_known_mistakes_can_be_planted():
+    """The texts that mutants.txt replaces occur once, and its test files exist."""
+    mutants = read_mutants((ROOT / "benchmarks" / "reliability" / "mutants.txt").read_text())
+    assert len(mutants) > 50 and all(planted(mutant, ROOT) for mutant in mutants)
+    with pytest.raises(ValueError, match="expected once"):
+        planted(mutants[0]._replace(before="no such text"), ROOT)

@@ -45,9 +45,6 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
         (1, "shm", "ring", False, 3),
         (2, "shm", "ring", False, 3),
         (3, "shm", "direct", False, 3),
-        (4, "shm", "ring", False, 5),
-        (2, "c10d", "ring", False, 5),
-        (2, "c10d", "ring", True, 5),
         (3, "c10d", "ring", True, 5),
     ],
 )

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from grids import few
 from harness import on_ranks
 from hf_models import fill
 from reference import adamw, assert_same, chunk, differs, full, local, random
@@ -89,7 +90,7 @@ def check_trained(module: nn.Module, plain: nn.Module, rank: int, ranks: int, st
 
 
 @on_ranks()
-@pytest.mark.parametrize(("ranks", "transport"), [(3, "shm"), (4, "c10d")])
+@pytest.mark.parametrize(("ranks", "transport"), few([(3, "shm")], [(3, "shm"), (4, "c10d")]))
 def test_twins_train_as_plain_modules_do(rank, ranks, ring, transport):
     for in_place, recompute in product((False, True), repeat=2):
         for act_fn, gated, bias in ((nn.SiLU(), True, False), (F.relu, False, False), (F.gelu, True, True)):
@@ -223,7 +224,7 @@ def test_experts_with_clamped_gates(rank, ranks, ring):
     assert "a gate of its own" in RotatedExperts.refusal(plain), "control: the gate is known by what it computes"
 
 
-@on_ranks([2, 3])
+@on_ranks(few([2], [2, 3]))
 def test_gpt_oss(rank, ranks):
     """The whole model: logits, gradients, and what became of its experts."""
     from transformers import GptOssConfig, GptOssForCausalLM

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from grids import few
 from harness import on_ranks
 from hf_models import make
 from live_bytes import LiveBytes
@@ -168,7 +169,7 @@ def llama_cases(ranks, cases):
     rtp_ext.ring_of(model).close()
 
 
-@on_ranks([2, 4])
+@on_ranks(few([4], [2, 4]))
 def test_bytes_owners_and_memory(ranks, cases):
     with Ring() as ring:
         sent_cases(ranks, cases, ring)

@@ -33,7 +33,8 @@ from rtp_ext.outer import AllReduce, LocalSGD, ZeroOuter
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 GRID = (2, 2)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-# Optimizers whose steps run on DTensors: DTensor looks up its rules for every operator and shape, which takes long.
+# Optimizers whose steps run on DTensors: DTensor looks up its rules for every operator and shape, which takes long on
+# meshes of two dimensions. There each runs one implementation, those of a class on one dimension.
 MESHES = [((2,), None), ((3,), None), (GRID, AllReduce), (GRID, ZeroOuter)]
 
 
@@ -44,9 +45,10 @@ def _ours(name, options):
 def _trains(rank, ranks, cases_of):
     cases = Cases()
     for shape, outer in cases_of:
-        for name, (options, implementations) in STOCK.items():
+        for number, (name, (options, implementations)) in enumerate(STOCK.items()):
+            once = few([implementations[number % len(implementations)]], implementations)
             for each in implementations:
-                if _ours(name, each) or (shape, outer) in few(MESHES[3:], MESHES):
+                if _ours(name, each) or shape == (2,) or (outer is ZeroOuter and each in once):
                     assert_trains(cases, f"{name} {each}", maker(name, {**options, **each}), rank, shape, outer)
         for name, options in OURS:
             assert_trains(cases, f"{name} {options}", maker(name, options), rank, shape, outer)

@@ -42,7 +42,7 @@ POLICIES = {
     "gossip beside": lambda: Gossip("ring", overlap=True),
     "PGA": lambda: Gossip("ring", 1, global_period=3),
 }
-ENOUGH = ("all-reduce with feedback", "ZeroOuter", "local SGD", "DiLoCo", "streaming", "gossip beside")
+ENOUGH = ("all-reduce with feedback", "ZeroOuter", "DiLoCo", "streaming", "gossip beside")
 AT_ONCE = ("all-reduce with feedback", "all-reduce with an estimate", "ZeroOuter")  # replicas always agree
 
 

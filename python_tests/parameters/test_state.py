@@ -177,7 +177,7 @@ def _full_state(rank, ranks):
     cases.finish()
 
 
-@on_ranks(few([1, 3, 4], [1, 2, 3, 4]))
+@on_ranks(few([3], [1, 2, 3, 4]))
 @mock.patch.object(sharding, "_BLOCK", BLOCK)
 def test_made_on_meta_and_full_state(rank, ranks):
     """Runs in one start, so that DTensor has these shapes in its caches."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grids import few
 from harness import on_ranks
 from models import batch_loss, make_batch, make_model
 from torch.utils.data import DataLoader, Dataset
@@ -75,7 +76,7 @@ def _check_ended(pid):
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "c10d"])
-@on_ranks([2, 3])
+@on_ranks(few([2], [2, 3]))
 def test_a_forked_process_is_no_rank(rank, ranks, cases, transport):
     model = rtp_ext.fully_rotate(make_model(), transport=transport, timeout=TIMEOUT)
     ring = rtp_ext.ring_of(model)

@@ -2,6 +2,7 @@
 host, and a lost rank is an error on all others."""
 
 import copy
+import functools
 import os
 import re
 import signal
@@ -30,6 +31,7 @@ PATIENT = 60.0
 TRAINED = ("linear", "mlp", "cross entropy")  # by several steps of AdamW
 
 
+@functools.cache
 def _operations() -> dict[str, Operation]:
     return {
         "linear": make_linear((4, 13)),
@@ -112,7 +114,7 @@ def _same_as_one_process(rank, ranks, per_host, transport, steps):
 
 @pytest.mark.parametrize(
     ("hosts", "per_host", "transport", "steps"),
-    [(2, 2, "auto", True), (2, 3, "auto", False), (3, 2, "c10d", False), (3, 3, "auto", False)],
+    [(2, 2, "auto", True), (2, 3, "auto", False), (3, 2, "c10d", False)],
 )
 def test_operations_are_those_of_one_process(hosts, per_host, transport, steps):
     assert run_ranks(_same_as_one_process, hosts * per_host, per_host, transport, steps, timeout=240.0)[0] > 20

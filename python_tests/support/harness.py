@@ -48,9 +48,11 @@ PRELOADED = [
     "torch._inductor.pattern_matcher",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.pipelining",
     "rtp_ext.convert",
     "rtp_ext.nn",
     "rtp_ext.parameters.loading",
+    "peft",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 ]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from shards import AdamW
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
@@ -75,45 +77,55 @@ def full(tensor: Tensor) -> Tensor:
 def wholes(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     """The values of whole tensors, as copies without autograd; every rank of their meshes must call this.
 
-    One gather collects all tensors that are sharded over one dimension of one mesh; `full` needs one for each, with 1
-    ms on every rank. `full` gathers tensors with other placements.
+    One gather over each dimension of a mesh collects all tensors that are cut along the same dimensions of it; `full`
+    needs one for each, with 1 ms on every rank. `full` gathers tensors with other placements than shards.
     """
     given = [None if tensor is None else tensor.detach() for tensor in tensors]
     found = [tensor if tensor is None or isinstance(tensor, DTensor) else tensor.clone() for tensor in given]
-    together: dict[tuple[Any, int, torch.dtype], list[int]] = {}
+    together: dict[tuple[Any, tuple[int, ...], torch.dtype], list[int]] = {}
     for number, tensor in enumerate(given):
         if isinstance(tensor, DTensor):
-            cuts = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+            placed = tensor.placements
+            cuts = [dim for dim, placement in enumerate(placed) if not isinstance(placement, Replicate)]
+            cuts.sort(key=lambda dim: isinstance(placed[dim], _StridedShard))  # as they were made: strided ones last
             if not cuts:
                 found[number] = tensor.to_local().clone()
-            elif len(cuts) == 1 and type(tensor.placements[cuts[0]]) is Shard:
-                together.setdefault((tensor.device_mesh, cuts[0], tensor.dtype), []).append(number)
+            elif all(isinstance(placed[dim], (Shard, _StridedShard)) for dim in cuts):
+                together.setdefault((tensor.device_mesh, tuple(cuts), tensor.dtype), []).append(number)
             else:
                 found[number] = tensor.full_tensor().clone()
-    for (mesh, dim, _), numbers in together.items():
-        ranks, place = mesh.size(dim), mesh.get_local_rank(dim)
-        parts = [
-            [
-                chunk(torch.empty(given[n].shape, device="meta"), ranks, rank, given[n].placements[dim].dim).shape
-                for n in numbers
-            ]
-            for rank in range(ranks)
-        ]
-        sizes = [sum(shape.numel() for shape in shapes) for shapes in parts]
-        for number, shape in zip(numbers, parts[place], strict=True):
+    for (mesh, cuts, _), numbers in together.items():
+        own = tuple(mesh.get_local_rank(dim) for dim in cuts)
+        shapes = {  # by place along the cuts: those of its shards
+            at: [_cut_shape(given[number], cuts, at) for number in numbers]
+            for at in product(*(range(mesh.size(dim)) for dim in cuts))
+        }
+        for number, shape in zip(numbers, shapes[own], strict=True):
             assert local(given[number]).shape == shape, f"expected a shard {shape}, got {local(given[number]).shape}"
-        mine = torch.cat([local(given[number]).reshape(-1) for number in numbers])
-        mine = torch.cat([mine, mine.new_zeros(max(sizes) - mine.numel())])
-        rows = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(rows, mine, group=mesh.get_group(dim))
-        pieces = [
-            row[:size].split([shape.numel() for shape in shapes])
-            for row, size, shapes in zip(rows, sizes, parts, strict=True)
-        ]
-        for place_in, number in enumerate(numbers):
-            shards = [pieces[rank][place_in].view(parts[rank][place_in]) for rank in range(ranks)]
-            found[number] = torch.cat(shards, given[number].placements[dim].dim)
+        sizes = {at: [shape.numel() for shape in each] for at, each in shapes.items()}
+        rows = torch.cat([local(given[number]).reshape(-1) for number in numbers])
+        rows = torch.cat([rows, rows.new_zeros(max(map(sum, sizes.values())) - rows.numel())])
+        for dim in reversed(cuts):
+            others = [torch.empty_like(rows) for _ in range(mesh.size(dim))]
+            dist.all_gather(others, rows, group=mesh.get_group(dim))
+            rows = torch.stack(others)
+        pieces = {at: rows[at][: sum(sizes[at])].split(sizes[at]) for at in shapes}
+        for place, number in enumerate(numbers):
+            parts = {at: pieces[at][place].view(shapes[at][place]) for at in shapes}
+            for dim in reversed(cuts):
+                row: dict[tuple[int, ...], list[Tensor]] = {}
+                for at, part in parts.items():  # in order
+                    row.setdefault(at[:-1], []).append(part)
+                parts = {at: torch.cat(each, given[number].placements[dim].dim) for at, each in row.items()}
+            found[number] = parts[()]
     return found
+
+
+def _cut_shape(tensor: DTensor, cuts: tuple[int, ...], at: tuple[int, ...]) -> torch.Size:
+    part = torch.empty(tensor.shape, device="meta")
+    for dim, place in zip(cuts, at, strict=True):
+        part = chunk(part, tensor.device_mesh.size(dim), place, tensor.placements[dim].dim)
+    return part.shape
 
 
 def whole_parameters(module: nn.Module) -> dict[str, Tensor | None]:

@@ -1,5 +1,6 @@
 """AdamW, SGD and clipping on each rank's own shards, with torch's state and kernels but without DTensor's rules; and
-what makes DTensors of others: `detach`, which autograd calls for every gradient that it keeps, `zeros_like`, `copy_`.
+what makes DTensors of others: `detach`, which autograd calls for every gradient that it keeps, `clone`, `zeros_like`,
+`copy_`, and the sum of two gradients.
 
 DTensor evaluates its rules for every new shape of an operation in a process, which takes 1 to 20 ms on a mesh of two or
 three dimensions: for the state, the step and the clipping of one small model a third of the time of its test. The steps
@@ -24,14 +25,16 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim.sgd import sgd
 
 # torch's rules give their results the placements of the first argument where none of these is partial.
-_ALIKE = {getattr(torch.ops.aten, name).default for name in ("empty_like", "full_like", "ones_like", "zeros_like")}
+_ALIKE = {getattr(torch.ops.aten, f"{name}_like").default for name in ("empty", "full", "ones", "zeros")}
+_ALIKE |= {torch.ops.aten.clone.default, torch.ops.aten.zero_.default}
+_OF_TWO = {torch.ops.aten.copy_.default, torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
 
 
 def copies_without_rules() -> None:
-    """From now on no rule of DTensor is evaluated for `detach`, for the operations of _ALIKE, and for `copy_` between
-    equal placements: their results have the placements of the first argument."""
+    """From now on no rule of DTensor is evaluated for `detach`, for the operations of _ALIKE, and for those of _OF_TWO
+    between equal placements, shapes and dtypes: their results have the placements of the first argument."""
     stock = ShardingPropagator.propagate_op_sharding_non_cached
-    detach, copy = torch.ops.aten.detach.default, torch.ops.aten.copy_.default
+    detach = torch.ops.aten.detach.default
 
     def keeps(op: Any, spec: DTensorSpec, schema: OpSchema) -> bool:
         if op is detach:
@@ -41,7 +44,7 @@ def copies_without_rules() -> None:
         if op in _ALIKE:
             given = {key: value for key, value in schema.kwargs_schema.items() if value is not None}
             return given.items() <= {"memory_format": torch.preserve_format, "pin_memory": False}.items()
-        return op is copy and schema.args_schema[1] == spec and not schema.kwargs_schema
+        return op in _OF_TWO and schema.args_schema[1:] == (spec,) and not schema.kwargs_schema
 
     @functools.wraps(stock)
     def propagate(self: ShardingPropagator, schema: OpSchema) -> OutputSharding:

@@ -197,10 +197,11 @@ def test_strangers_stay_outside():
     with two_ranks(between=approach) as (executors, threads):
         for seen in _rotations(executors, threads, [[5, 5], [5, 5]]):
             assert len(seen) == 2
-        opened, answered = between[0].kept[0]
-        assert len(answered) >= 16 + WELCOME, "control: this rank was let in"
-        strangers.append(socket.create_connection(between[0].target))
-        strangers[-1].sendall(opened)  # once more
+        (_, answered), *hops = kept = between[0].kept
+        assert len(answered) >= 16 + WELCOME and hops, "control: this rank was let in"
+        for opened, _ in kept:
+            strangers.append(socket.create_connection(between[0].target))
+            strangers[-1].sendall(opened)  # once more
         for number, stranger in enumerate(strangers):
             stranger.settimeout(0.2 if number == 0 else PROMPT / 2)
             try:

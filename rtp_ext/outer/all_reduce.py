@@ -95,19 +95,22 @@ class AllReduce(MicroBatches):
     def _with_same_settings(self) -> OuterPolicy:
         return type(self)() if self._compression is None else AllReduce(copy.deepcopy(self._compression.compressor))
 
-    def verify(self) -> None:
-        if self._compression is not None and self._verified != self.fingerprint():
+    def _problem(self) -> str | None:
+        if self._compression is not None:
             answers = self.exchange((repr(self._compression.compressor), self._compression.digest()))
             compressors, digests = zip(*answers, strict=True)
-            expect_same("replicas disagree on the compressor", compressors, named="replica {}".format)
             hint = ": every rank has to load the same checkpoint, or none"
-            expect_same(
-                f"replicas disagree on the shared state of {compressors[0]}, its digest",
-                digests,
-                named="replica {}".format,
-                hint=hint,
-            )
-        super().verify()
+            try:
+                expect_same("replicas disagree on the compressor", compressors, named="replica {}".format)
+                expect_same(
+                    f"replicas disagree on the shared state of {compressors[0]}, its digest",
+                    digests,
+                    named="replica {}".format,
+                    hint=hint,
+                )
+            except ValueError as error:
+                return str(error)
+        return super()._problem()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the compressor's state of each parameter, different on every rank; {} without a compressor."""

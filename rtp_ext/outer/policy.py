@@ -22,7 +22,7 @@ from rtp_ext.parameters.cut_over_replicas import is_piece, local_shape
 from rtp_ext.parameters.sharding import held
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import GRADIENT_HANDLER, summing_dtype, unrounded
-from rtp_ext.ring.links.agree import expect_same
+from rtp_ext.ring.links.agree import differing, expect_same
 
 logger = logging.getLogger("rtp_ext")
 
@@ -316,13 +316,15 @@ class OuterPolicy:
         current = self.fingerprint()
         if self._verified == current or self.replicas is None:
             return
-        mine = (current, self._checksums())
-        answers = self.exchange(mine)
-        problem = _difference(answers)
-        for theirs in self._gather_from_all_ranks(problem):
-            if theirs is not None:
-                raise ValueError(theirs)
+        for problem in self._gather_from_all_ranks(self._problem()):
+            if problem is not None:
+                raise ValueError(problem)
         self._verified, self._compared = current, len(self._members)
+
+    def _problem(self) -> str | None:
+        """Returns in what the replicas of this rank differ; None: in nothing. Collective over replicas."""
+        answers = differing(self, (self.fingerprint(), self._checksums()))
+        return _difference(answers) if answers else None
 
     def _checksums(self) -> dict[str, int]:
         sums: dict[str, int] = {}

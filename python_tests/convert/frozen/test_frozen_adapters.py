@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from grids import few
 from harness import on_ranks
 from pretended_hosts import pretend_hosts
 from reference import adamw, assert_same, differs, full
@@ -84,7 +85,7 @@ def _compare(cases, what, converted, plain, rank, ranks, tolerance):
             optimizer.zero_grad()
 
 
-@on_ranks([2, 3])
+@on_ranks(few([2], [2, 3]))
 def test_adapters(rank, ranks, cases):
     for format, targets, options in (
         ("nf4", "all-linear", {"transport": "shm"}),

@@ -147,7 +147,7 @@ def _swap_codes(weights):
         codes.copy_(codes << 4 | codes >> 4)
 
 
-@on_ranks([1, 2, 3, 4])
+@on_ranks(few([2, 3], [1, 2, 3, 4]))
 def test_experts_and_mlps(rank, ranks, cases):
     with rtp_ext.Ring(timeout=60.0, **RINGS[ranks]) as ring:
         for place, what in enumerate(MODELS):

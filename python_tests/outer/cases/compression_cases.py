@@ -190,13 +190,14 @@ def compressed_state_cases(rank, ranks, cases, folder):
             first.policy.load_state_dict(state)
         with pytest.raises(ValueError, match="every rank has to do the same"):
             first.train(1)
-        first = Replica(rank, (2, 2), AllReduce(RandomK(0.5)), attach=False)
-        first.train(1)
-        early = copy.deepcopy(first.policy.state_dict())
-        first.train(1)
-        first.policy.load_state_dict(early if rank >= 2 else copy.deepcopy(first.policy.state_dict()))
-        with pytest.raises(ValueError, match=r"disagree on the shared state of RandomK\(0.5"):
+        for changed in ((2, 3), (2,)):  # a replica, and one rank of it
+            first = Replica(rank, (2, 2), AllReduce(RandomK(0.5)), attach=False)
             first.train(1)
+            early = copy.deepcopy(first.policy.state_dict())
+            first.train(1)
+            first.policy.load_state_dict(early if rank in changed else copy.deepcopy(first.policy.state_dict()))
+            with pytest.raises(ValueError, match=r"disagree on the shared state of RandomK\(0.5"):
+                first.train(1)
     for name in ("top", "sign", "quantized", "low rank"):
         with cases.case(f"{name} of a gradient that is not finite on one replica"):
             replica = Replica(rank, (4, 1), AllReduce(COMPRESSORS[name]()), attach=False)
