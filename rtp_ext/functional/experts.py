@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext.functional._call import INTEGERS, Call, ShardedParameter, expect_shape
 from rtp_ext.functional._operation import Operation, Options, expect_features, rotate
+from rtp_ext.functional.dispatch import dispatched
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.parameters.frozen import expect_takes_blocks
-from rtp_ext.parameters.sharding import frozen_of
+from rtp_ext.parameters.sharding import frozen_of, local_shards
 from rtp_ext.ring import Prepared, Ring
+from rtp_ext.ring.expert_ring import indivisible
 from rtp_ext.words import ExpertActivation
 
 CLAMPED_SWIGLU: Final = "clamped_swiglu"  # the gate of GPT-OSS
@@ -41,6 +45,50 @@ class Experts(Operation):
         super().__init__(options, *shards)  # up, its bias, down, its bias
         self.activation, self.transposed, self.interleaved = activation, transposed, interleaved
         self.clamp, self.recompute = clamp, recompute
+
+    def run(self, inputs: Sequence[Any], owner: Any = None) -> torch.Tensor:
+        """Returns the result for x, weights and index. Where the ring divides experts, tokens travel to them, and the
+        experts of this rank's part rotate over a ring of their own."""
+        options, given = self.options, self.parameters()
+        experts = options.ring.experts
+        if experts is None:
+            return rotate(self, inputs, owner)[0]
+        whole = isinstance(given[0], DTensor)
+        count = given[0].shape[0] * (1 if whole else len(experts.places))
+        if any(frozen_of(each) is not None for each in given):
+            raise ValueError(f"{options.name}: expected experts in a floating dtype where dims have expert, got blocks")
+        if (problem := indivisible(count, experts.places)) is not None:
+            raise ValueError(f"{options.name}: {problem}")
+        if options.prepared is not None and options.prepared.sharded and not whole:
+            raise ValueError(
+                f"{options.name}: expected parameters that are DTensors on the mesh of the ring, got plain"
+            )
+        twin = copy.copy(self)
+        twin.options = options._replace(ring=experts.inner, prepared=options.prepared and options.prepared.divided)
+        # The ring of this part averages over its own ranks.
+        shards = iter(local_shards(given, scale=1 / experts.size))
+        twin.given = tuple(each if each is None else next(shards) for each in self.given)
+        call = Call.of(
+            given[0],
+            ring=options.ring,
+            name=options.name,
+            compute_dtype=options.compute_dtype,
+            reduce_dtype=options.reduce_dtype,
+        )
+        operands, refused = inputs, None
+        try:
+            operands = self.operands(call, inputs)
+            expect_features(call, operands[0], given[0].shape[1 if self.transposed else 2])
+            _expect_choices(call, count, operands[2])
+        except (TypeError, ValueError, IndexError) as error:
+            refused = error
+        x, weights, index = operands
+
+        def compute(rows: torch.Tensor, numbers: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
+            return rotate(twin, [rows, ones, numbers])[0]
+
+        y = dispatched(experts, count, x, index, weights, compute, options.name, refused)
+        return y.reshape(inputs[0].shape)
 
     def operands(self, call: Call, inputs: Sequence[Any]) -> list[torch.Tensor]:
         x, (_, weights, index), name = call.operand(inputs[0]), inputs, call.name
@@ -112,10 +160,7 @@ class Experts(Operation):
 
     def check(self, call: Call, settings: _Experts, inputs: Sequence[torch.Tensor]) -> None:
         expect_features(call, inputs[0], settings.features)
-        index, experts = inputs[2], settings.experts
-        if index.device.type == "cpu" and index.numel() and (int(index.min()) < 0 or int(index.max()) > experts):
-            found = f"{int(index.min())} to {int(index.max())}"
-            raise IndexError(f"{call.name}: expected an index in [0, {experts}], got {found}")
+        _expect_choices(call, settings.experts, inputs[2])
 
     @staticmethod
     def reads(call: Call, settings: _Experts) -> Sequence[bool]:
@@ -148,6 +193,12 @@ class Experts(Operation):
             _native.experts_backward, *tensors, settings.shape, wanted, call.options
         )
         return dx, dweights, None, *of_parameters
+
+
+def _expect_choices(call: Call, experts: int, index: torch.Tensor) -> None:
+    if index.device.type == "cpu" and index.numel() and (int(index.min()) < 0 or int(index.max()) > experts):
+        found = f"{int(index.min())} to {int(index.max())}"
+        raise IndexError(f"{call.name}: expected an index in [0, {experts}], got {found}")
 
 
 @dataclass(frozen=True)
@@ -226,4 +277,4 @@ def rotated_experts(
         clamp=(float(alpha), float(limit)) if activation == CLAMPED_SWIGLU else None,
         recompute=recompute,
     )
-    return rotate(use, [x, weights, index])[0]
+    return use.run([x, weights, index])

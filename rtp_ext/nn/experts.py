@@ -10,7 +10,6 @@ from torch import nn
 
 from rtp_ext.families.recognised import computes_experts
 from rtp_ext.families.same_forward import FUNCTIONS, activation_of
-from rtp_ext.functional._operation import rotate
 from rtp_ext.functional.experts import CLAMPED_SWIGLU, Experts
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.nn._base import RotatedModule
@@ -180,7 +179,7 @@ class RotatedExperts(RotatedModule, nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        return rotate(self._operation(), [self._cast(hidden_states), top_k_weights, top_k_index], self)[0]
+        return self._operation().run([self._cast(hidden_states), top_k_weights, top_k_index], self)
 
     def _operation(self, key: str = "") -> Experts:
         names = (self._up_name, f"{self._up_name}_bias", "down_proj", "down_proj_bias")

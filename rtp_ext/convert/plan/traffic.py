@@ -17,8 +17,10 @@ from rtp_ext._native import SLOT_CAP
 from rtp_ext.embedding_rows import rows_traffic
 from rtp_ext.functional._operation import Operation
 from rtp_ext.functional.embedding import Embedding
+from rtp_ext.functional.experts import Experts
 from rtp_ext.functional.linear import Linears
 from rtp_ext.functional.mlp import MLP
+from rtp_ext.options import RingOptions
 from rtp_ext.ring import Ring
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 
@@ -54,6 +56,8 @@ class RingFacts:
         layer_groups: (name, shards in a product, predicted seconds of a forward and backward or None) of layers for
             which the route planner has chosen or predicted.
         buffers, collective: as in `rtp_ext.Ring`.
+        expert_ranks: the number of ranks that experts are divided over.
+        experts: the ring over which the experts of this rank's part rotate; None: experts are not divided.
         assumed: whether no ring exists yet: routes are those of ranks on one host.
     """
 
@@ -82,6 +86,8 @@ class RingFacts:
     layer_groups: tuple[tuple[str, int, float | None], ...] = ()
     buffers: str | int = "auto"
     collective: bool = False
+    expert_ranks: int = 1
+    experts: RingFacts | None = None
     assumed: bool = field(default=False, compare=False)
 
     @classmethod
@@ -118,6 +124,8 @@ class RingFacts:
             layer_groups=tuple((name, *taken) for name, taken in sorted(groups.items()) if taken != (group, None)),
             buffers=ring.options.buffers,
             collective=ring.options.collective and ring.size > 1,
+            expert_ranks=1 if ring.experts is None else ring.experts.size,
+            experts=None if ring.experts is None else cls.of(ring.experts.inner),
         )
 
     @classmethod
@@ -139,8 +147,11 @@ class RingFacts:
         embedding: str = "auto",
         group: int | None = None,
         buffers: str | int = "auto",
+        places: Sequence[tuple[int, int]] | None = None,
     ) -> RingFacts:
-        """Returns the facts of a new ring with these options, with all ranks on one host. No communication."""
+        """Returns the facts of a new ring with these options, with all ranks on one host. No communication. `places`:
+        see ExpertMesh; None: experts are not divided."""
+        options = {name: value for name, value in locals().items() if name in RingOptions.__dataclass_fields__}
         if transport == "auto":
             transport = "shm" if device == "cpu" else "ce"
         everywhere = transport in ("shm", "ce") or (device == "cuda" and transport.startswith("nccl"))
@@ -154,6 +165,11 @@ class RingFacts:
             gradients = GradientRoutes(
                 "by-dtype" if reaches_all else "chain", None, wide=device == "cuda" and buffers != "lean"
             )
+        expert_ranks, experts = 1, None
+        if places is not None and (expert_ranks := 1 + max(expert for expert, _ in places)) > 1:
+            inner = len(places) // expert_ranks
+            options["group"] = None if group is None else min(group, inner)
+            experts = cls.expected(device, inner, places[rank][1], **options)
         return cls(
             ranks=ranks,
             rank=rank,
@@ -174,8 +190,14 @@ class RingFacts:
             sends_rows=embedding == "rows",
             group=min(group or 1, ranks),
             buffers=buffers,
+            expert_ranks=expert_ranks,
+            experts=experts,
             assumed=True,
         )
+
+    def of_operation(self, operation: type[Operation]) -> RingFacts:
+        """Returns the facts of the ring over which an operation rotates."""
+        return self.experts if self.experts is not None and operation is Experts else self
 
     def route_of(self, passes: Passes) -> tuple[str, bool]:
         """Returns the route of an operation, and whether its gradients travel in halves."""

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rtp_ext.convert.adapters import reading_adapter
+from rtp_ext.convert.adapters import adapter_modules, reading_adapter
 from rtp_ext.convert.modules.gathered import foreign_hooks
 from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
 from rtp_ext.convert.optimizers import REPLACED
@@ -22,17 +22,19 @@ from rtp_ext.convert.plan.request import (
     describe,
     place_of_ring,
 )
-from rtp_ext.convert.plan.rotation_plan import ROTATED, ModulePlan, RotationPlan
+from rtp_ext.convert.plan.rotation_plan import GATHERED, ROTATED, ModulePlan, RotationPlan
 from rtp_ext.convert.scopes import ring_of_module
 from rtp_ext.convert.tensor_parallel import check_style, on_tensor_mesh
 from rtp_ext.convert.validation.call import OFFLOAD
 from rtp_ext.families import blocks
+from rtp_ext.families.recognised import is_experts
 from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.nn import Flyweight, RotatedEmbedding
 from rtp_ext.outer import AllReduce
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import type_name
+from rtp_ext.ring.expert_ring import indivisible
 
 _MANAGERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
 
@@ -47,6 +49,8 @@ def validate(plan: RotationPlan, request: Request) -> None:
     with the options, TypeError for parameters on another device. Changes nothing, and sends nothing."""
     if request.offloads and request.trains:
         _refuse_offload(request)
+    if request.place.experts is not None:
+        _check_experts(plan, request)
     _refuse_whole_tables(request)
     _refuse_foreign(request)
     if request.trains:
@@ -70,6 +74,44 @@ def validate(plan: RotationPlan, request: Request) -> None:
         _check_frozen(plan, request, dict(modules))
     if request.options.loss_head is not None:
         _check_heads(plan, request, modules)
+
+
+def _check_experts(plan: RotationPlan, request: Request) -> None:
+    """Raises ValueError where experts cannot be divided, or divided experts combined with the other options, and where
+    there are none."""
+    place = request.place
+    other = None
+    if place.in_place:
+        other = "in_place=True"
+    elif request.offloads:
+        other = "offload_policy=CPUOffloadPolicy()"
+    elif type(request.outer) is not AllReduce:
+        other = f"{type(request.outer).__name__}: of the outer policies only outer.AllReduce() takes it"
+    elif adapter_modules(request.root):
+        other = "adapters of peft"
+    if other is not None:
+        raise ValueError(f"fully_rotate: dims that have expert cannot be combined with {other}")
+    found = [module for module in plan.modules if module.layer == "experts"]
+    for module in plan.modules:
+        problem = None
+        if module.layer == "experts":
+            assert place.experts is not None, "experts are divided"
+            problem = indivisible(module.parameters[0].shape[0], place.experts)
+            if module.in_blocks:
+                problem = "expected experts in a floating dtype, got weights in blocks (frozen)"
+        elif (
+            module.moved == GATHERED
+            and module.notice == "refused"
+            and is_experts(request.root.get_submodule(module.name))
+        ):
+            problem = f"its experts cannot rotate: {module.reason}"
+        if problem is not None:
+            raise ValueError(f"fully_rotate: dims have expert, but {module.label} ({module.kind}): {problem}")
+    if not found:
+        raise ValueError(
+            "fully_rotate: dims have expert: expected a model with experts that rotate (stacked weights in a module of "
+            f"transformers, or nn.RotatedExperts), got none in a {type(request.root).__name__}"
+        )
 
 
 def _check_frozen(plan: RotationPlan, request: Request, modules: dict[str, nn.Module]) -> None:

@@ -48,6 +48,7 @@ class Communicator:
             replicas have none.
         failure_report: finds out which rank failed; None without groups.
         companions: communicators that close with this one.
+        partners: communicators of other rings of the same model, which fail with this one.
     """
 
     placed: Hosts
@@ -67,6 +68,7 @@ class Communicator:
         self.executor: Any = None
         self.failure_report: FailureReport | None = None
         self.companions: tuple[Communicator, ...] = ()
+        self.partners: tuple[weakref.ref[Communicator], ...] = ()
         self.members: list[int] = [] if members is None else [*members]
         self._groups: list[dist.ProcessGroup] = []
         self._control: dist.ProcessGroup | None = None  # for values of the host
@@ -174,6 +176,10 @@ class Communicator:
         broken, seen = set() if own else broken_links(groups), time.time()
         cut(groups)
         self.drop_groups()
+        for reference in self.partners:
+            partner = reference()
+            if partner is not None and partner.executor is not None and partner.executor.alive:
+                partner.end(RotationError(str(error)))
         # A forked process is no rank, and shares its parent's connection to the store.
         if self.failure_report is None or self.world is not dist.group.WORLD or self.forked:
             return

@@ -1,0 +1,115 @@
+"""Experts that are divided among ranks: tokens travel to the ranks of their experts, and outputs back."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtp_ext.ring.autograd import first_order_only, summing_dtype, unseen
+from rtp_ext.ring.expert_ring import ExpertRing
+from rtp_ext.ring.links.agree import expect_same
+
+
+def dispatched(
+    experts: ExpertRing,
+    count: int,
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    name: str,
+    refused: Exception | None = None,
+) -> Tensor:
+    """Returns `y[t] = sum_k weights[t, k] * MLP_e(x[t])`, e = index[t, k], where ranks have different experts.
+
+    Each pair of a token and an expert is a row that travels to the rank of the expert, and its output returns. Every
+    rank takes part, with no rows too: a rank may have no tokens, and an expert none.
+
+        x [T, D], index [T, K], weights [T, K]   index: an integer in [0, E]; E selects no expert
+        returns [T, D], in the dtype of the outputs
+
+    Args:
+        count: E.
+        compute: the outputs [n, D] of rows [n, D], given for each row, as [n, 1], the number of the expert among those
+            of this rank's part, and a weight of 1.
+        name: of the layer.
+        refused: why this rank's arguments are wrong; the other ranks get to know it.
+
+    The ranks compare the layer, and exchange numbers of rows, once in a forward: the only wait of the host for the
+    device. Raises ValueError on every rank where they are about to compute different layers, dtypes, sizes or
+    gradients. Collective.
+    """
+    owners, numbers = experts.owners(count)
+    if refused is None:
+        flat = index.reshape(-1)
+        owner = owners[flat]
+        leaving = owner.bincount(minlength=experts.size + 1)[: experts.size]
+        asks = f"gradients of tokens {torch.is_grad_enabled() and x.requires_grad}"
+        facts = f"{name} of {count} experts on tokens of {x.shape[1]} features, {x.dtype}, {asks}"
+    else:
+        leaving = torch.zeros(experts.size, dtype=torch.int64, device=experts.device)
+        facts = f"{name} is refused: {type(refused).__name__}: {refused}"
+    sizes = _sizes(experts, leaving, facts, name, refused)
+    rows = owner.argsort(stable=True)[: sum(sizes[0])]  # in the order of ranks; those of no expert come last
+    choices = index.shape[1]
+    spread = x.unsqueeze(1).expand(-1, choices, -1).reshape(-1, x.shape[1])
+    arrived = _Travel.apply(spread.index_select(0, rows), experts, *sizes, name)
+    theirs = _travel(experts, numbers[flat[rows]], *sizes, name).unsqueeze(1)
+    outputs = compute(arrived, theirs, arrived.new_ones(theirs.shape, dtype=torch.float32))
+    back = _Travel.apply(outputs, experts, *reversed(sizes), name)
+    each = back.new_zeros(len(flat), back.shape[1]).index_copy(0, rows, back).view(*index.shape, back.shape[1])
+    wide = summing_dtype(back.dtype)
+    return (each.to(wide) * weights.to(wide).unsqueeze(-1)).sum(1).to(back.dtype)
+
+
+@unseen
+def _sizes(
+    experts: ExpertRing, leaving: Tensor, facts: str, name: str, refused: Exception | None
+) -> tuple[list[int], list[int]]:
+    """Returns the numbers of rows that go to each rank, and that come from each."""
+    sent = torch.stack([leaving, torch.full_like(leaving, _digest(facts))], 1)
+    received = _travel(experts, sent, [1] * experts.size, [1] * experts.size, name)
+    ours, theirs = torch.stack([sent, received]).tolist()
+    digest = ours[0][1]
+    differ = any(each != digest for _, each in theirs)
+    answers = experts.exchange(facts) if differ else []
+    try:
+        if refused is not None:
+            raise refused
+        named = [f"rank {member}" for member in experts.members]
+        expect_same("the ranks of divided experts disagree", answers or [facts], named=named.__getitem__)
+    except (TypeError, ValueError, IndexError) as error:
+        experts.end(error)  # the other ranks of this rank's ring have begun to rotate
+        raise
+    return [rows for rows, _ in ours], [rows for rows, _ in theirs]
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(facts: str) -> int:
+    return int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "little")
+
+
+@unseen
+def _travel(experts: ExpertRing, sent: Tensor, leaving: list[int], arriving: list[int], name: str) -> Tensor:
+    received = sent.new_empty(sum(arriving), *sent.shape[1:])
+    return experts.all_to_all(received, sent.contiguous(), arriving, leaving, name)
+
+
+class _Travel(torch.autograd.Function):
+    """Rows [n, D] to other ranks; their gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, experts: ExpertRing, leaving: list[int], arriving: list[int], name: str):
+        ctx.way = experts, arriving, leaving, name
+        return _travel(experts, rows, leaving, arriving, name)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, gradient: Tensor):
+        experts, *way = ctx.way
+        return _travel(experts, gradient, *way), None, None, None, None

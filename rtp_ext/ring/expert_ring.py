@@ -1,0 +1,62 @@
+"""The ranks of a ring among which experts are divided, and the ring over which each part of the experts rotates."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rtp_ext.ring.links.companion import Companion
+from rtp_ext.ring.mesh import ExpertMesh
+
+
+class ExpertRing(Companion):
+    """The ranks that tokens travel among, one from each of the rings of experts.
+
+    Experts are DTensors of the whole ring, Shard(0) along the experts, like all its parameters; a rank of the whole
+    ring has a rank here and one in `inner`, and its shard is that of both.
+
+    Attributes:
+        rank, size: index of this rank among those that experts are divided over, and their number N.
+        inner: the Ring over which the experts of this rank's part rotate.
+        places: for each rank of the whole ring its rank here and in `inner`.
+    """
+
+    _member, _others = "expert rank", "a rank of other experts"
+
+    def __init__(self, ring: Any, mesh: ExpertMesh, inner: Any) -> None:
+        group = mesh.ranks.get_group()
+        super().__init__(ring, dist.get_rank(group), dist.get_process_group_ranks(group))
+        self.inner, self.places = inner, mesh.places
+        self._owners: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the number of experts
+        ends, others = ring.communicator, inner.communicator
+        ends.partners, others.partners = (weakref.ref(others),), (weakref.ref(ends),)
+
+    def owners(self, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns for each of E experts, and for E, which selects none, the rank that has it, N for none, and its
+        number among the experts of that rank: int64 [E + 1] on the device."""
+        if experts not in self._owners:
+            each = experts // len(self.places)
+            ranks: list[int] = []
+            numbers: list[int] = []
+            for rank, place in self.places:
+                ranks += [rank] * each
+                numbers += range(place * each, (place + 1) * each)
+            with torch.inference_mode(False):
+                found = torch.tensor([[*ranks, self.size], [*numbers, 0]], device=self.device)
+            self._owners[experts] = found[0], found[1]
+        return self._owners[experts]
+
+
+def indivisible(experts: int, places: Sequence[tuple[int, int]]) -> str | None:
+    """Returns why experts cannot be divided over ranks at these places; None if they can."""
+    if experts % len(places) == 0:
+        return None
+    ranks = max(rank for rank, _ in places) + 1
+    return (
+        f"expected a multiple of {len(places)} experts, as many on every rank ({ranks} over expert times "
+        f"{len(places) // ranks} over ring), got {experts}"
+    )
