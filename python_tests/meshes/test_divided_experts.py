@@ -1,22 +1,24 @@
 """Experts divided over one dimension of a mesh and rotated over another, against the plain model in one process on the
 batches of all ranks."""
 
-import contextlib
 import copy
+import os
+import signal
+import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness import on_ranks
 from hf_models import check_parameters, fill
 from models import train
-from reference import adamw, assert_same, differs, random
+from reference import adamw, assert_same, random
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import rtp_ext
 from rtp_ext import Ring, RotationDims
-from rtp_ext.nn import RotatedMoE
 
 D, H, E = 6, 4, 12
 TOLERANCE = 1e-6
@@ -90,9 +92,9 @@ def test_of_a_layer(rank, ranks, cases):
     plain = fill(PlainExperts())
     for label, mesh in as_meshes(ranks):
         with Ring(mesh, dims=DIMS, timeout=30) as ring:
-            plain = copy.deepcopy(plain)
+            plain, state = copy.deepcopy(plain), plain.state_dict()
             layer = rtp_ext.nn.RotatedExperts(E, D, H, dtype=torch.float64, ring=ring)
-            rtp_ext.init_weights(layer, lambda part: part.load_state_dict(plain.state_dict()))
+            rtp_ext.init_weights(layer, lambda part, state=state: part.load_state_dict(state))
             optimizers = [adamw(part.parameters(), lr=0.05) for part in (layer, plain)]
             for step, kind in enumerate(KINDS):
                 with cases.case(f"{label} {kind}"):
@@ -106,8 +108,257 @@ def test_of_a_layer(rank, ranks, cases):
                     total(outputs, ranks).backward()
                     total([y], 1).backward()
                     for place in (0, 2):
-                        assert_same(mine[place].grad, batches[rank][place].grad * ranks, TOLERANCE, "input gradient", 1.0)
+                        assert_same(
+                            mine[place].grad, batches[rank][place].grad * ranks, TOLERANCE, "input gradient", 1.0
+                        )
                     check_parameters(layer, plain, lambda parameter: parameter.grad)
                     for optimizer in optimizers:
                         optimizer.step()
                     check_parameters(layer, plain)
+
+
+# -- models of transformers --------------------------------------------------------------------------------------------
+
+FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+VOCABULARY = 41
+
+
+def make(family, layers=2, **changes):
+    """Small models with 12 experts a layer, the same on every rank, with distinct values, in float64."""
+    import transformers as hf
+
+    hf.logging.set_verbosity_error()
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 10,
+        "moe_intermediate_size": 6,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4 if family == "deepseek_v3" else 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 32,
+        "num_experts_per_tok": 3,
+        "use_cache": False,
+        "experts_implementation": "eager",
+        **changes,
+    }
+    balance = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    if family == "mixtral":
+        model = hf.MixtralForCausalLM(hf.MixtralConfig(num_local_experts=E, **balance, **sizes))
+    elif family == "qwen3_moe":
+        model = hf.Qwen3MoeForCausalLM(
+            hf.Qwen3MoeConfig(num_experts=E, head_dim=4, norm_topk_prob=True, mlp_only_layers=[0], **balance, **sizes)
+        )
+    elif family == "gpt_oss":
+        model = hf.GptOssForCausalLM(
+            hf.GptOssConfig(num_local_experts=E, head_dim=4, sliding_window=4, **balance, **sizes)
+        )
+    else:
+        latent = {"q_lora_rank": 6, "kv_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+        routing = {"n_routed_experts": E, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
+        model = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(first_k_dense_replace=1, **latent, **routing, **sizes))
+    model = fill(model.double().train())
+    for block in list(model.modules()):  # theirs compute in float32
+        for name, part in list(block.named_children()):
+            if type(part).__name__.endswith("RMSNorm"):
+                norm = torch.nn.RMSNorm(part.weight.shape, eps=part.variance_epsilon, dtype=torch.float64)
+                norm.weight = part.weight
+                setattr(block, name, norm)
+    return model
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(VOCABULARY, (1 + rank % 2, 8 - rank % 3), generator=generator)
+
+
+def loss_of(model, rank, step):
+    ids = batch(rank, step)
+    return model(ids, labels=ids).loss
+
+
+def mean_loss(model, ranks, step):
+    return sum(loss_of(model, rank, step) for rank in range(ranks)) / ranks
+
+
+def same_as(model, plain, tolerance, of=lambda parameter: parameter):
+    """Compares whole parameters, or `of` applied to them. Collective."""
+    theirs = dict(plain.named_parameters())
+    assert list(theirs) == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        assert_same(of(parameter).full_tensor(), of(theirs[name]), tolerance, name)
+
+
+@on_ranks([4, 6, 8], timeout=300)
+def test_of_models(rank, ranks, cases):
+    for number, (label, mesh) in enumerate(as_meshes(ranks)):
+        replicas = "replicas" if ranks == 8 else None
+        for family in FAMILIES[: 1 if number or ranks == 8 else None]:
+            with cases.case(f"{label} {family}"):
+                plain = make(family)
+                model = rtp_ext.fully_rotate(
+                    copy.deepcopy(plain), mesh=mesh, dims=RotationDims("ring", replicas, "expert"), timeout=60
+                )
+                expected, actual = plain(batch(rank, 0)).logits, model(batch(rank, 0)).logits
+                assert_same(actual, expected, 1e-6, "logits")
+                mean_loss(plain, ranks, 0).backward()
+                loss_of(model, rank, 0).backward()
+                same_as(model, plain, 1e-5, lambda parameter: parameter.grad)
+                norms = [
+                    train(model, lambda step, model=model: loss_of(model, rank, step), 5, clip=0.5),
+                    train(plain, lambda step, plain=plain: mean_loss(plain, ranks, step), 5, clip=0.5),
+                ]
+                assert_same(*map(torch.tensor, norms), 1e-4, "gradient norms")
+                same_as(model, plain, 1e-4)
+                rtp_ext.ring_of(model).close()
+
+
+# -- differences between ranks -----------------------------------------------------------------------------------------
+
+
+def wrong_index(rank, first, second, x, index, weights):
+    return first(x, index + (E if rank == 3 else 0), weights)
+
+
+def other_gradients(rank, first, second, x, index, weights):
+    return first(x.detach() if rank == 1 else x, index, weights)
+
+
+def other_layer(rank, first, second, x, index, weights):
+    return (second if rank == 2 else first)(x, index, weights)
+
+
+@on_ranks(4)
+def test_a_difference_is_an_error_on_every_rank(rank, ranks, cases):
+    _, mesh = next(as_meshes(ranks))
+    for planted, other in ((wrong_index, 3), (other_gradients, 1), (other_layer, 2)):
+        with cases.case(planted.__name__):
+            ring = Ring(mesh, dims=DIMS, timeout=20)
+            layers = [rtp_ext.nn.RotatedExperts(E, D, H, dtype=torch.float64, ring=ring) for _ in range(2)]
+            for layer, name in zip(layers, ("layer.first", "layer.second"), strict=True):
+                layer.qualified_name = name
+            layers[0](*routed(rank, "usual")).sum().backward()
+            error = None
+            try:
+                planted(rank, *layers, *routed(rank, "usual")).sum().backward()
+            except (ValueError, TypeError, IndexError, RuntimeError) as caught:
+                error = str(caught)
+            errors = [None] * ranks
+            dist.all_gather_object(errors, error)
+            assert not ring.alive and not ring.experts.inner.alive
+            for each, text in enumerate(errors):
+                assert text is not None and "layer.first" in text, text
+                assert each == other or f"rank {other}" in text, text
+
+
+@on_ranks(4, lost=[3])
+def test_a_lost_rank_ends_the_others(rank, ranks):
+    _, mesh = next(as_meshes(ranks))
+    ring = Ring(mesh, dims=DIMS, timeout=20)
+    layer = rtp_ext.nn.RotatedExperts(E, D, H, dtype=torch.float64, ring=ring)
+    layer(*routed(rank, "usual")).sum().backward()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(rtp_ext.RotationError, match="rank 3"):
+        layer(*routed(rank, "usual"))
+    assert not ring.alive
+
+
+# -- other features ----------------------------------------------------------------------------------------------------
+
+
+def rotated(plain, mesh, **options):
+    return rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=mesh, dims=DIMS, timeout=60, **options)
+
+
+def sent_by(ring, channel):
+    return sum(each.bytes_sent(channel) for each in ring.rings)
+
+
+def checkpointed(model, reentrant):
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+@on_ranks(4, timeout=300)
+def test_of_other_features(rank, ranks, cases):
+    meshes = [mesh for _, mesh in as_meshes(ranks)]
+    plain = make("mixtral")
+    model = rotated(plain, meshes[0])
+    mean_loss(plain, ranks, 0).backward()
+
+    with cases.case("explain, and bytes by closed form"):
+        planned = rtp_ext.explain(copy.deepcopy(plain), mesh=meshes[0], dims=DIMS)
+        loss_of(model, rank, 0).backward()  # the first forward compares
+        plan, ring = rtp_ext.explain(model), rtp_ext.ring_of(model)
+        assert str(planned).replace(
+            "No ring exists yet: these are the routes of ranks on one host.", ""
+        ).strip() == str(plan)
+        before = sent_by(ring, "weight"), sent_by(ring, "gradient")
+        model.zero_grad()
+        loss_of(model, rank, 0).backward()
+        same_as(model, plain, 1e-5, lambda parameter: parameter.grad)
+        totals = plan.totals
+        assert sent_by(ring, "weight") - before[0] == totals["forward_bytes"] + totals["backward_bytes"]
+        assert sent_by(ring, "gradient") - before[1] == totals["gradient_bytes"]
+        rows = {row.name: row for row in plan.parameters}
+        up = rows["model.layers.0.mlp.experts.gate_up_proj"]
+        assert up.placements == ("Shard(dim=0)",) and up.shard_sizes == (3, 3, 3, 3)
+        # Each rank sends 1 of the 2 shards that its part has: half of 6 experts of 2 x 10 x 16 numbers of 8 bytes.
+        assert up.forward_bytes == 3 * 20 * 16 * 8 and up.collective_bytes is None
+
+    for reentrant in (False, True):
+        with cases.case(f"checkpointing, reentrant {reentrant}"):
+            # A reentrant checkpoint loses the gradient of the balance loss, in the plain model too.
+            again, twin = (checkpointed(each, reentrant) for each in (rotated(plain, meshes[1]), copy.deepcopy(plain)))
+            twin.zero_grad()
+            mean_loss(twin, ranks, 0).backward()
+            loss_of(again, rank, 0).backward()
+            same_as(again, twin, 1e-5, lambda parameter: parameter.grad)
+            rtp_ext.ring_of(again).close()
+
+    with cases.case("DCP to other meshes, and whole tensors"):
+        folder = [tempfile.mkdtemp() if rank == 0 else None]
+        dist.broadcast_object_list(folder)
+        dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])
+        others = [rotated(make("mixtral"), mesh) for mesh in meshes[1:]]
+        others.append(rtp_ext.fully_rotate(make("mixtral"), timeout=60))
+        for other in others:
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.zero_()
+            state = get_model_state_dict(other)
+            dcp.load(state, checkpoint_id=folder[0])
+            set_model_state_dict(other, state)
+            same_as(other, plain, 0)
+            rtp_ext.ring_of(other).close()
+        streamed = dict(rtp_ext.stream_weights(model))
+        assert all(torch.equal(streamed[name], value) for name, value in plain.state_dict().items())
+
+    with cases.case("Muon"):
+        optimizers = []
+        for each in (model, plain):
+            hidden, rest = rtp_ext.optim.matrices(each)
+            optimizers.append((rtp_ext.optim.Muon(hidden, lr=0.02), adamw(rest, lr=0.01)))
+        model.zero_grad()
+        loss_of(model, rank, 0).backward()
+        for optimizer in (each for pair in optimizers for each in pair):
+            optimizer.step()
+        same_as(model, plain, 1e-4)
+    rtp_ext.ring_of(model).close()
+
+    with cases.case("frozen experts in blocks"):
+        plain = make("mixtral", hidden_size=16, intermediate_size=16)
+        for name, parameter in plain.named_parameters():
+            parameter.requires_grad_("experts" not in name)
+        model = rotated(plain, meshes[0], frozen="nf4")
+        values = rtp_ext.frozen_weights(model)
+        assert len(values) == 4
+        for name, value in values.items():
+            plain.get_parameter(name).data.copy_(value)
+        loss_of(model, rank, 0).backward()
+        mean_loss(plain, ranks, 0).backward()
+        for name, parameter in plain.named_parameters():
+            if parameter.requires_grad:
+                assert_same(model.get_parameter(name).grad.full_tensor(), parameter.grad, 1e-5, name)
+        rtp_ext.ring_of(model).close()

@@ -15,7 +15,7 @@ from rtp_ext.functional._call import INTEGERS, Call, ShardedParameter, expect_sh
 from rtp_ext.functional._operation import Operation, Options, expect_features, rotate
 from rtp_ext.functional.dispatch import dispatched
 from rtp_ext.functional.mlp import ACTIVATIONS
-from rtp_ext.parameters.frozen import expect_takes_blocks
+from rtp_ext.parameters.frozen import expect_takes_blocks, part_of_frozen
 from rtp_ext.parameters.sharding import frozen_of, local_shards
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.expert_ring import indivisible
@@ -53,21 +53,20 @@ class Experts(Operation):
         experts = options.ring.experts
         if experts is None:
             return rotate(self, inputs, owner)[0]
-        whole = isinstance(given[0], DTensor)
-        count = given[0].shape[0] * (1 if whole else len(experts.places))
-        if any(frozen_of(each) is not None for each in given):
-            raise ValueError(f"{options.name}: expected experts in a floating dtype where dims have expert, got blocks")
-        if (problem := indivisible(count, experts.places)) is not None:
-            raise ValueError(f"{options.name}: {problem}")
-        if options.prepared is not None and options.prepared.sharded and not whole:
+        if options.prepared is not None and options.prepared.sharded and not isinstance(given[0], DTensor):
             raise ValueError(
                 f"{options.name}: expected parameters that are DTensors on the mesh of the ring, got plain"
             )
+        count, *matrix = getattr(frozen_of(given[0]), "shape", given[0].shape)
+        count *= 1 if isinstance(given[0], DTensor) else len(experts.places)
+        if (problem := indivisible(count, experts.places)) is not None:
+            raise ValueError(f"{options.name}: {problem}")
         twin = copy.copy(self)
         twin.options = options._replace(ring=experts.inner, prepared=options.prepared and options.prepared.divided)
         # The ring of this part averages over its own ranks.
         shards = iter(local_shards(given, scale=1 / experts.size))
-        twin.given = tuple(each if each is None else next(shards) for each in self.given)
+        parts = [None if each is None else part_of_frozen(each, next(shards), experts.size) for each in self.given]
+        twin.given = tuple(parts)
         call = Call.of(
             given[0],
             ring=options.ring,
@@ -78,7 +77,7 @@ class Experts(Operation):
         operands, refused = inputs, None
         try:
             operands = self.operands(call, inputs)
-            expect_features(call, operands[0], given[0].shape[1 if self.transposed else 2])
+            expect_features(call, operands[0], matrix[0 if self.transposed else 1])
             _expect_choices(call, count, operands[2])
         except (TypeError, ValueError, IndexError) as error:
             refused = error

@@ -32,8 +32,10 @@ class ExpertRing(Companion):
         super().__init__(ring, dist.get_rank(group), dist.get_process_group_ranks(group))
         self.inner, self.places = inner, mesh.places
         self._owners: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the number of experts
-        ends, others = ring.communicator, inner.communicator
-        ends.partners, others.partners = (weakref.ref(others),), (weakref.ref(ends),)
+        whole, part = ring.communicator, inner.communicator
+        whole.partners, part.partners = (weakref.ref(part),), (weakref.ref(whole),)
+        # A failure of one is a failure of both, and any rank of the whole ring may be its cause.
+        part.failure_report = inner.failure_report = whole.failure_report
 
     def owners(self, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns for each of E experts, and for E, which selects none, the rank that has it, N for none, and its

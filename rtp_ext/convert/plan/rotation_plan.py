@@ -365,7 +365,7 @@ class RotationPlan:
         name = f"{module.name}.{owned.key}" if module.name else owned.key
         sizes = () if owned.dim is None else tuple(shard_sizes(owned.ring_shape[owned.dim], self.ring.ranks))
         if owned.frozen is not None:
-            sizes = tuple(owned.frozen.shard_rows(ranks))
+            sizes = tuple(owned.frozen.shard_rows(self.ring.ranks))
         if facts is not self.ring:
             collective = None  # rows of tokens, which depend on the router
         return ParameterPlan(
@@ -431,7 +431,7 @@ def _members(module: ModulePlan, divided: int = 1) -> list[tuple[ModulePlan, Own
                 found += [(module, owned, part)] * 3
             continue
         if owned.moved == ROTATED and owned.dim is not None:
-            facts = owned.frozen and owned.frozen.facts
+            facts = owned.frozen and owned.frozen.divided(divided).facts
             shape = (owned.ring_shape[0] // divided, *owned.ring_shape[1:])
             facts = facts or ParameterFacts(shape, owned.dim, trained=owned.trained)
             found.append((module, owned, facts))

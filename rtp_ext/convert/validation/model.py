@@ -97,8 +97,6 @@ def _check_experts(plan: RotationPlan, request: Request) -> None:
         if module.layer == "experts":
             assert place.experts is not None, "experts are divided"
             problem = indivisible(module.parameters[0].shape[0], place.experts)
-            if module.in_blocks:
-                problem = "expected experts in a floating dtype, got weights in blocks (frozen)"
         elif (
             module.moved == GATHERED
             and module.notice == "refused"

@@ -172,14 +172,14 @@ class Communicator:
         """Drops the groups, and appends the rank that failed to the text of `error`; for the other arguments see
         FailureReport.call."""
         own = not isinstance(error, RingTimeout)
-        groups = self._open_groups()
+        partners = [partner for reference in self.partners if (partner := reference()) is not None and partner.alive]
+        groups = [group for each in (self, *partners) for group in each._open_groups()]
         broken, seen = set() if own else broken_links(groups), time.time()
+        for partner in partners:
+            partner.executor.fail(str(error))
         cut(groups)
-        self.drop_groups()
-        for reference in self.partners:
-            partner = reference()
-            if partner is not None and partner.executor is not None and partner.executor.alive:
-                partner.end(RotationError(str(error)))
+        for each in (self, *partners):
+            each.drop_groups()
         # A forked process is no rank, and shares its parent's connection to the store.
         if self.failure_report is None or self.world is not dist.group.WORLD or self.forked:
             return
