@@ -13,15 +13,16 @@ import torch.distributed.checkpoint as dcp
 from harness import on_ranks
 from hf_models import check_parameters, fill
 from models import train
-from reference import adamw, assert_same, random
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from reference import adamw, assert_same, differs, random
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
 from rtp_ext import Ring, RotationDims
+from rtp_ext.nn import RotatedMoE
 
 D, H, E = 6, 4, 12
-TOLERANCE = 1e-6
+TOLERANCE = 1e-11
 DIMS = RotationDims(ring="ring", expert="expert")
 # names and sizes of the dimensions of a mesh, by number of ranks
 MESHES = {
@@ -37,38 +38,32 @@ MESHES = {
 
 
 class PlainExperts(torch.nn.Module):
-    """Stacked experts, token by token."""
+    """Stacked experts; each pair of a token and an expert gathers its weights."""
 
-    def __init__(self):
+    def __init__(self, count=E):
         super().__init__()
-        self.gate_up_proj = torch.nn.Parameter(torch.empty(E, 2 * H, D, dtype=torch.float64))
-        self.down_proj = torch.nn.Parameter(torch.empty(E, D, H, dtype=torch.float64))
+        self.gate_up_proj = torch.nn.Parameter(torch.empty(count, 2 * H, D, dtype=torch.float64))
+        self.down_proj = torch.nn.Parameter(torch.empty(count, D, H, dtype=torch.float64))
 
     def forward(self, x, index, weights):
-        rows = []
-        for token, chosen, shares in zip(x, index, weights, strict=True):
-            y = torch.zeros_like(token)
-            for expert, share in zip(chosen.tolist(), shares, strict=True):
-                if expert < E:
-                    gate, up = (self.gate_up_proj[expert] @ token).chunk(2)
-                    y = y + share * (self.down_proj[expert] @ (torch.nn.functional.silu(gate) * up))
-            rows.append(y)
-        # An expert that nobody chose has a gradient of zeros.
-        unused = 0 * (self.gate_up_proj.sum() + self.down_proj.sum())
-        return torch.stack(rows) + unused if rows else x * weights.sum() + unused
+        count = len(self.down_proj)
+        chosen, weights = index.clamp(max=count - 1), weights * (index < count)
+        gate, up = torch.einsum("td,tkod->tko", x, self.gate_up_proj[chosen]).chunk(2, -1)
+        y = torch.einsum("tko,tkdo->tkd", torch.nn.functional.silu(gate) * up, self.down_proj[chosen])
+        return (y * weights.unsqueeze(-1)).sum(1)
 
 
-def routed(rank, kind, seed=0):
+def routed(rank, kind, seed=0, count=E):
     """Tokens of a rank, their experts and weights."""
     tokens = {"empty": 0 if rank % 2 else 3, "nowhere": 0}.get(kind, 2 + 3 * rank)
     x = random(tokens, D, dtype=torch.float64, seed=seed + 10 * rank)
     weights = random(tokens, 3, dtype=torch.float64, seed=seed + 10 * rank + 1)
     generator = torch.Generator().manual_seed(seed + rank)
-    index = torch.rand(tokens, E, generator=generator).argsort(1)[:, :3]
+    index = torch.rand(tokens, count, generator=generator).argsort(1)[:, :3]
     if kind == "crowded":
-        index = torch.full_like(index, 5)  # one expert alone
+        index = torch.full_like(index, count // 2)  # one expert alone
     elif kind == "dropped":
-        index[:, 1:] = E  # no expert
+        index[:, 1:] = count  # no expert
         index[::2, 0] = 1
     elif kind == "skewed":
         index = index % (1 + rank)  # nobody chooses most of the experts
@@ -87,31 +82,39 @@ def as_meshes(ranks):
         yield f"{names} {sizes}", init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
+UNEVEN = (4, ("ring", "expert"), (2, 2), 3), (6, ("ring", "expert"), (3, 2), 8)  # ranks, mesh, experts
+
+
 @on_ranks([4, 6])
 def test_of_a_layer(rank, ranks, cases):
-    plain = fill(PlainExperts())
-    for label, mesh in as_meshes(ranks):
-        with Ring(mesh, dims=DIMS, timeout=30) as ring:
-            plain, state = copy.deepcopy(plain), plain.state_dict()
-            layer = rtp_ext.nn.RotatedExperts(E, D, H, dtype=torch.float64, ring=ring)
+    uneven = [(names, sizes, count) for number, names, sizes, count in UNEVEN if number == ranks]
+    for names, sizes, count in [*((*mesh, E) for mesh in MESHES[ranks]), *uneven]:
+        plain = fill(PlainExperts(count))
+        with Ring(init_device_mesh("cpu", sizes, mesh_dim_names=names), dims=DIMS, timeout=30) as ring:
+            assert (ring.experts is None) == (sizes[0] == 1)
+            layer = rtp_ext.nn.RotatedExperts(count, D, H, dtype=torch.float64, ring=ring)
+            state = plain.state_dict()
             rtp_ext.init_weights(layer, lambda part, state=state: part.load_state_dict(state))
             optimizers = [adamw(part.parameters(), lr=0.05) for part in (layer, plain)]
             for step, kind in enumerate(KINDS):
-                with cases.case(f"{label} {kind}"):
-                    batches = [routed(each, kind, 100 * step) for each in range(ranks)]
+                with cases.case(f"{names} {sizes} {count} experts {kind}"):
+                    batches = [routed(each, kind, 100 * step, count) for each in range(ranks)]
                     outputs = [plain(*batch) for batch in batches]
                     mine = [part.detach().clone().requires_grad_(part.requires_grad) for part in batches[rank]]
                     y = layer(*mine)
-                    assert_same(y, outputs[rank], TOLERANCE, "output", scale=1.0)
+                    assert_same(y, outputs[rank], TOLERANCE, "output", 1.0)
                     for optimizer in optimizers:
                         optimizer.zero_grad()
                     total(outputs, ranks).backward()
                     total([y], 1).backward()
                     for place in (0, 2):
-                        assert_same(
-                            mine[place].grad, batches[rank][place].grad * ranks, TOLERANCE, "input gradient", 1.0
-                        )
+                        expected = batches[rank][place].grad * ranks
+                        assert_same(mine[place].grad, expected, TOLERANCE, "input gradient", 1.0)
                     check_parameters(layer, plain, lambda parameter: parameter.grad)
+                    if kind == "usual":  # controls: other experts, and a sum that is divided by too few
+                        x, index, weights = batches[rank]
+                        assert differs(y, plain(x, (index + 1) % count, weights), 1e-3)
+                        assert differs(layer.down_proj.grad.full_tensor(), 2 * plain.down_proj.grad, 1e-3)
                     for optimizer in optimizers:
                         optimizer.step()
                     check_parameters(layer, plain)
@@ -271,6 +274,9 @@ def rotated(plain, mesh, **options):
     return rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=mesh, dims=DIMS, timeout=60, **options)
 
 
+FULL = StateDictOptions(full_state_dict=True)
+
+
 def sent_by(ring, channel):
     return sum(each.bytes_sent(channel) for each in ring.rings)
 
@@ -334,6 +340,34 @@ def test_of_other_features(rank, ranks, cases):
             rtp_ext.ring_of(other).close()
         streamed = dict(rtp_ext.stream_weights(model))
         assert all(torch.equal(streamed[name], value) for name, value in plain.state_dict().items())
+
+    with cases.case("nn.RotatedMoE with a capacity and a balance loss"), Ring(meshes[1], dims=DIMS, timeout=60) as ring:
+        layer = RotatedMoE(D, H, E, 2, 0.5, dtype=torch.float64, ring=ring)
+        # Each rank's batch on a ring that does not divide experts, and so on one process (nn/test_moe.py).
+        with Ring(timeout=60) as whole:
+            other = RotatedMoE(D, H, E, 2, 0.5, dtype=torch.float64, ring=whole)
+            set_model_state_dict(other, get_model_state_dict(layer, options=FULL), options=FULL)
+            results = []
+            for each in (layer, other):
+                x = random(7 + rank, D, dtype=torch.float64, seed=rank).requires_grad_()
+                y = each(x)
+                (y.square().sum() + each.aux_loss).backward()
+                results.append([y, each.aux_loss, x.grad, *(p.grad.full_tensor() for p in each.parameters())])
+            assert (results[0][0] == 0).all(-1).any(), "a token that was dropped"
+            for ours, theirs in zip(*results, strict=True):
+                assert_same(ours, theirs, TOLERANCE, "RotatedMoE", 1.0)
+
+    with cases.case("torch.autocast"), Ring(meshes[0], dims=DIMS, timeout=60) as ring:
+        layer = rtp_ext.nn.RotatedExperts(E, D, H, ring=ring)
+        x, index, weights = (part.detach() for part in routed(rank, "usual"))
+        x = x.float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x, index, weights)
+        y.float().sum().backward()
+        twin = PlainExperts().float()
+        twin.load_state_dict({name: p.full_tensor() for name, p in layer.named_parameters()})
+        assert y.dtype == torch.bfloat16 and x.grad.dtype == torch.float32
+        assert_same(y.float(), twin(x, index, weights.float()), 2e-2, "output in bfloat16")
 
     with cases.case("Muon"):
         optimizers = []

@@ -58,14 +58,15 @@ class Experts(Operation):
                 f"{options.name}: expected parameters that are DTensors on the mesh of the ring, got plain"
             )
         count, *matrix = getattr(frozen_of(given[0]), "shape", given[0].shape)
-        count *= 1 if isinstance(given[0], DTensor) else len(experts.places)
         if (problem := indivisible(count, experts.places)) is not None:
             raise ValueError(f"{options.name}: {problem}")
         twin = copy.copy(self)
         twin.options = options._replace(ring=experts.inner, prepared=options.prepared and options.prepared.divided)
         # The ring of this part averages over its own ranks.
         shards = iter(local_shards(given, scale=1 / experts.size))
-        parts = [None if each is None else part_of_frozen(each, next(shards), experts.size) for each in self.given]
+        parts = [
+            None if each is None else part_of_frozen(each, next(shards), experts.part(count)) for each in self.given
+        ]
         twin.given = tuple(parts)
         call = Call.of(
             given[0],

@@ -62,9 +62,9 @@ class FrozenWeight:
         """Returns the rows of every rank's shard; the columns where `dim` is 1."""
         return self.facts.sizes(ranks)
 
-    def divided(self, parts: int) -> FrozenWeight:
-        """Returns one of equal parts of the rows, without a group of two of them."""
-        return replace(self, shape=(self.shape[0] // parts, *self.shape[1:]))
+    def with_rows(self, rows: int) -> FrozenWeight:
+        """Returns a part of it that has so many rows, in groups of its own."""
+        return replace(self, shape=(rows, *self.shape[1:]))
 
     @property
     def block(self) -> tuple[int, int]:
@@ -211,13 +211,13 @@ def _with_blocks(weight: FrozenWeight, local: torch.Tensor, ring: Ring) -> nn.Pa
     return sharded
 
 
-def part_of_frozen(parameter: torch.Tensor, local: torch.Tensor, parts: int) -> torch.Tensor:
-    """Returns this rank's shard, `local`, of a parameter of one ring as one of a ring that has an equal part of it. A
-    weight in blocks is described by its parameter."""
+def part_of_frozen(parameter: torch.Tensor, local: torch.Tensor, rows: int) -> torch.Tensor:
+    """Returns this rank's shard, `local`, of a parameter as one of a ring that has `rows` rows of it. A weight in
+    blocks is described by its parameter."""
     weight = frozen_of(parameter)
     if weight is not None:
         local = local.detach()
-        local.__dict__[FROZEN] = weight.divided(parts)
+        local.__dict__[FROZEN] = weight.with_rows(rows)
     return local
 
 

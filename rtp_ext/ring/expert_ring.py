@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rtp_ext._native import shard_sizes
 from rtp_ext.ring.links.companion import Companion
 from rtp_ext.ring.mesh import ExpertMesh
 
@@ -41,24 +42,35 @@ class ExpertRing(Companion):
         """Returns for each of E experts, and for E, which selects none, the rank that has it, N for none, and its
         number among the experts of that rank: int64 [E + 1] on the device."""
         if experts not in self._owners:
-            each = experts // len(self.places)
             ranks: list[int] = []
             numbers: list[int] = []
-            for rank, place in self.places:
-                ranks += [rank] * each
-                numbers += range(place * each, (place + 1) * each)
+            known = [0] * self.size
+            for (rank, _), size in zip(self.places, shard_sizes(experts, len(self.places)), strict=True):
+                ranks += [rank] * size
+                numbers += range(known[rank], known[rank] + size)
+                known[rank] += size
             with torch.inference_mode(False):
                 found = torch.tensor([[*ranks, self.size], [*numbers, 0]], device=self.device)
             self._owners[experts] = found[0], found[1]
         return self._owners[experts]
 
+    def part(self, experts: int) -> int:
+        """Returns how many of E experts this rank's part has."""
+        return sum(part_sizes(experts, self.places, self.rank))
+
+
+def part_sizes(experts: int, places: Sequence[tuple[int, int]], rank: int) -> list[int]:
+    """Returns how many of E experts each rank of the ring of part `rank` has at home. places: see ExpertMesh."""
+    sizes = zip(places, shard_sizes(experts, len(places)), strict=True)
+    return [size for (part, _), size in sorted(sizes) if part == rank]
+
 
 def indivisible(experts: int, places: Sequence[tuple[int, int]]) -> str | None:
     """Returns why experts cannot be divided over ranks at these places; None if they can."""
-    if experts % len(places) == 0:
+    parts = [part_sizes(experts, places, rank) for rank in range(1 + max(rank for rank, _ in places))]
+    if all(sum(sizes) and sizes == shard_sizes(sum(sizes), len(sizes)) for sizes in parts):
         return None
-    ranks = max(rank for rank, _ in places) + 1
     return (
-        f"expected a multiple of {len(places)} experts, as many on every rank ({ranks} over expert times "
-        f"{len(places) // ranks} over ring), got {experts}"
+        f"expected a multiple of {len(places)} experts, as many on every rank ({len(parts)} over expert times "
+        f"{len(parts[0])} over ring), got {experts}, of which the rings would have {' and '.join(map(str, parts))}"
     )

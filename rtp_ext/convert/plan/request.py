@@ -111,7 +111,6 @@ class Place:
         tensor: the name of the dimension of tensor parallelism.
         has_replicas: whether the mesh of parameters has a dimension of replicas, even of size one.
         members: equal for places over the same ranks.
-        experts: see ExpertMesh.places; None: experts are not divided.
         words: the description of the place for error messages.
     """
 
@@ -122,7 +121,6 @@ class Place:
     has_replicas: bool
     members: tuple
     words: str
-    experts: tuple[tuple[int, int], ...] | None = None
 
     @property
     def device(self) -> str:
@@ -215,7 +213,6 @@ def place_of_ring(ring: Ring) -> Place:
         has_replicas=mesh is not None and mesh.ndim > (1 if ring.tensor_mesh is None else 2),
         members=members if experts is None else (*members, experts),
         words=describe(ring),
-        experts=experts,
     )
 
 
@@ -231,7 +228,7 @@ def place_of_grid(grid: RankGrid, options: Options) -> Place:
         replicas=grid.shape[0] if grid.has_replicas else 1,
         replica=grid.place[0] if grid.has_replicas else 0,
         tensor_ranks=1 if grid.tensor_mesh is None else grid.tensor_mesh.size(),
-        places=grid.experts,
+        places=experts,
         **{name: value for name, value in options.ring.items() if name != "timeout"},
     )
     return Place(
@@ -242,7 +239,6 @@ def place_of_grid(grid: RankGrid, options: Options) -> Place:
         has_replicas=grid.has_replicas,
         members=members if experts is None else (*members, experts),
         words=_words(grid.names, grid.grid),
-        experts=experts,
     )
 
 

@@ -311,8 +311,7 @@ class RotationPlan:
         for module in self.modules:
             if module.moved == ROTATED and module.name not in together:
                 alone = _operation_of(module)
-                divided = 1 if self.ring.of_operation(alone) is self.ring else self.ring.expert_ranks
-                members = _members(module, divided)
+                members = _members(module, None if self.ring.of_operation(alone) is self.ring else self.ring)
                 if members:
                     passes = _passes(module, alone, module.label, module.in_blocks)
                     yield module.label, passes, members
@@ -420,9 +419,9 @@ def _passes(module: ModulePlan, operation: type[Operation], name: str, in_blocks
     )
 
 
-def _members(module: ModulePlan, divided: int = 1) -> list[tuple[ModulePlan, Owned, Any]]:
-    """Returns the parameters of a module that travel with its rotation, each with its ParameterFacts. divided: the
-    number of rings that each have an equal part of it."""
+def _members(module: ModulePlan, divides: RingFacts | None = None) -> list[tuple[ModulePlan, Owned, Any]]:
+    """Returns the parameters of a module that travel with its rotation, each with its ParameterFacts. divides: the
+    ring, if each rank rotates a part of the experts."""
     found = []
     for owned in module.parameters:
         if module.layer == "attention" and owned.moved != ROTATED:
@@ -431,8 +430,11 @@ def _members(module: ModulePlan, divided: int = 1) -> list[tuple[ModulePlan, Own
                 found += [(module, owned, part)] * 3
             continue
         if owned.moved == ROTATED and owned.dim is not None:
-            facts = owned.frozen and owned.frozen.divided(divided).facts
-            shape = (owned.ring_shape[0] // divided, *owned.ring_shape[1:])
+            shape, frozen = owned.ring_shape, owned.frozen
+            if divides is not None:
+                shape = (divides.part(owned.shape[0]), *shape[1:])
+                frozen = frozen and frozen.with_rows(shape[0])
+            facts = frozen and frozen.facts
             facts = facts or ParameterFacts(shape, owned.dim, trained=owned.trained)
             found.append((module, owned, facts))
     return found

@@ -22,6 +22,7 @@ from rtp_ext.functional.linear import Linears
 from rtp_ext.functional.mlp import MLP
 from rtp_ext.options import RingOptions
 from rtp_ext.ring import Ring
+from rtp_ext.ring.expert_ring import part_sizes
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 
 _ALIGNMENT = 16  # bytes; alignment of a parameter in the flat buffer of a gather, see rtp_ext.parameters.gather
@@ -56,7 +57,8 @@ class RingFacts:
         layer_groups: (name, shards in a product, predicted seconds of a forward and backward or None) of layers for
             which the route planner has chosen or predicted.
         buffers, collective: as in `rtp_ext.Ring`.
-        expert_ranks: the number of ranks that experts are divided over.
+        places: for each rank, where it stands among the ranks that experts are divided over, and in their ring: see
+            rtp_ext.ring.mesh.ExpertMesh.
         experts: the ring over which the experts of this rank's part rotate; None: experts are not divided.
         assumed: whether no ring exists yet: routes are those of ranks on one host.
     """
@@ -86,7 +88,7 @@ class RingFacts:
     layer_groups: tuple[tuple[str, int, float | None], ...] = ()
     buffers: str | int = "auto"
     collective: bool = False
-    expert_ranks: int = 1
+    places: tuple[tuple[int, int], ...] | None = None
     experts: RingFacts | None = None
     assumed: bool = field(default=False, compare=False)
 
@@ -124,7 +126,7 @@ class RingFacts:
             layer_groups=tuple((name, *taken) for name, taken in sorted(groups.items()) if taken != (group, None)),
             buffers=ring.options.buffers,
             collective=ring.options.collective and ring.size > 1,
-            expert_ranks=1 if ring.experts is None else ring.experts.size,
+            places=None if ring.experts is None else ring.experts.places,
             experts=None if ring.experts is None else cls.of(ring.experts.inner),
         )
 
@@ -147,7 +149,7 @@ class RingFacts:
         embedding: str = "auto",
         group: int | None = None,
         buffers: str | int = "auto",
-        places: Sequence[tuple[int, int]] | None = None,
+        places: tuple[tuple[int, int], ...] | None = None,
     ) -> RingFacts:
         """Returns the facts of a new ring with these options, with all ranks on one host. No communication. `places`:
         see ExpertMesh; None: experts are not divided."""
@@ -165,9 +167,9 @@ class RingFacts:
             gradients = GradientRoutes(
                 "by-dtype" if reaches_all else "chain", None, wide=device == "cuda" and buffers != "lean"
             )
-        expert_ranks, experts = 1, None
-        if places is not None and (expert_ranks := 1 + max(expert for expert, _ in places)) > 1:
-            inner = len(places) // expert_ranks
+        experts = None
+        if places is not None:
+            inner = 1 + max(place for _, place in places)
             options["group"] = None if group is None else min(group, inner)
             experts = cls.expected(device, inner, places[rank][1], **options)
         return cls(
@@ -190,7 +192,7 @@ class RingFacts:
             sends_rows=embedding == "rows",
             group=min(group or 1, ranks),
             buffers=buffers,
-            expert_ranks=expert_ranks,
+            places=places,
             experts=experts,
             assumed=True,
         )
@@ -198,6 +200,10 @@ class RingFacts:
     def of_operation(self, operation: type[Operation]) -> RingFacts:
         """Returns the facts of the ring over which an operation rotates."""
         return self.experts if self.experts is not None and operation is Experts else self
+
+    def part(self, experts: int) -> int:
+        """Returns how many of E experts rotate over the ring of this rank's part."""
+        return experts if self.places is None else sum(part_sizes(experts, self.places, self.places[self.rank][0]))
 
     def route_of(self, passes: Passes) -> tuple[str, bool]:
         """Returns the route of an operation, and whether its gradients travel in halves."""

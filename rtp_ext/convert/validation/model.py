@@ -49,7 +49,7 @@ def validate(plan: RotationPlan, request: Request) -> None:
     with the options, TypeError for parameters on another device. Changes nothing, and sends nothing."""
     if request.offloads and request.trains:
         _refuse_offload(request)
-    if request.place.experts is not None:
+    if request.place.facts.places is not None:
         _check_experts(plan, request)
     _refuse_whole_tables(request)
     _refuse_foreign(request)
@@ -79,7 +79,8 @@ def validate(plan: RotationPlan, request: Request) -> None:
 def _check_experts(plan: RotationPlan, request: Request) -> None:
     """Raises ValueError where experts cannot be divided, or divided experts combined with the other options, and where
     there are none."""
-    place = request.place
+    place, places = request.place, request.place.facts.places
+    assert places is not None, "experts are divided"
     other = None
     if place.in_place:
         other = "in_place=True"
@@ -95,8 +96,7 @@ def _check_experts(plan: RotationPlan, request: Request) -> None:
     for module in plan.modules:
         problem = None
         if module.layer == "experts":
-            assert place.experts is not None, "experts are divided"
-            problem = indivisible(module.parameters[0].shape[0], place.experts)
+            problem = indivisible(module.parameters[0].shape[0], places)
         elif (
             module.moved == GATHERED
             and module.notice == "refused"
