@@ -2,6 +2,8 @@
 batches of all ranks."""
 
 import copy
+import dataclasses
+import functools
 import os
 import signal
 import tempfile
@@ -13,13 +15,16 @@ import torch.distributed.checkpoint as dcp
 from harness import on_ranks
 from hf_models import check_parameters, fill
 from models import train
-from reference import adamw, assert_same, differs, random
+from reference import adamw, assert_same, differs, full, random
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import rtp_ext
 from rtp_ext import Ring, RotationDims
-from rtp_ext.nn import RotatedMoE
+from rtp_ext.nn import RotatedExperts, RotatedMoE
+from rtp_ext.outer import AllReduce, LocalSGD, ZeroOuter
 
 D, H, E = 6, 4, 12
 TOLERANCE = 1e-11
@@ -91,8 +96,8 @@ def test_of_a_layer(rank, ranks, cases):
     for names, sizes, count in [*((*mesh, E) for mesh in MESHES[ranks]), *uneven]:
         plain = fill(PlainExperts(count))
         with Ring(init_device_mesh("cpu", sizes, mesh_dim_names=names), dims=DIMS, timeout=30) as ring:
-            assert (ring.experts is None) == (sizes[0] == 1)
-            layer = rtp_ext.nn.RotatedExperts(count, D, H, dtype=torch.float64, ring=ring)
+            assert (ring.experts is None) == (sizes[names.index("expert")] == 1)
+            layer = RotatedExperts(count, D, H, dtype=torch.float64, ring=ring)
             state = plain.state_dict()
             rtp_ext.init_weights(layer, lambda part, state=state: part.load_state_dict(state))
             optimizers = [adamw(part.parameters(), lr=0.05) for part in (layer, plain)]
@@ -126,7 +131,7 @@ FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 VOCABULARY = 41
 
 
-def make(family, layers=2, **changes):
+def make(family, **changes):
     """Small models with 12 experts a layer, the same on every rank, with distinct values, in float64."""
     import transformers as hf
 
@@ -135,27 +140,26 @@ def make(family, layers=2, **changes):
         "hidden_size": 16,
         "intermediate_size": 10,
         "moe_intermediate_size": 6,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4 if family == "deepseek_v3" else 2,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 32,
         "num_experts_per_tok": 3,
+        "num_local_experts": E,
         "use_cache": False,
         "experts_implementation": "eager",
         **changes,
     }
     balance = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     if family == "mixtral":
-        model = hf.MixtralForCausalLM(hf.MixtralConfig(num_local_experts=E, **balance, **sizes))
+        model = hf.MixtralForCausalLM(hf.MixtralConfig(**balance, **sizes))
     elif family == "qwen3_moe":
         model = hf.Qwen3MoeForCausalLM(
             hf.Qwen3MoeConfig(num_experts=E, head_dim=4, norm_topk_prob=True, mlp_only_layers=[0], **balance, **sizes)
         )
     elif family == "gpt_oss":
-        model = hf.GptOssForCausalLM(
-            hf.GptOssConfig(num_local_experts=E, head_dim=4, sliding_window=4, **balance, **sizes)
-        )
+        model = hf.GptOssForCausalLM(hf.GptOssConfig(head_dim=4, sliding_window=4, **balance, **sizes))
     else:
         latent = {"q_lora_rank": 6, "kv_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
         routing = {"n_routed_experts": E, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
@@ -192,28 +196,35 @@ def same_as(model, plain, tolerance, of=lambda parameter: parameter):
         assert_same(of(parameter).full_tensor(), of(theirs[name]), tolerance, name)
 
 
+def check_training(cases, name, plain, model, rank, ranks):
+    """Five steps with clipping, of both models, from the same values."""
+    with cases.case(name):
+        assert_same(model(batch(rank, 0)).logits, plain(batch(rank, 0)).logits, 1e-6, "logits")
+        mean_loss(plain, ranks, 0).backward()
+        loss_of(model, rank, 0).backward()
+        same_as(model, plain, 1e-5, lambda parameter: parameter.grad)
+        norms = [
+            train(model, lambda step: loss_of(model, rank, step), 5, clip=0.5),
+            train(plain, lambda step: mean_loss(plain, ranks, step), 5, clip=0.5),
+        ]
+        assert_same(*map(torch.tensor, norms), 1e-5, "gradient norms")
+        same_as(model, plain, 1e-5)
+    rtp_ext.ring_of(model).close()
+
+
 @on_ranks([4, 6, 8], timeout=300)
 def test_of_models(rank, ranks, cases):
-    for number, (label, mesh) in enumerate(as_meshes(ranks)):
-        replicas = "replicas" if ranks == 8 else None
-        for family in FAMILIES[: 1 if number or ranks == 8 else None]:
-            with cases.case(f"{label} {family}"):
-                plain = make(family)
-                model = rtp_ext.fully_rotate(
-                    copy.deepcopy(plain), mesh=mesh, dims=RotationDims("ring", replicas, "expert"), timeout=60
-                )
-                expected, actual = plain(batch(rank, 0)).logits, model(batch(rank, 0)).logits
-                assert_same(actual, expected, 1e-6, "logits")
-                mean_loss(plain, ranks, 0).backward()
-                loss_of(model, rank, 0).backward()
-                same_as(model, plain, 1e-5, lambda parameter: parameter.grad)
-                norms = [
-                    train(model, lambda step, model=model: loss_of(model, rank, step), 5, clip=0.5),
-                    train(plain, lambda step, plain=plain: mean_loss(plain, ranks, step), 5, clip=0.5),
-                ]
-                assert_same(*map(torch.tensor, norms), 1e-4, "gradient norms")
-                same_as(model, plain, 1e-4)
-                rtp_ext.ring_of(model).close()
+    for number, (names, sizes) in enumerate(MESHES[ranks]):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        dims = dataclasses.replace(DIMS, replicate="replicas") if "replicas" in names else DIMS
+        for family in FAMILIES if ranks < 8 and number == 0 else FAMILIES[:1]:
+            for outer in (AllReduce, ZeroOuter) if ranks == 8 else (AllReduce,):
+                plain, options = make(family), {"outer": outer()} if ranks == 8 else {}
+                model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=mesh, dims=dims, timeout=60, **options)
+                ring, name = rtp_ext.ring_of(model), f"{names} {sizes} {family} {outer.__name__}"
+                divided = [part for part in model.modules() if isinstance(part, RotatedExperts)]
+                assert divided and (ring.experts is None) == (sizes[names.index("expert")] == 1), name
+                check_training(cases, name, plain, model, rank, ranks)
 
 
 # -- differences between ranks -----------------------------------------------------------------------------------------
@@ -237,7 +248,7 @@ def test_a_difference_is_an_error_on_every_rank(rank, ranks, cases):
     for planted, other in ((wrong_index, 3), (other_gradients, 1), (other_layer, 2)):
         with cases.case(planted.__name__):
             ring = Ring(mesh, dims=DIMS, timeout=20)
-            layers = [rtp_ext.nn.RotatedExperts(E, D, H, dtype=torch.float64, ring=ring) for _ in range(2)]
+            layers = [RotatedExperts(E, D, H, dtype=torch.float64, ring=ring) for _ in range(2)]
             for layer, name in zip(layers, ("layer.first", "layer.second"), strict=True):
                 layer.qualified_name = name
             layers[0](*routed(rank, "usual")).sum().backward()
@@ -258,7 +269,7 @@ def test_a_difference_is_an_error_on_every_rank(rank, ranks, cases):
 def test_a_lost_rank_ends_the_others(rank, ranks):
     _, mesh = next(as_meshes(ranks))
     ring = Ring(mesh, dims=DIMS, timeout=20)
-    layer = rtp_ext.nn.RotatedExperts(E, D, H, dtype=torch.float64, ring=ring)
+    layer = RotatedExperts(E, D, H, dtype=torch.float64, ring=ring)
     layer(*routed(rank, "usual")).sum().backward()
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -277,13 +288,37 @@ def rotated(plain, mesh, **options):
 FULL = StateDictOptions(full_state_dict=True)
 
 
+def compare_trained(model, plain):
+    """Compares the gradients of trained parameters, and closes the ring."""
+    found = [(name, p) for name, p in plain.named_parameters() if p.requires_grad]
+    assert len(found) < len(list(plain.parameters()))
+    for name, parameter in found:
+        assert_same(full(model.get_parameter(name).grad), parameter.grad, 1e-5, name)
+    rtp_ext.ring_of(model).close()
+
+
 def sent_by(ring, channel):
     return sum(each.bytes_sent(channel) for each in ring.rings)
 
 
-def checkpointed(model, reentrant):
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+def keeps_experts(_context, operator, *_arguments, **_keywords):
+    return CheckpointPolicy.MUST_SAVE if "rtp_ext.experts" in str(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpointed(model, kind):
+    options = {"use_reentrant": kind == "reentrant"}
+    if kind == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keeps_experts)
+    model.activation_checkpointing_enable(options)
     return model
+
+
+def adapted(model):
+    import peft
+
+    torch.manual_seed(1)
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **targets)).double()
 
 
 @on_ranks(4, timeout=300)
@@ -313,10 +348,10 @@ def test_of_other_features(rank, ranks, cases):
         # Each rank sends 1 of the 2 shards that its part has: half of 6 experts of 2 x 10 x 16 numbers of 8 bytes.
         assert up.forward_bytes == 3 * 20 * 16 * 8 and up.collective_bytes is None
 
-    for reentrant in (False, True):
-        with cases.case(f"checkpointing, reentrant {reentrant}"):
+    for kind in ("not reentrant", "reentrant", "selective"):
+        with cases.case(f"checkpointing, {kind}"):
             # A reentrant checkpoint loses the gradient of the balance loss, in the plain model too.
-            again, twin = (checkpointed(each, reentrant) for each in (rotated(plain, meshes[1]), copy.deepcopy(plain)))
+            again, twin = (checkpointed(each, kind) for each in (rotated(plain, meshes[1]), copy.deepcopy(plain)))
             twin.zero_grad()
             mean_loss(twin, ranks, 0).backward()
             loss_of(again, rank, 0).backward()
@@ -358,7 +393,7 @@ def test_of_other_features(rank, ranks, cases):
                 assert_same(ours, theirs, TOLERANCE, "RotatedMoE", 1.0)
 
     with cases.case("torch.autocast"), Ring(meshes[0], dims=DIMS, timeout=60) as ring:
-        layer = rtp_ext.nn.RotatedExperts(E, D, H, ring=ring)
+        layer = RotatedExperts(E, D, H, ring=ring)
         x, index, weights = (part.detach() for part in routed(rank, "usual"))
         x = x.float().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
@@ -381,6 +416,13 @@ def test_of_other_features(rank, ranks, cases):
         same_as(model, plain, 1e-4)
     rtp_ext.ring_of(model).close()
 
+    with cases.case("adapters of experts"):
+        plain = adapted(make("mixtral"))
+        model = rotated(plain, meshes[0])
+        loss_of(model, rank, 0).backward()
+        mean_loss(plain, ranks, 0).backward()
+        compare_trained(model, plain)
+
     with cases.case("frozen experts in blocks"):
         plain = make("mixtral", hidden_size=16, intermediate_size=16)
         for name, parameter in plain.named_parameters():
@@ -392,7 +434,21 @@ def test_of_other_features(rank, ranks, cases):
             plain.get_parameter(name).data.copy_(value)
         loss_of(model, rank, 0).backward()
         mean_loss(plain, ranks, 0).backward()
-        for name, parameter in plain.named_parameters():
-            if parameter.requires_grad:
-                assert_same(model.get_parameter(name).grad.full_tensor(), parameter.grad, 1e-5, name)
-        rtp_ext.ring_of(model).close()
+        compare_trained(model, plain)
+
+    for what, given in {
+        "in_place=True": {"in_place": True},
+        "CPUOffloadPolicy": {"offload_policy": CPUOffloadPolicy()},
+        "LocalSGD": {"outer": LocalSGD(2), "dims": dataclasses.replace(DIMS, ring="ring", replicate="replicas")},
+        "expected a multiple of 4 experts": {"module": make("mixtral", num_local_experts=9)},
+        "got none in a Linear": {"module": torch.nn.Linear(4, 4)},
+        "its experts cannot rotate": {"module": make("mixtral", hidden_act="mish")},
+        "more than once": {"dims": ("ring", None, "ring")},
+    }.items():
+        options = {"module": make("mixtral"), "mesh": meshes[0], "dims": DIMS, **given}
+        with cases.case(f"refused: {what}"), pytest.raises(ValueError, match=what):
+            if isinstance(options["dims"], tuple):
+                RotationDims(*options["dims"])
+            if options["dims"] is not DIMS:
+                options["mesh"] = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicas", "expert", "ring"))
+            rtp_ext.fully_rotate(**options)

@@ -258,6 +258,9 @@ def rotated_experts(
         alpha, limit: parameters of clamped_swiglu.
         recompute: as in `rotated_mlp`.
 
+    On a ring that divides experts (RotationDims(expert=...)) parameters are DTensors on its mesh; tokens travel to the
+    ranks of their experts, and outputs back. Collective then over all its ranks.
+
     up and down may be the parameters of frozen weights in blocks, as in `rotated_linears`. Biases travel in the same
     hops. The gradient of `weights` is exact. On CUDA a forward synchronises once, because the host reads the number of
     tokens of each expert. Raises IndexError for an index above E; everything else is as in `rotated_linear`.

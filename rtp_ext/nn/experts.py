@@ -38,7 +38,8 @@ class RotatedExperts(RotatedModule, nn.Module):
     and with biases gate_up_proj_bias [E, 2 H] (up_proj_bias [E, H]) and down_proj_bias [E, D].
 
     forward(hidden_states [..., D], top_k_index [..., K], top_k_weights [..., K]) -> [..., D], on this rank's own batch;
-    an index equal to E selects no expert. See functional.rotated_experts.
+    an index equal to E selects no expert. See functional.rotated_experts. On a ring that divides experts
+    (RotationDims(expert=...)) tokens travel to them.
     """
 
     activation: ExpertActivation

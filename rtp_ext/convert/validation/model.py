@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rtp_ext.convert.adapters import adapter_modules, reading_adapter
+from rtp_ext.convert.adapters import reading_adapter
 from rtp_ext.convert.modules.gathered import foreign_hooks
 from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
 from rtp_ext.convert.optimizers import REPLACED
@@ -30,7 +30,7 @@ from rtp_ext.families import blocks
 from rtp_ext.families.recognised import is_experts
 from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.nn import Flyweight, RotatedEmbedding
-from rtp_ext.outer import AllReduce
+from rtp_ext.outer import AllReduce, ZeroOuter
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import type_name
@@ -86,10 +86,8 @@ def _check_experts(plan: RotationPlan, request: Request) -> None:
         other = "in_place=True"
     elif request.offloads:
         other = "offload_policy=CPUOffloadPolicy()"
-    elif type(request.outer) is not AllReduce:
-        other = f"{type(request.outer).__name__}: of the outer policies only outer.AllReduce() takes it"
-    elif adapter_modules(request.root):
-        other = "adapters of peft"
+    elif type(request.outer) not in (AllReduce, ZeroOuter):
+        other = f"{type(request.outer).__name__}: outer.AllReduce() and outer.ZeroOuter() take it"
     if other is not None:
         raise ValueError(f"fully_rotate: dims that have expert cannot be combined with {other}")
     found = [module for module in plan.modules if module.layer == "experts"]
@@ -105,10 +103,11 @@ def _check_experts(plan: RotationPlan, request: Request) -> None:
             problem = f"its experts cannot rotate: {module.reason}"
         if problem is not None:
             raise ValueError(f"fully_rotate: dims have expert, but {module.label} ({module.kind}): {problem}")
-    if not found:
+    if not found and place.ring is None:
         raise ValueError(
             "fully_rotate: dims have expert: expected a model with experts that rotate (stacked weights in a module of "
-            f"transformers, or nn.RotatedExperts), got none in a {type(request.root).__name__}"
+            f"transformers, or nn.RotatedExperts), got none in a {type(request.root).__name__}; a part without any "
+            "takes mesh=Ring(mesh, dims=dims), as all parts of its model"
         )
 
 
