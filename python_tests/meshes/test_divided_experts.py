@@ -196,35 +196,34 @@ def same_as(model, plain, tolerance, of=lambda parameter: parameter):
         assert_same(of(parameter).full_tensor(), of(theirs[name]), tolerance, name)
 
 
-def check_training(cases, name, plain, model, rank, ranks):
-    """Five steps with clipping, of both models, from the same values."""
-    with cases.case(name):
-        assert_same(model(batch(rank, 0)).logits, plain(batch(rank, 0)).logits, 1e-6, "logits")
-        mean_loss(plain, ranks, 0).backward()
-        loss_of(model, rank, 0).backward()
-        same_as(model, plain, 1e-5, lambda parameter: parameter.grad)
-        norms = [
-            train(model, lambda step: loss_of(model, rank, step), 5, clip=0.5),
-            train(plain, lambda step: mean_loss(plain, ranks, step), 5, clip=0.5),
-        ]
-        assert_same(*map(torch.tensor, norms), 1e-5, "gradient norms")
-        same_as(model, plain, 1e-5)
-    rtp_ext.ring_of(model).close()
-
-
 @on_ranks([4, 6, 8], timeout=300)
 def test_of_models(rank, ranks, cases):
-    for number, (names, sizes) in enumerate(MESHES[ranks]):
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        dims = dataclasses.replace(DIMS, replicate="replicas") if "replicas" in names else DIMS
-        for family in FAMILIES if ranks < 8 and number == 0 else FAMILIES[:1]:
-            for outer in (AllReduce, ZeroOuter) if ranks == 8 else (AllReduce,):
-                plain, options = make(family), {"outer": outer()} if ranks == 8 else {}
-                model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=mesh, dims=dims, timeout=60, **options)
-                ring, name = rtp_ext.ring_of(model), f"{names} {sizes} {family} {outer.__name__}"
+    """Five steps with clipping: Mixtral on every mesh, the other families on the first."""
+    for family in FAMILIES if ranks < 8 else FAMILIES[:1]:
+        plain, models = make(family), {}
+        for names, sizes in MESHES[ranks] if family == FAMILIES[0] else MESHES[ranks][:1]:
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+            dims = dataclasses.replace(DIMS, replicate="replicas") if ranks == 8 else DIMS
+            for outer in (AllReduce(), ZeroOuter()) if ranks == 8 else (None,):
+                model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=mesh, dims=dims, outer=outer, timeout=60)
                 divided = [part for part in model.modules() if isinstance(part, RotatedExperts)]
-                assert divided and (ring.experts is None) == (sizes[names.index("expert")] == 1), name
-                check_training(cases, name, plain, model, rank, ranks)
+                whole = sizes[names.index("expert")] == 1
+                assert divided and (rtp_ext.ring_of(model).experts is None) == whole
+                models[f"{names} {sizes} {family} {type(outer).__name__}"] = model
+        expected = plain(batch(rank, 0)).logits
+        mean_loss(plain, ranks, 0).backward()
+        for name, model in models.items():
+            with cases.case(name):
+                assert_same(model(batch(rank, 0)).logits, expected, 1e-6, "logits")
+                loss_of(model, rank, 0).backward()
+                same_as(model, plain, 1e-5, lambda parameter: parameter.grad)
+        norms = train(plain, lambda step, plain=plain: mean_loss(plain, ranks, step), 5, clip=0.5)
+        for name, model in models.items():
+            with cases.case(f"{name}, trained"):
+                actual = train(model, lambda step, model=model: loss_of(model, rank, step), 5, clip=0.5)
+                assert_same(torch.tensor(actual), torch.tensor(norms), 1e-5, "gradient norms")
+                same_as(model, plain, 1e-5)
+            rtp_ext.ring_of(model).close()
 
 
 # -- differences between ranks -----------------------------------------------------------------------------------------
