@@ -4,6 +4,7 @@ batches of all ranks."""
 import copy
 import dataclasses
 import functools
+import json
 import os
 import signal
 import tempfile
@@ -334,6 +335,7 @@ def test_of_other_features(rank, ranks, cases):
         assert str(planned).replace(
             "No ring exists yet: these are the routes of ranks on one host.", ""
         ).strip() == str(plan)
+        assert "experts on 2 rings of 2" in str(plan) and json.dumps(plan.to_dict())
         before = sent_by(ring, "weight"), sent_by(ring, "gradient")
         model.zero_grad()
         loss_of(model, rank, 0).backward()
@@ -392,6 +394,10 @@ def test_of_other_features(rank, ranks, cases):
                 assert_same(ours, theirs, TOLERANCE, "RotatedMoE", 1.0)
 
     with cases.case("torch.autocast"), Ring(meshes[0], dims=DIMS, timeout=60) as ring:
+        with pytest.raises(
+            ValueError, match="RotatedExperts: where dims have expert, expected a multiple of 4 experts"
+        ):
+            RotatedExperts(9, D, H, ring=ring)
         layer = RotatedExperts(E, D, H, ring=ring)
         x, index, weights = (part.detach() for part in routed(rank, "usual"))
         x = x.float().requires_grad_()

@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from rtp_ext.ring.autograd import first_order_only, summing_dtype, unseen
-from rtp_ext.ring.expert_ring import ExpertRing
+from rtp_ext.ring.expert_ring import Division, ExpertRing
 from rtp_ext.ring.links.agree import expect_same
 
 
 def dispatched(
     experts: ExpertRing,
-    count: int,
+    division: Division,
     x: Tensor,
     index: Tensor,
     weights: Tensor,
     compute: Callable[[Tensor, Tensor, Tensor], Tensor],
     name: str,
-    refused: Exception | None = None,
 ) -> Tensor:
     """Returns `y[t] = sum_k weights[t, k] * MLP_e(x[t])`, e = index[t, k], where ranks have different experts.
 
@@ -34,32 +33,27 @@ def dispatched(
         returns [T, D], in the dtype of the outputs
 
     Args:
-        count: E.
+        division: of the E experts.
         compute: the outputs [n, D] of rows [n, D], given for each row, as [n, 1], the number of the expert among those
             of this rank's part, and a weight of 1.
         name: of the layer.
-        refused: why this rank's arguments are wrong; the other ranks get to know it.
 
     The ranks compare the layer, and exchange numbers of rows, once in a forward: the only wait of the host for the
     device. Raises ValueError on every rank where they are about to compute different layers, dtypes, sizes or
     gradients. Collective.
     """
-    owners, numbers = experts.owners(count)
-    if refused is None:
-        flat = index.reshape(-1)
-        owner = owners[flat]
-        leaving = owner.bincount(minlength=experts.size + 1)[: experts.size]
-        asks = f"gradients of tokens {torch.is_grad_enabled() and x.requires_grad}"
-        facts = f"{name} of {count} experts on tokens of {x.shape[1]} features, {x.dtype}, {asks}"
-    else:
-        leaving = torch.zeros(experts.size, dtype=torch.int64, device=experts.device)
-        facts = f"{name} is refused: {type(refused).__name__}: {refused}"
-    sizes = _sizes(experts, leaving, facts, name, refused)
+    flat = index.reshape(-1)
+    owner = division.owners[flat]
+    counts = torch.zeros(experts.size + 1, dtype=torch.int64, device=owner.device)  # bincount would wait for a GPU
+    leaving = counts.scatter_add_(0, owner, torch.ones_like(owner))[: experts.size]
+    asks = f"gradients of tokens {torch.is_grad_enabled() and x.requires_grad}"
+    facts = f"{name} of {division.experts} experts on tokens of {x.shape[1]} features, {x.dtype}, {asks}"
+    sizes = _sizes(experts, leaving, facts, name)
     rows = owner.argsort(stable=True)[: sum(sizes[0])]  # in the order of ranks; those of no expert come last
     choices = index.shape[1]
     spread = x.unsqueeze(1).expand(-1, choices, -1).reshape(-1, x.shape[1])
     arrived = _Travel.apply(spread.index_select(0, rows), experts, *sizes, name)
-    theirs = _travel(experts, numbers[flat[rows]], *sizes, name).unsqueeze(1)
+    theirs = _travel(experts, division.numbers[flat[rows]], *sizes, name).unsqueeze(1)
     outputs = compute(arrived, theirs, arrived.new_ones(theirs.shape, dtype=torch.float32))
     back = _Travel.apply(outputs, experts, *reversed(sizes), name)
     each = back.new_zeros(len(flat), back.shape[1]).index_copy(0, rows, back).view(*index.shape, back.shape[1])
@@ -67,9 +61,16 @@ def dispatched(
     return (each.to(wide) * weights.to(wide).unsqueeze(-1)).sum(1).to(back.dtype)
 
 
+def refuse(experts: ExpertRing, name: str, error: Exception) -> None:
+    """Takes the place of `dispatched` on a rank with wrong arguments: the other ranks get to know its `error`, which it
+    raises. Collective."""
+    none = torch.zeros(experts.size, dtype=torch.int64, device=experts.device)
+    _sizes(experts, none, f"{name} is refused: {type(error).__name__}: {error}", name, error)
+
+
 @unseen
 def _sizes(
-    experts: ExpertRing, leaving: Tensor, facts: str, name: str, refused: Exception | None
+    experts: ExpertRing, leaving: Tensor, facts: str, name: str, refused: Exception | None = None
 ) -> tuple[list[int], list[int]]:
     """Returns the numbers of rows that go to each rank, and that come from each."""
     sent = torch.stack([leaving, torch.full_like(leaving, _digest(facts))], 1)

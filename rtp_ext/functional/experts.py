@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from rtp_ext import _native
 from rtp_ext.functional._call import INTEGERS, Call, ShardedParameter, expect_shape
 from rtp_ext.functional._operation import Operation, Options, expect_features, rotate
-from rtp_ext.functional.dispatch import dispatched
+from rtp_ext.functional.dispatch import dispatched, refuse
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.parameters.frozen import expect_takes_blocks, part_of_frozen
 from rtp_ext.parameters.sharding import frozen_of, local_shards
 from rtp_ext.ring import Prepared, Ring
-from rtp_ext.ring.expert_ring import indivisible
+from rtp_ext.ring.expert_ring import Division, ExpertRing
+from rtp_ext.ring.mesh import ring_dim
 from rtp_ext.words import ExpertActivation
 
 CLAMPED_SWIGLU: Final = "clamped_swiglu"  # the gate of GPT-OSS
@@ -49,24 +50,36 @@ class Experts(Operation):
     def run(self, inputs: Sequence[Any], owner: Any = None) -> torch.Tensor:
         """Returns the result for x, weights and index. Where the ring divides experts, tokens travel to them, and the
         experts of this rank's part rotate over a ring of their own."""
-        options, given = self.options, self.parameters()
-        experts = options.ring.experts
+        experts, name = self.options.ring.experts, self.options.name
         if experts is None:
             return rotate(self, inputs, owner)[0]
-        if options.prepared is not None and options.prepared.sharded and not isinstance(given[0], DTensor):
-            raise ValueError(
-                f"{options.name}: expected parameters that are DTensors on the mesh of the ring, got plain"
-            )
-        count, *matrix = getattr(frozen_of(given[0]), "shape", given[0].shape)
-        if (problem := indivisible(count, experts.places)) is not None:
-            raise ValueError(f"{options.name}: {problem}")
+        try:
+            twin, division, (x, weights, index) = self._of_part(experts, inputs)
+        except (TypeError, ValueError, IndexError) as error:
+            refuse(experts, name, error)
+            raise
+
+        def compute(rows: torch.Tensor, numbers: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
+            return rotate(twin, [rows, ones, numbers])[0]
+
+        return dispatched(experts, division, x, index, weights, compute, name).reshape(inputs[0].shape)
+
+    def _of_part(self, experts: ExpertRing, inputs: Sequence[Any]) -> tuple[Experts, Division, Sequence[torch.Tensor]]:
+        """Returns the operation of this rank's part of the experts, their division, and the checked operands."""
+        options, given = self.options, self.parameters()
+        for each in given:
+            if not isinstance(each, DTensor) or each.device_mesh != options.ring.parameter_mesh or ring_dim(each) != 0:
+                raise ValueError(
+                    f"{options.name}: where dims have expert, expected parameters that are DTensors on the mesh of the "
+                    f"ring, cut along the experts, got a {type(each).__name__} of shape {tuple(each.shape)}"
+                )
+        whole = frozen_of(given[0]) or given[0]
+        division = experts.divide(whole.shape[0], options.name)
         twin = copy.copy(self)
         twin.options = options._replace(ring=experts.inner, prepared=options.prepared and options.prepared.divided)
         # The ring of this part averages over its own ranks.
         shards = iter(local_shards(given, scale=1 / experts.size))
-        parts = [
-            None if each is None else part_of_frozen(each, next(shards), experts.part(count)) for each in self.given
-        ]
+        parts = [None if each is None else part_of_frozen(each, next(shards), division.part) for each in self.given]
         twin.given = tuple(parts)
         call = Call.of(
             given[0],
@@ -75,20 +88,10 @@ class Experts(Operation):
             compute_dtype=options.compute_dtype,
             reduce_dtype=options.reduce_dtype,
         )
-        operands, refused = inputs, None
-        try:
-            operands = self.operands(call, inputs)
-            expect_features(call, operands[0], matrix[0 if self.transposed else 1])
-            _expect_choices(call, count, operands[2])
-        except (TypeError, ValueError, IndexError) as error:
-            refused = error
-        x, weights, index = operands
-
-        def compute(rows: torch.Tensor, numbers: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
-            return rotate(twin, [rows, ones, numbers])[0]
-
-        y = dispatched(experts, count, x, index, weights, compute, options.name, refused)
-        return y.reshape(inputs[0].shape)
+        operands = self.operands(call, inputs)
+        expect_features(call, operands[0], whole.shape[1 if self.transposed else 2])
+        _expect_choices(call, division.experts, operands[2])
+        return twin, division, operands
 
     def operands(self, call: Call, inputs: Sequence[Any]) -> list[torch.Tensor]:
         x, (_, weights, index), name = call.operand(inputs[0]), inputs, call.name

@@ -164,6 +164,8 @@ class RotatedExperts(RotatedModule, nn.Module):
             activation = CLAMPED_SWIGLU if self.clamp else activation_of(self.act_fn, gated)
         self.activation = activation  # type: ignore[assignment]
         self.recompute = recompute
+        if ring.experts is not None:  # refuses numbers of experts
+            ring.experts.divide(self.down_proj.shape[0], options.get("name") or type(self).__name__)
         self._adopt(ring, dict.fromkeys(self._parameters, 0), **options)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,22 @@ import torch.distributed as dist
 from rtp_ext._native import shard_sizes
 from rtp_ext.ring.links.companion import Companion
 from rtp_ext.ring.mesh import ExpertMesh
+
+
+@dataclass(frozen=True)
+class Division:
+    """How E experts are divided over N ranks.
+
+    Attributes:
+        experts, part: E, and how many of them the part of this rank has.
+        owners, numbers: for each expert, and for E, which selects none, the rank that has it, N for none, and its
+            number among the experts of that rank: int64 [E + 1] on the device.
+    """
+
+    experts: int
+    part: int
+    owners: torch.Tensor
+    numbers: torch.Tensor
 
 
 class ExpertRing(Companion):
@@ -32,16 +49,17 @@ class ExpertRing(Companion):
         group = mesh.ranks.get_group()
         super().__init__(ring, dist.get_rank(group), dist.get_process_group_ranks(group))
         self.inner, self.places = inner, mesh.places
-        self._owners: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the number of experts
+        self._divisions: dict[int, Division] = {}  # by the number of experts
         whole, part = ring.communicator, inner.communicator
         whole.partners, part.partners = (weakref.ref(part),), (weakref.ref(whole),)
         # A failure of one is a failure of both, and any rank of the whole ring may be its cause.
         part.failure_report = inner.failure_report = whole.failure_report
 
-    def owners(self, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns for each of E experts, and for E, which selects none, the rank that has it, N for none, and its
-        number among the experts of that rank: int64 [E + 1] on the device."""
-        if experts not in self._owners:
+    def divide(self, experts: int, name: str) -> Division:
+        """Returns how the E experts of a layer, by its name, are divided. Raises ValueError where they cannot be."""
+        if experts not in self._divisions:
+            if (problem := indivisible(experts, self.places)) is not None:
+                raise ValueError(f"{name}: where dims have expert, {problem}")
             ranks: list[int] = []
             numbers: list[int] = []
             known = [0] * self.size
@@ -51,12 +69,8 @@ class ExpertRing(Companion):
                 known[rank] += size
             with torch.inference_mode(False):
                 found = torch.tensor([[*ranks, self.size], [*numbers, 0]], device=self.device)
-            self._owners[experts] = found[0], found[1]
-        return self._owners[experts]
-
-    def part(self, experts: int) -> int:
-        """Returns how many of E experts this rank's part has."""
-        return sum(part_sizes(experts, self.places, self.rank))
+            self._divisions[experts] = Division(experts, known[self.rank], found[0], found[1])
+        return self._divisions[experts]
 
 
 def part_sizes(experts: int, places: Sequence[tuple[int, int]], rank: int) -> list[int]:
