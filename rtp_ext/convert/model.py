@@ -74,7 +74,9 @@ def fully_rotate(module: _Given, **keywords: Unpack[RotateKeywords]) -> _Given:
         dims: RotationDims(ring=..., replicate=...): the roles of the dimensions of the mesh, by name. Along replicate,
             rings hold the same shards and have batches of their own. Parameters are then DTensors on the mesh of both,
             Replicate() over the one and Shard over the other; with local training (outer.LocalSGD, DiLoCo, Gossip) on
-            the ring's mesh alone. A dimension that is named in neither is that of tensor parallelism, if
+            the ring's mesh alone. With expert=..., experts are divided over that dimension, tokens travel to them, and
+            each part rotates over ring; all else rotates over both as one ring, on whose mesh all parameters are
+            DTensors. A dimension that is named in none is that of tensor parallelism, if
             parallelize_module has sharded the model over it before: every part rotates over a ring of its own, and
             parameters lie on (replicate, tensor parallelism, ring).
         outer: the policy between replicas, see rtp_ext.outer; default outer.AllReduce(): gradients are averaged over

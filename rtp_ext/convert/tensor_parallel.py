@@ -31,7 +31,7 @@ def tensor_dimensions(
 ) -> dict[str, str]:
     """Returns the dimensions of `mesh` that are not in `dims` and over which parameters of a model are DTensors, each
     with the name of such a module. `ignored`: ids of parameters to leave out."""
-    free = [name for name in mesh.mesh_dim_names or () if name not in dims.ring_names + dims.replicate_names]
+    free = [name for name in mesh.mesh_dim_names or () if name not in dims.names]
     found: dict[str, str] = {}
     for name, part in root.named_modules():
         state = state_of(part)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext.functional._call import INTEGERS, Call, ShardedParameter, expect_shape
 from rtp_ext.functional._operation import Operation, Options, expect_features, rotate
+from rtp_ext.functional.dispatch import dispatched, refuse
 from rtp_ext.functional.mlp import ACTIVATIONS
-from rtp_ext.parameters.frozen import expect_takes_blocks
-from rtp_ext.parameters.sharding import frozen_of
+from rtp_ext.parameters.frozen import expect_takes_blocks, part_of_frozen
+from rtp_ext.parameters.sharding import frozen_of, local_shards
 from rtp_ext.ring import Prepared, Ring
+from rtp_ext.ring.expert_ring import Division, ExpertRing
+from rtp_ext.ring.mesh import ring_dim
 from rtp_ext.words import ExpertActivation
 
 CLAMPED_SWIGLU: Final = "clamped_swiglu"  # the gate of GPT-OSS
@@ -41,6 +46,52 @@ class Experts(Operation):
         super().__init__(options, *shards)  # up, its bias, down, its bias
         self.activation, self.transposed, self.interleaved = activation, transposed, interleaved
         self.clamp, self.recompute = clamp, recompute
+
+    def run(self, inputs: Sequence[Any], owner: Any = None) -> torch.Tensor:
+        """Returns the result for x, weights and index. Where the ring divides experts, tokens travel to them, and the
+        experts of this rank's part rotate over a ring of their own."""
+        experts, name = self.options.ring.experts, self.options.name
+        if experts is None:
+            return rotate(self, inputs, owner)[0]
+        try:
+            twin, division, (x, weights, index) = self._of_part(experts, inputs)
+        except (TypeError, ValueError, IndexError) as error:
+            refuse(experts, name, error)
+            raise
+
+        def compute(rows: torch.Tensor, numbers: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
+            return rotate(twin, [rows, ones, numbers])[0]
+
+        return dispatched(experts, division, x, index, weights, compute, name).reshape(inputs[0].shape)
+
+    def _of_part(self, experts: ExpertRing, inputs: Sequence[Any]) -> tuple[Experts, Division, Sequence[torch.Tensor]]:
+        """Returns the operation of this rank's part of the experts, their division, and the checked operands."""
+        options, given = self.options, self.parameters()
+        for each in given:
+            if not isinstance(each, DTensor) or each.device_mesh != options.ring.parameter_mesh or ring_dim(each) != 0:
+                raise ValueError(
+                    f"{options.name}: where dims have expert, expected parameters that are DTensors on the mesh of the "
+                    f"ring, cut along the experts, got a {type(each).__name__} of shape {tuple(each.shape)}"
+                )
+        whole = frozen_of(given[0]) or given[0]
+        division = experts.divide(whole.shape[0], options.name)
+        twin = copy.copy(self)
+        twin.options = options._replace(ring=experts.inner, prepared=options.prepared and options.prepared.divided)
+        # The ring of this part averages over its own ranks.
+        shards = iter(local_shards(given, scale=1 / experts.size))
+        parts = [None if each is None else part_of_frozen(each, next(shards), division.part) for each in self.given]
+        twin.given = tuple(parts)
+        call = Call.of(
+            given[0],
+            ring=options.ring,
+            name=options.name,
+            compute_dtype=options.compute_dtype,
+            reduce_dtype=options.reduce_dtype,
+        )
+        operands = self.operands(call, inputs)
+        expect_features(call, operands[0], whole.shape[1 if self.transposed else 2])
+        _expect_choices(call, division.experts, operands[2])
+        return twin, division, operands
 
     def operands(self, call: Call, inputs: Sequence[Any]) -> list[torch.Tensor]:
         x, (_, weights, index), name = call.operand(inputs[0]), inputs, call.name
@@ -112,10 +163,7 @@ class Experts(Operation):
 
     def check(self, call: Call, settings: _Experts, inputs: Sequence[torch.Tensor]) -> None:
         expect_features(call, inputs[0], settings.features)
-        index, experts = inputs[2], settings.experts
-        if index.device.type == "cpu" and index.numel() and (int(index.min()) < 0 or int(index.max()) > experts):
-            found = f"{int(index.min())} to {int(index.max())}"
-            raise IndexError(f"{call.name}: expected an index in [0, {experts}], got {found}")
+        _expect_choices(call, settings.experts, inputs[2])
 
     @staticmethod
     def reads(call: Call, settings: _Experts) -> Sequence[bool]:
@@ -148,6 +196,12 @@ class Experts(Operation):
             _native.experts_backward, *tensors, settings.shape, wanted, call.options
         )
         return dx, dweights, None, *of_parameters
+
+
+def _expect_choices(call: Call, experts: int, index: torch.Tensor) -> None:
+    if index.device.type == "cpu" and index.numel() and (int(index.min()) < 0 or int(index.max()) > experts):
+        found = f"{int(index.min())} to {int(index.max())}"
+        raise IndexError(f"{call.name}: expected an index in [0, {experts}], got {found}")
 
 
 @dataclass(frozen=True)
@@ -207,6 +261,9 @@ def rotated_experts(
         alpha, limit: parameters of clamped_swiglu.
         recompute: as in `rotated_mlp`.
 
+    On a ring that divides experts (RotationDims(expert=...)) parameters are DTensors on its mesh; tokens travel to the
+    ranks of their experts, and outputs back. Collective then over all its ranks.
+
     up and down may be the parameters of frozen weights in blocks, as in `rotated_linears`. Biases travel in the same
     hops. The gradient of `weights` is exact. On CUDA a forward synchronises once, because the host reads the number of
     tokens of each expert. Raises IndexError for an index above E; everything else is as in `rotated_linear`.
@@ -226,4 +283,4 @@ def rotated_experts(
         clamp=(float(alpha), float(limit)) if activation == CLAMPED_SWIGLU else None,
         recompute=recompute,
     )
-    return rotate(use, [x, weights, index])[0]
+    return use.run([x, weights, index])

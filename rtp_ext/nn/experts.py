@@ -10,7 +10,6 @@ from torch import nn
 
 from rtp_ext.families.recognised import computes_experts
 from rtp_ext.families.same_forward import FUNCTIONS, activation_of
-from rtp_ext.functional._operation import rotate
 from rtp_ext.functional.experts import CLAMPED_SWIGLU, Experts
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.nn._base import RotatedModule
@@ -39,7 +38,8 @@ class RotatedExperts(RotatedModule, nn.Module):
     and with biases gate_up_proj_bias [E, 2 H] (up_proj_bias [E, H]) and down_proj_bias [E, D].
 
     forward(hidden_states [..., D], top_k_index [..., K], top_k_weights [..., K]) -> [..., D], on this rank's own batch;
-    an index equal to E selects no expert. See functional.rotated_experts.
+    an index equal to E selects no expert. See functional.rotated_experts. On a ring that divides experts
+    (RotationDims(expert=...)) tokens travel to them.
     """
 
     activation: ExpertActivation
@@ -164,6 +164,8 @@ class RotatedExperts(RotatedModule, nn.Module):
             activation = CLAMPED_SWIGLU if self.clamp else activation_of(self.act_fn, gated)
         self.activation = activation  # type: ignore[assignment]
         self.recompute = recompute
+        if ring.experts is not None:  # refuses numbers of experts
+            ring.experts.divide(self.down_proj.shape[0], options.get("name") or type(self).__name__)
         self._adopt(ring, dict.fromkeys(self._parameters, 0), **options)
 
     @property
@@ -180,7 +182,7 @@ class RotatedExperts(RotatedModule, nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        return rotate(self._operation(), [self._cast(hidden_states), top_k_weights, top_k_index], self)[0]
+        return self._operation().run([self._cast(hidden_states), top_k_weights, top_k_index], self)
 
     def _operation(self, key: str = "") -> Experts:
         names = (self._up_name, f"{self._up_name}_bias", "down_proj", "down_proj_bias")

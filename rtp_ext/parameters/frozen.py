@@ -62,6 +62,10 @@ class FrozenWeight:
         """Returns the rows of every rank's shard; the columns where `dim` is 1."""
         return self.facts.sizes(ranks)
 
+    def with_rows(self, rows: int) -> FrozenWeight:
+        """Returns a part of it that has so many rows, in groups of its own."""
+        return replace(self, shape=(rows, *self.shape[1:]))
+
     @property
     def block(self) -> tuple[int, int]:
         """The numbers and the bytes of a block."""
@@ -205,6 +209,16 @@ def _with_blocks(weight: FrozenWeight, local: torch.Tensor, ring: Ring) -> nn.Pa
     sharded = as_parameter(as_sharded(local, torch.Size(weight.packed_shape), ring, weight.dim), False)
     sharded.__dict__[FROZEN] = weight
     return sharded
+
+
+def part_of_frozen(parameter: torch.Tensor, local: torch.Tensor, rows: int) -> torch.Tensor:
+    """Returns this rank's shard, `local`, of a parameter as one of a ring that has `rows` rows of it. A weight in
+    blocks is described by its parameter."""
+    weight = frozen_of(parameter)
+    if weight is not None:
+        local = local.detach()
+        local.__dict__[FROZEN] = weight.with_rows(rows)
+    return local
 
 
 def load_plain(parameter: DTensor, rows: Any) -> None:

@@ -264,7 +264,9 @@ def local_shard(parameter: torch.Tensor) -> torch.Tensor:
     return local_shards([parameter])[0]
 
 
-def local_shards(parameters: Sequence[torch.Tensor], late: tuple[Ring, int] | None = None) -> list[torch.Tensor]:
+def local_shards(
+    parameters: Sequence[torch.Tensor], late: tuple[Ring, int] | None = None, scale: float = 1.0
+) -> list[torch.Tensor]:
     """Returns this rank's shard of each parameter, differentiable; a plain tensor itself. For an offloaded shard,
     returns its stand-in on the device: see rtp_ext.ring.cpu_offload.
 
@@ -272,10 +274,11 @@ def local_shards(parameters: Sequence[torch.Tensor], late: tuple[Ring, int] | No
 
     late: set if the gradients may still be travelling when the backward of the operation returns them: the ring,
     and the sequence number of the autograd nodes that wait for them.
+    scale: what gradients of DTensors are multiplied by.
     """
     if torch._C._len_torch_dispatch_stack() > 0 and storing_modes():
         with seen_by(other_modes()):
-            return local_shards(parameters, late)
+            return local_shards(parameters, late, scale)
     differentiable, (waits, after) = torch.is_grad_enabled(), late or (None, None)
     shards = [*parameters]
     for place, parameter in enumerate(parameters):
@@ -295,7 +298,7 @@ def local_shards(parameters: Sequence[torch.Tensor], late: tuple[Ring, int] | No
             local = kept.stand_in(local)
             share_version(local, parameter)
         if differentiable and parameter.requires_grad:
-            delivery = Delivery(spec, handler, kept, waits)
+            delivery = Delivery(spec, handler, kept, waits, scale)
             local = delivered(parameter, local, functools.partial(deliver_gradient, delivery), after)
         shards[place] = local
     return shards

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,19 +31,22 @@ class RotationDims:
         ring: shards rotate over it.
         replicate: rings along it hold the same shards, and the outer policy (rtp_ext.outer) combines their gradients;
             None: there is one ring.
+        expert: the experts of a mixture are divided over it, and tokens travel to them; each rank's experts rotate over
+            `ring`. All other shards rotate over `ring` and `expert` as one ring. None: all experts rotate.
     """
 
     ring: str | tuple[str, ...] = "ring"
     replicate: str | tuple[str, ...] | None = None
+    expert: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for what, names in (("ring", self.ring), ("replicate", self.replicate)):
-            if names is None and what == "replicate":
+        for what, names in (("ring", self.ring), ("replicate", self.replicate), ("expert", self.expert)):
+            if names is None and what != "ring":
                 continue
             several = (names,) if isinstance(names, str) else names
             if not isinstance(several, tuple) or not several or not all(isinstance(name, str) for name in several):
                 raise TypeError(f"RotationDims: expected {what} to be a name or a tuple of names, got {names!r}")
-        twice = [name for name, count in Counter(self.ring_names + self.replicate_names).items() if count > 1]
+        twice = [name for name, count in Counter(self.names).items() if count > 1]
         if twice:
             raise ValueError(f"RotationDims: expected every dimension once, got {', '.join(twice)} more than once")
 
@@ -54,9 +58,33 @@ class RotationDims:
     def replicate_names(self) -> tuple[str, ...]:
         return _names(self.replicate)
 
+    @property
+    def expert_names(self) -> tuple[str, ...]:
+        return _names(self.expert)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.ring_names + self.replicate_names + self.expert_names
+
+    def over_all(self, mesh: DeviceMesh) -> RotationDims:
+        """Returns the roles for all shards but those of experts: `ring` and `expert` are one ring, in the order of
+        `mesh`."""
+        spread = self.ring_names + self.expert_names
+        return RotationDims(tuple(name for name in mesh.mesh_dim_names or () if name in spread), self.replicate)
+
 
 def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if given is None else (given,) if isinstance(given, str) else given
+
+
+@dataclass(frozen=True)
+class ExpertMesh:
+    """How a ring divides experts: `ranks`, the mesh over which tokens travel, `hops`, that of the rotation of one
+    rank's experts, and for each rank of the whole ring its coordinates (in `ranks`, in `hops`)."""
+
+    ranks: DeviceMesh
+    hops: DeviceMesh
+    places: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -64,12 +92,14 @@ class RingMesh:
     """The mesh of a ring's hops, and the mesh of its parameters: the same, or with more dimensions before the ring.
 
     `tensor`: the dimension of tensor parallelism, as a mesh of its own. The mesh of parameters is (replicas, tensor,
-    ring): tensor parallelism shards a parameter first, and the ring shards each part.
+    ring): tensor parallelism shards a parameter first, and the ring shards each part. `experts`: how experts are
+    divided; None: all rotate over the ring.
     """
 
     hops: DeviceMesh
     parameters: DeviceMesh
     tensor: DeviceMesh | None = None
+    experts: ExpertMesh | None = None
 
     @property
     def replicas(self) -> int:
@@ -177,7 +207,9 @@ def resolve_mesh(
         return mesh_or_group
     _check_mesh(mesh_or_group, dims)
     if dims is not None:
-        return _named(_check_named(mesh_or_group, dims, tensor), dims, tensor)
+        mesh = _check_named(mesh_or_group, dims, tensor)
+        found = _named(mesh, dims.over_all(mesh), tensor)
+        return found if dims.expert is None else replace(found, experts=_divided(mesh, dims))
     if isinstance(mesh_or_group, DeviceMesh):
         return RingMesh(mesh_or_group, mesh_or_group)
     device_type = _device_of(mesh_or_group)
@@ -222,6 +254,8 @@ class RankGrid:
         names: the names of the dimensions; None: they are unnamed.
         place: this rank's coordinates.
         tensor_mesh: the mesh of tensor parallelism.
+        experts: for each rank of the ring, where it stands among the ranks that experts are divided over, and in the
+            rotation of its own; None: experts are not divided.
     """
 
     device_type: str
@@ -231,6 +265,7 @@ class RankGrid:
     place: tuple[int, ...]
     tensor_mesh: DeviceMesh | None = None
     has_replicas: bool = False
+    experts: tuple[tuple[int, int], ...] | None = None
 
     @property
     def grid(self) -> list[Any]:
@@ -253,7 +288,8 @@ def lay_out_ranks(
             ranks = dist.get_process_group_ranks(mesh_or_group or dist.group.WORLD)
         place = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else 0
         return RankGrid(kind, (len(ranks),), tuple(ranks), names, (place,))
-    mesh = _check_named(mesh_or_group, dims, tensor)
+    mesh, given = _check_named(mesh_or_group, dims, tensor), dims
+    dims = given.over_all(mesh)
     several = [dims.replicate_names, () if tensor is None else (tensor,), dims.ring_names]
     every = [name for names in several for name in names]
     known: tuple[str, ...] = mesh.mesh_dim_names or ()
@@ -279,6 +315,7 @@ def lay_out_ranks(
         tuple(place_in),
         None if tensor is None else mesh[tensor],
         bool(dims.replicate_names),
+        None if given.expert is None else _places(mesh, given),
     )
 
 
@@ -287,7 +324,7 @@ def unnamed_dimension(mesh: Any, dims: Any) -> str | None:
     a call is valid; None where there is none, or several."""
     if not isinstance(mesh, DeviceMesh) or not isinstance(dims, RotationDims):
         return None
-    left = _left_out(mesh, dims.ring_names + dims.replicate_names)
+    left = _left_out(mesh, dims.names)
     return left[0] if len(left) == 1 else None
 
 
@@ -304,7 +341,7 @@ def _check_named(mesh: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"Ring: dims names dimensions of a mesh: expected mesh to be a DeviceMesh, got {mesh!r:.100}")
     names: tuple[str, ...] = mesh.mesh_dim_names or ()
-    asked = dims.ring_names + dims.replicate_names
+    asked = dims.names
     unknown = [name for name in asked if name not in names]
     if unknown:
         raise ValueError(
@@ -320,11 +357,37 @@ def _check_named(mesh: DeviceMesh | dist.ProcessGroup | None, dims: RotationDims
             f"mesh[{', '.join(map(repr, (name for name in names if name in known)))}], or have parallelize_module cut "
             "the model over it before"
         )
-    for several in (dims.ring_names, dims.replicate_names):
+    if tensor is not None and dims.expert is not None:
+        raise ValueError(
+            f"Ring: dims that have expert cannot be combined with tensor parallelism (over {tensor!r}): expected a "
+            "model that parallelize_module has not cut"
+        )
+    for several in (dims.ring_names, dims.replicate_names, dims.expert_names):
         order = [names.index(name) for name in several]
         if order != sorted(order):
             raise ValueError(f"Ring: expected names in the order of the mesh {names}, got {several}")
     return mesh
+
+
+def _places(mesh: DeviceMesh, dims: RotationDims) -> tuple[tuple[int, int], ...]:
+    """Returns ExpertMesh.places."""
+    names: Any = mesh.mesh_dim_names
+    spread = dims.over_all(mesh).ring_names
+    found = []
+    for coordinate in itertools.product(*(range(mesh.size(names.index(name))) for name in spread)):
+        at = dict(zip(spread, coordinate, strict=True))
+        place = []
+        for several in (dims.expert_names, dims.ring_names):
+            index = 0
+            for name in several:
+                index = index * mesh.size(names.index(name)) + at[name]
+            place.append(index)
+        found.append((place[0], place[1]))
+    return tuple(found)
+
+
+def _divided(mesh: DeviceMesh, dims: RotationDims) -> ExpertMesh:
+    return ExpertMesh(_flattened(mesh, dims.expert_names), _flattened(mesh, dims.ring_names), _places(mesh, dims))
 
 
 def _named(mesh: DeviceMesh, dims: RotationDims, tensor: str | None) -> RingMesh:

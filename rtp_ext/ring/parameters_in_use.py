@@ -79,7 +79,8 @@ def _count_update(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: 
     counters would not serve: a rank without rows of a parameter may write to none, and one rank may write alone."""
     meshes = {p.device_mesh for group in optimizer.param_groups for p in group["params"] if rotates(p)}
     for ring in {ring for mesh in meshes for reference in rings_on.get(mesh, ()) if (ring := reference()) is not None}:
-        ring.communicator.executor.count_update()
+        for each in ring.rings:
+            each.communicator.executor.count_update()
 
 
 def _is_whole(value: Any, parameter: Any) -> bool:
@@ -110,7 +111,7 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, gradient: torch.Tensor):
-        spec, handler, kept, _ = ctx.delivery
+        spec, handler, kept, *_ = ctx.delivery
         mesh = spec.mesh
         ring, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         mean = gradient.to(summing_dtype(gradient.dtype), copy=True, memory_format=torch.contiguous_format)

@@ -40,7 +40,7 @@ class Prepared:
             whole parameter in the place of a shard.
     """
 
-    __slots__ = ("covered", "found", "last", "most", "seen", "sharded")
+    __slots__ = ("_divided", "covered", "found", "last", "most", "seen", "sharded")
 
     def __init__(self, *, sharded: bool = False) -> None:
         self.sharded = sharded
@@ -49,6 +49,14 @@ class Prepared:
         self.covered = False  # whether the ranks have compared the model, so that operations are compared later
         self.seen = 0  # the largest number of tokens of any call on this rank
         self.most: int | None = None  # the largest number on any rank, as of the last exchange
+        self._divided: Prepared | None = None
+
+    @property
+    def divided(self) -> Prepared:
+        """The Prepared of the same operation with plain shards on the ring of this rank's part of the experts."""
+        if self._divided is None:
+            self._divided = Prepared()
+        return self._divided
 
     def __reduce__(self) -> tuple:
         return functools.partial(type(self), sharded=self.sharded), ()

@@ -20,6 +20,7 @@ from rtp_ext.compilers import keep_compilers_out
 from rtp_ext.options import ROUTES, TRANSPORTS, RingKeywords, RingOptions, check_choice, describes, takes
 from rtp_ext.ring.bootstrap import agree_on, join_ranks, late_passes, make_executor, refused_together
 from rtp_ext.ring.cpu_offload import HostMemory, host_memory
+from rtp_ext.ring.expert_ring import ExpertRing
 from rtp_ext.ring.graphs import choose_graphs, emulated_link
 from rtp_ext.ring.links.communicator import Communicator
 from rtp_ext.ring.links.hosts import Hosts
@@ -29,7 +30,7 @@ from rtp_ext.ring.links.transports import (
     connect,
     nccl_refusal,
 )
-from rtp_ext.ring.mesh import RingMesh, RotationDims, resolve_mesh
+from rtp_ext.ring.mesh import ExpertMesh, RingMesh, RotationDims, resolve_mesh
 from rtp_ext.ring.op_runner import OpRunner
 from rtp_ext.ring.parameters_in_use import register_mesh
 from rtp_ext.ring.prepared import Agreement, Prepared
@@ -82,6 +83,7 @@ class Ring:
         parameter_mesh: the DeviceMesh of parameters: `mesh`, preceded by the replicas and by the dimension of tensor
             parallelism where there are any.
         replicas: the number of rings that hold the same shards.
+        experts: where dims has `expert`, over several ranks, the ranks that experts are divided over, and their ring.
         hosts, per_host: the number of hosts, and of ranks on each; None where the numbers differ.
         transport, transport_reason: the transport in use, and why it and no faster one.
         hop_route: `ring`, `direct` or `two-level`, the route of the hops of a rotation.
@@ -102,6 +104,7 @@ class Ring:
     parameter_mesh: DeviceMesh | None = None
     tensor_mesh: DeviceMesh | None = None
     replicas = 1
+    experts: ExpertRing | None = None
     has_models = False  # whether fully_rotate has converted one
     traceable = True  # whether compiled graphs can contain the ring's operations, which then return their gradients
     offload_policy: OffloadPolicy | None = None
@@ -139,11 +142,24 @@ class Ring:
             self._compose(ring, options, connection, routes, token)
             if self.gate.compare_devices(ring.exchange):
                 self.measure_link()
+            if meshes.experts is not None and meshes.experts.ranks.size() > 1:
+                self._divide_experts(meshes.experts, options)
             logger.info(
                 "ring of %d: transport %s (%s), route %s, gradients %s (%s)",
                 *(self.size, self.transport, self.transport_reason, self.route),
                 *(self.gradient_travel or self.gradient_route, self.gradients.reason),
             )
+
+    def _divide_experts(self, mesh: ExpertMesh, options: RingOptions) -> None:
+        """Makes the ring over which this rank's experts rotate. Collective."""
+        if options.in_place:
+            raise ValueError(
+                "Ring: in_place=True cannot be combined with dims that have expert: expected in_place=False"
+            )
+        given = {each.name: getattr(options, each.name) for each in dataclasses.fields(options)}
+        group = None if options.group is None else min(options.group, mesh.hops.size())
+        inner = Ring(RingMesh(mesh.hops, mesh.hops), **given | {"group": group})
+        self.experts = ExpertRing(self, mesh, inner)
 
     @classmethod
     def emulated(
@@ -274,6 +290,8 @@ class Ring:
         other rank: ranks that still use the ring fail.
         """
         try:
+            if self.experts is not None:
+                self.experts.inner.close()
             self.graphs.close()
             self.communicator.executor.close()
         finally:
@@ -297,6 +315,11 @@ class Ring:
 
     def __repr__(self) -> str:
         return f"Ring(rank={self.rank}, size={self.size}, transport={self.transport!r}, route={self.route!r})"
+
+    @property
+    def rings(self) -> tuple[Ring, ...]:
+        """The ring, and that of its divided experts."""
+        return (self,) if self.experts is None else (self, self.experts.inner)
 
     # -- routes ------------------------------------------------------------------------------------------------------
 
@@ -358,8 +381,17 @@ class Ring:
     # -- agreement of the ranks --------------------------------------------------------------------------------------
 
     new_agreement = _of("agreement", Agreement.new_agreement)
-    begin_forward = _of("agreement", Agreement.begin_forward)
-    end_forward = _of("agreement", Agreement.end_forward)
+
+    def begin_forward(self) -> None:
+        """See Agreement.begin_forward."""
+        for ring in self.rings:
+            ring.agreement.begin_forward()
+
+    def end_forward(self) -> None:
+        """See Agreement.end_forward."""
+        for ring in self.rings:
+            ring.agreement.end_forward()
+
     postpone = _of("agreement", Agreement.postpone)
     compare_later = _of("agreement", Agreement.compare_later)
     settle = _of("agreement", Agreement.settle)

@@ -75,6 +75,9 @@ def _title(kind: str, ring: Any, rows: Sequence[Any]) -> str:
     count = len({row.name for row in rows if row.tied_to is None})
     more = f", {ring.replicas} replicas" if ring.replicas > 1 else ""
     more += f", tensor parallelism of {ring.tensor_ranks}" if ring.tensor_ranks > 1 else ""
+    more += (
+        "" if ring.experts is None else f", experts on {ring.ranks // ring.experts.ranks} rings of {ring.experts.ranks}"
+    )
     return f"{kind}: {count} parameters on a ring of {ring.ranks}{more}, seen from rank {ring.rank}"
 
 

@@ -208,6 +208,7 @@ def place_of_ring(ring: Ring) -> Place:
         members: tuple = ("emulated", ring.device.type, ring.rank, ring.size)
     else:
         members = (mesh.device_type, tuple(mesh.shape), *mesh.mesh.flatten().tolist())
+    experts = None if ring.experts is None else ring.experts.places
     names = None if ring.tensor_mesh is None else ring.tensor_mesh.mesh_dim_names
     return Place(
         facts=RingFacts.of(ring),
@@ -215,7 +216,7 @@ def place_of_ring(ring: Ring) -> Place:
         tensor_mesh=ring.tensor_mesh,
         tensor=None if names is None else names[0],
         has_replicas=mesh is not None and mesh.ndim > (1 if ring.tensor_mesh is None else 2),
-        members=members,
+        members=members if experts is None else (*members, experts),
         words=describe(ring),
     )
 
@@ -223,6 +224,8 @@ def place_of_ring(ring: Ring) -> Place:
 def place_of_grid(grid: RankGrid, options: Options) -> Place:
     """Returns the place of a ring that does not exist yet. Raises ValueError for options that no ring takes."""
     RingOptions.of(options.ring)
+    members: tuple = (grid.device_type, grid.shape, *grid.ranks)
+    experts = None if grid.experts is None or max(grid.experts)[0] == 0 else grid.experts
     names = None if grid.tensor_mesh is None else grid.tensor_mesh.mesh_dim_names
     facts = RingFacts.expected(
         grid.device_type,
@@ -231,6 +234,7 @@ def place_of_grid(grid: RankGrid, options: Options) -> Place:
         replicas=grid.shape[0] if grid.has_replicas else 1,
         replica=grid.place[0] if grid.has_replicas else 0,
         tensor_ranks=1 if grid.tensor_mesh is None else grid.tensor_mesh.size(),
+        places=experts,
         **{name: value for name, value in options.ring.items() if name != "timeout"},
     )
     return Place(
@@ -239,7 +243,7 @@ def place_of_grid(grid: RankGrid, options: Options) -> Place:
         tensor_mesh=grid.tensor_mesh,
         tensor=None if names is None else names[0],
         has_replicas=grid.has_replicas,
-        members=(grid.device_type, grid.shape, *grid.ranks),
+        members=members if experts is None else (*members, experts),
         words=_words(grid.names, grid.grid),
     )
 

@@ -248,9 +248,9 @@ class RotationPlan:
     def parameters(self) -> tuple[ParameterPlan, ...]:
         found: dict[str, list[ParameterPlan]] = {}
         for title, passes, members in self._operations():
-            facts = [each for _, _, each in members]
-            traffic, slots = rotation_traffic(passes, facts, self.ring), rotation_slots(passes, facts, self.ring)
-            at_once = by_collectives(passes, facts, self.ring)
+            facts, ring = [each for _, _, each in members], self.ring.of_operation(passes.operation)
+            traffic, slots = rotation_traffic(passes, facts, ring), rotation_slots(passes, facts, ring)
+            at_once = by_collectives(passes, facts, ring)
             for (module, owned, _), each in zip(members, traffic, strict=True):
                 row = self._row(module, owned, title, passes, each, slots)
                 if at_once:
@@ -315,9 +315,11 @@ class RotationPlan:
             yield bundle.title, _passes(layers[0], operation, name, in_blocks), members
         for module in self.modules:
             if module.moved == ROTATED and module.name not in together:
-                members = _members(module, gpu)
+                alone = _operation_of(module)
+                divides = None if self.ring.of_operation(alone) is self.ring else self.ring
+                members = _members(module, gpu, divides)
                 if members:
-                    passes = _passes(module, _operation_of(module), module.label, module.in_blocks)
+                    passes = _passes(module, alone, module.label, module.in_blocks)
                     yield module.label, passes, members
 
     def _row(
@@ -329,7 +331,8 @@ class RotationPlan:
         sent: Traffic,
         slots: int | None = None,
     ) -> ParameterPlan:
-        facts, ranks = self.ring, self.ring.ranks
+        facts = self.ring if passes is None else self.ring.of_operation(passes.operation)
+        ranks = facts.ranks
         route = gradient_route = travel = reduce = group = seconds = None
         collective: int | None = 0
         if passes is not None and owned.moved == ROTATED:
@@ -367,9 +370,11 @@ class RotationPlan:
         if not owned.trained or facts.pulls is not None:
             gradient_route = reduce = None
         name = f"{module.name}.{owned.key}" if module.name else owned.key
-        sizes = () if owned.dim is None else tuple(shard_sizes(owned.ring_shape[owned.dim], ranks))
+        sizes = () if owned.dim is None else tuple(shard_sizes(owned.ring_shape[owned.dim], self.ring.ranks))
         if owned.frozen is not None:
-            sizes = tuple(owned.frozen.shard_rows(ranks))
+            sizes = tuple(owned.frozen.shard_rows(self.ring.ranks))
+        if facts is not self.ring:
+            collective = None  # rows of tokens, which depend on the router
         return ParameterPlan(
             name=name,
             shape=owned.shape,
@@ -422,8 +427,9 @@ def _passes(module: ModulePlan, operation: type[Operation], name: str, in_blocks
     )
 
 
-def _members(module: ModulePlan, gpu: bool) -> list[tuple[ModulePlan, Owned, Any]]:
-    """Returns the parameters of a module that travel with its rotation, each with its ParameterFacts."""
+def _members(module: ModulePlan, gpu: bool, divides: RingFacts | None = None) -> list[tuple[ModulePlan, Owned, Any]]:
+    """Returns the parameters of a module that travel with its rotation, each with its ParameterFacts. divides: the
+    ring, if each rank rotates a part of the experts."""
     found = []
     for owned in module.parameters:
         if module.layer == "attention" and owned.moved != ROTATED:
@@ -432,11 +438,14 @@ def _members(module: ModulePlan, gpu: bool) -> list[tuple[ModulePlan, Owned, Any
                 found += [(module, owned, part)] * 3
             continue
         if owned.moved == ROTATED and owned.dim is not None:
-            facts = owned.frozen and owned.frozen.facts
-            codes = None
+            shape, frozen, codes = owned.ring_shape, owned.frozen, None
+            if divides is not None:
+                shape = (divides.part(owned.shape[0]), *shape[1:])
+                frozen = frozen and frozen.with_rows(shape[0])
             if module.recipe is not None and owned.key == "weight":
                 codes = recipe_of(module.recipe).shard_planes(gpu=gpu)
-            facts = facts or ParameterFacts(owned.ring_shape, owned.dim, trained=owned.trained, codes=codes)
+            facts = frozen and frozen.facts
+            facts = facts or ParameterFacts(shape, owned.dim, trained=owned.trained, codes=codes)
             found.append((module, owned, facts))
     return found
 

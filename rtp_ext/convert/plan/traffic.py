@@ -17,9 +17,12 @@ from rtp_ext._native import SLOT_CAP
 from rtp_ext.embedding_rows import rows_traffic
 from rtp_ext.functional._operation import Operation
 from rtp_ext.functional.embedding import Embedding
+from rtp_ext.functional.experts import Experts
 from rtp_ext.functional.linear import Linears
 from rtp_ext.functional.mlp import MLP
+from rtp_ext.options import RingOptions
 from rtp_ext.ring import Ring
+from rtp_ext.ring.expert_ring import part_sizes
 from rtp_ext.ring.routes.gradient_routes import GradientRoutes
 from rtp_ext.ring.routes.plan import expect_whole_groups
 
@@ -55,6 +58,9 @@ class RingFacts:
         layer_groups: (name, shards in a product, predicted seconds of a forward and backward or None) of layers for
             which the route planner has chosen or predicted.
         buffers, collective: as in `rtp_ext.Ring`.
+        places: for each rank, where it stands among the ranks that experts are divided over, and in their ring: see
+            rtp_ext.ring.mesh.ExpertMesh.
+        experts: the ring over which the experts of this rank's part rotate; None: experts are not divided.
         assumed: whether no ring exists yet: routes are those of ranks on one host.
     """
 
@@ -83,6 +89,8 @@ class RingFacts:
     layer_groups: tuple[tuple[str, int, float | None], ...] = ()
     buffers: str | int = "auto"
     collective: bool = False
+    places: tuple[tuple[int, int], ...] | None = None
+    experts: RingFacts | None = None
     assumed: bool = field(default=False, compare=False)
 
     @classmethod
@@ -119,6 +127,8 @@ class RingFacts:
             layer_groups=tuple((name, *taken) for name, taken in sorted(groups.items()) if taken != (group, None)),
             buffers=ring.options.buffers,
             collective=ring.options.collective and ring.size > 1,
+            places=None if ring.experts is None else ring.experts.places,
+            experts=None if ring.experts is None else cls.of(ring.experts.inner),
         )
 
     @classmethod
@@ -141,9 +151,12 @@ class RingFacts:
         group: int | None = None,
         buffers: str | int = "auto",
         collective: bool = False,
+        places: tuple[tuple[int, int], ...] | None = None,
     ) -> RingFacts:
-        """Returns the facts of a new ring with these options, with all ranks on one host. No communication. Raises
-        ValueError for collectives that no operation of such a ring can have."""
+        """Returns the facts of a new ring with these options, with all ranks on one host. No communication. `places`:
+        see ExpertMesh; None: experts are not divided. Raises ValueError for collectives that no operation of such a
+        ring can have."""
+        options = {name: value for name, value in locals().items() if name in RingOptions.__dataclass_fields__}
         if transport == "auto":
             transport = ("c10d" if collective else "shm") if device == "cpu" else "nccl" if collective else "ce"
         everywhere = transport in ("shm", "ce") or (device == "cuda" and transport.startswith("nccl"))
@@ -160,6 +173,11 @@ class RingFacts:
             gradients = GradientRoutes(
                 "by-dtype" if reaches_all else "chain", None, wide=device == "cuda" and buffers != "lean"
             )
+        experts = None
+        if places is not None:
+            inner = 1 + max(place for _, place in places)
+            options["group"] = None if group is None else min(group, inner)
+            experts = cls.expected(device, inner, places[rank][1], **options)
         return cls(
             ranks=ranks,
             rank=rank,
@@ -181,8 +199,18 @@ class RingFacts:
             group=min(group or 1, ranks),
             buffers=buffers,
             collective=collective and ranks > 1,
+            places=places,
+            experts=experts,
             assumed=True,
         )
+
+    def of_operation(self, operation: type[Operation]) -> RingFacts:
+        """Returns the facts of the ring over which an operation rotates."""
+        return self.experts if self.experts is not None and operation is Experts else self
+
+    def part(self, experts: int) -> int:
+        """Returns how many of E experts rotate over the ring of this rank's part."""
+        return experts if self.places is None else sum(part_sizes(experts, self.places, self.places[self.rank][0]))
 
     def route_of(self, passes: Passes) -> tuple[str, bool]:
         """Returns the route of an operation, and whether its gradients travel in halves."""

@@ -22,17 +22,19 @@ from rtp_ext.convert.plan.request import (
     describe,
     place_of_ring,
 )
-from rtp_ext.convert.plan.rotation_plan import ROTATED, ModulePlan, RotationPlan
+from rtp_ext.convert.plan.rotation_plan import GATHERED, ROTATED, ModulePlan, RotationPlan
 from rtp_ext.convert.scopes import ring_of_module
 from rtp_ext.convert.tensor_parallel import check_style, on_tensor_mesh
 from rtp_ext.convert.validation.call import OFFLOAD
 from rtp_ext.families import blocks
+from rtp_ext.families.recognised import is_experts
 from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.nn import Flyweight, RotatedEmbedding
 from rtp_ext.outer import AllReduce, ZeroOuter
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import type_name
+from rtp_ext.ring.expert_ring import indivisible
 
 _MANAGERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
 
@@ -47,6 +49,8 @@ def validate(plan: RotationPlan, request: Request) -> None:
     with the options, TypeError for parameters on another device. Changes nothing, and sends nothing."""
     if request.offloads and request.trains:
         _refuse_offload(request)
+    if request.place.facts.places is not None:
+        _check_experts(plan, request)
     _refuse_whole_tables(request)
     _refuse_foreign(request)
     if request.trains:
@@ -72,6 +76,41 @@ def validate(plan: RotationPlan, request: Request) -> None:
         _check_recipe(plan, request)
     if request.options.loss_head is not None:
         _check_heads(plan, request, modules)
+
+
+def _check_experts(plan: RotationPlan, request: Request) -> None:
+    """Raises ValueError where experts cannot be divided, or divided experts combined with the other options, and where
+    there are none."""
+    place, places = request.place, request.place.facts.places
+    assert places is not None, "experts are divided"
+    other = None
+    if place.in_place:
+        other = "in_place=True"
+    elif request.offloads:
+        other = "offload_policy=CPUOffloadPolicy()"
+    elif type(request.outer) not in (AllReduce, ZeroOuter):
+        other = f"{type(request.outer).__name__}: outer.AllReduce() and outer.ZeroOuter() take it"
+    if other is not None:
+        raise ValueError(f"fully_rotate: dims that have expert cannot be combined with {other}")
+    found = [module for module in plan.modules if module.layer == "experts"]
+    for module in plan.modules:
+        problem = None
+        if module.layer == "experts":
+            problem = indivisible(module.parameters[0].shape[0], places)
+        elif (
+            module.moved == GATHERED
+            and module.notice == "refused"
+            and is_experts(request.root.get_submodule(module.name))
+        ):
+            problem = f"its experts cannot rotate: {module.reason}"
+        if problem is not None:
+            raise ValueError(f"fully_rotate: dims have expert, but {module.label} ({module.kind}): {problem}")
+    if not found and place.ring is None:
+        raise ValueError(
+            "fully_rotate: dims have expert: expected a model with experts that rotate (stacked weights in a module of "
+            f"transformers, or nn.RotatedExperts), got none in a {type(request.root).__name__}; a part without any "
+            "takes mesh=Ring(mesh, dims=dims), as all parts of its model"
+        )
 
 
 def _check_frozen(plan: RotationPlan, request: Request, modules: dict[str, nn.Module]) -> None:

@@ -83,6 +83,7 @@ class Delivery(NamedTuple):
     handler: GradientHandler | None
     kept: Any  # OffloadedShard
     late: Any = None  # the Ring, if the gradient may still be travelling
+    scale: float = 1.0  # what the gradient is multiplied by before
 
     @classmethod
     def to(cls, parameter: DTensor) -> Delivery:
@@ -101,9 +102,11 @@ def deliver_gradient(delivery: Delivery, ctx: Any, gradient: torch.Tensor | None
     """
     if torch.is_grad_enabled() or (torch._C._len_torch_dispatch_stack() > 0 and storing_modes()):
         return _outside_of_graph(SimpleNamespace(delivery=delivery, next_functions=ctx.next_functions), gradient)
-    spec, handler, kept, late = delivery
+    spec, handler, kept, late, scale = delivery
     if late is not None and gradient is not None:
         late.land(gradient)
+    if scale != 1.0 and gradient is not None:
+        gradient = rounded(unrounded(gradient) * scale, gradient.dtype)
     parameter = getattr(ctx.next_functions[0][0], "variable", None)  # None where the edge leads to another tensor
     if parameter is not None and not parameter.requires_grad:
         gradient = None  # frozen since the forward: autograd would drop it

@@ -48,6 +48,7 @@ class Communicator:
             replicas have none.
         failure_report: finds out which rank failed; None without groups.
         companions: communicators that close with this one.
+        partners: communicators of other rings of the same model, which fail with this one.
     """
 
     placed: Hosts
@@ -67,6 +68,7 @@ class Communicator:
         self.executor: Any = None
         self.failure_report: FailureReport | None = None
         self.companions: tuple[Communicator, ...] = ()
+        self.partners: tuple[weakref.ref[Communicator], ...] = ()
         self.members: list[int] = [] if members is None else [*members]
         self._groups: list[dist.ProcessGroup] = []
         self._control: dist.ProcessGroup | None = None  # for values of the host
@@ -170,10 +172,14 @@ class Communicator:
         """Drops the groups, and appends the rank that failed to the text of `error`; for the other arguments see
         FailureReport.call."""
         own = not isinstance(error, RingTimeout)
-        groups = self._open_groups()
+        partners = [partner for reference in self.partners if (partner := reference()) is not None and partner.alive]
+        groups = [group for each in (self, *partners) for group in each._open_groups()]
         broken, seen = set() if own else broken_links(groups), time.time()
+        for partner in partners:
+            partner.executor.fail(str(error))
         cut(groups)
-        self.drop_groups()
+        for each in (self, *partners):
+            each.drop_groups()
         # A forked process is no rank, and shares its parent's connection to the store.
         if self.failure_report is None or self.world is not dist.group.WORLD or self.forked:
             return

@@ -1,0 +1,116 @@
+"""Experts that are divided among ranks: tokens travel to the ranks of their experts, and outputs back."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtp_ext.ring.autograd import first_order_only, summing_dtype, unseen
+from rtp_ext.ring.expert_ring import Division, ExpertRing
+from rtp_ext.ring.links.agree import expect_same
+
+
+def dispatched(
+    experts: ExpertRing,
+    division: Division,
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    name: str,
+) -> Tensor:
+    """Returns `y[t] = sum_k weights[t, k] * MLP_e(x[t])`, e = index[t, k], where ranks have different experts.
+
+    Each pair of a token and an expert is a row that travels to the rank of the expert, and its output returns. Every
+    rank takes part, with no rows too: a rank may have no tokens, and an expert none.
+
+        x [T, D], index [T, K], weights [T, K]   index: an integer in [0, E]; E selects no expert
+        returns [T, D], in the dtype of the outputs
+
+    Args:
+        division: of the E experts.
+        compute: the outputs [n, D] of rows [n, D], given for each row, as [n, 1], the number of the expert among those
+            of this rank's part, and a weight of 1.
+        name: of the layer.
+
+    The ranks compare the layer, and exchange numbers of rows, once in a forward: the only wait of the host for the
+    device. Raises ValueError on every rank where they are about to compute different layers, dtypes, sizes or
+    gradients. Collective.
+    """
+    flat = index.reshape(-1)
+    owner = division.owners[flat]
+    counts = torch.zeros(experts.size + 1, dtype=torch.int64, device=owner.device)  # bincount would wait for a GPU
+    leaving = counts.scatter_add_(0, owner, torch.ones_like(owner))[: experts.size]
+    asks = f"gradients of tokens {torch.is_grad_enabled() and x.requires_grad}"
+    facts = f"{name} of {division.experts} experts on tokens of {x.shape[1]} features, {x.dtype}, {asks}"
+    sizes = _sizes(experts, leaving, facts, name)
+    rows = owner.argsort(stable=True)[: sum(sizes[0])]  # in the order of ranks; those of no expert come last
+    choices = index.shape[1]
+    spread = x.unsqueeze(1).expand(-1, choices, -1).reshape(-1, x.shape[1])
+    arrived = _Travel.apply(spread.index_select(0, rows), experts, *sizes, name)
+    theirs = _travel(experts, division.numbers[flat[rows]], *sizes, name).unsqueeze(1)
+    outputs = compute(arrived, theirs, arrived.new_ones(theirs.shape, dtype=torch.float32))
+    back = _Travel.apply(outputs, experts, *reversed(sizes), name)
+    each = back.new_zeros(len(flat), back.shape[1]).index_copy(0, rows, back).view(*index.shape, back.shape[1])
+    wide = summing_dtype(back.dtype)
+    return (each.to(wide) * weights.to(wide).unsqueeze(-1)).sum(1).to(back.dtype)
+
+
+def refuse(experts: ExpertRing, name: str, error: Exception) -> None:
+    """Takes the place of `dispatched` on a rank with wrong arguments: the other ranks get to know its `error`, which it
+    raises. Collective."""
+    none = torch.zeros(experts.size, dtype=torch.int64, device=experts.device)
+    _sizes(experts, none, f"{name} is refused: {type(error).__name__}: {error}", name, error)
+
+
+@unseen
+def _sizes(
+    experts: ExpertRing, leaving: Tensor, facts: str, name: str, refused: Exception | None = None
+) -> tuple[list[int], list[int]]:
+    """Returns the numbers of rows that go to each rank, and that come from each."""
+    sent = torch.stack([leaving, torch.full_like(leaving, _digest(facts))], 1)
+    received = _travel(experts, sent, [1] * experts.size, [1] * experts.size, name)
+    ours, theirs = torch.stack([sent, received]).tolist()
+    digest = ours[0][1]
+    differ = any(each != digest for _, each in theirs)
+    answers = experts.exchange(facts) if differ else []
+    try:
+        if refused is not None:
+            raise refused
+        named = [f"rank {member}" for member in experts.members]
+        expect_same("the ranks of divided experts disagree", answers or [facts], named=named.__getitem__)
+    except (TypeError, ValueError, IndexError) as error:
+        experts.end(error)  # the other ranks of this rank's ring have begun to rotate
+        raise
+    return [rows for rows, _ in ours], [rows for rows, _ in theirs]
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(facts: str) -> int:
+    return int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "little")
+
+
+@unseen
+def _travel(experts: ExpertRing, sent: Tensor, leaving: list[int], arriving: list[int], name: str) -> Tensor:
+    received = sent.new_empty(sum(arriving), *sent.shape[1:])
+    return experts.all_to_all(received, sent.contiguous(), arriving, leaving, name)
+
+
+class _Travel(torch.autograd.Function):
+    """Rows [n, D] to other ranks; their gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, experts: ExpertRing, leaving: list[int], arriving: list[int], name: str):
+        ctx.way = experts, arriving, leaving, name
+        return _travel(experts, rows, leaving, arriving, name)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, gradient: Tensor):
+        experts, *way = ctx.way
+        return _travel(experts, gradient, *way), None, None, None, None
