@@ -10,6 +10,7 @@
     python benchmarks/plot.py forwards benchmarks/results/cpu-2core/forwards.jsonl --output docs/figures/forwards
     python benchmarks/plot.py paper benchmarks/results/cpu-2core/peers.jsonl --output docs/figures/paper
     python benchmarks/plot.py planned benchmarks/results/cpu-2core/planner_grid.jsonl --output docs/figures/planner_grid
+    python benchmarks/plot.py recipes benchmarks/results/cpu-2core/recipes.jsonl --output docs/figures/recipes
     python benchmarks/plot.py capacity benchmarks/results/cpu-2core/capacity.jsonl --output docs/figures/capacity
 
 Writes FILE.png and FILE.svg. The results must be committed without changes, unless --uncommitted marks the figure as a
@@ -409,8 +410,30 @@ def capacity(rows: list[Row], args: argparse.Namespace) -> Any:
     return figure, rows, f"{budget:g} MiB a rank, {rows[-1]['tokens']} tokens of each rank; hollow: predicted"
 
 
+def recipes(rows: list[Row], args: argparse.Namespace) -> Any:
+    """Losses over steps of each recipe of products in 8 bits, smoothed, and their ratio to those without one."""
+    runs = {row["recipe"]: row for row in rows if row["benchmark"] == "train_lm"}
+    if None not in runs:
+        raise CannotPlot("expected runs of train_lm.py with and without --recipe, found none without")
+    figure, (losses, ratios) = canvas(2)
+    width = 20  # steps of a running mean
+    smooth = {name: np.convolve(row["losses"], np.ones(width) / width, "valid") for name, row in runs.items()}
+    for index, (name, values) in enumerate(smooth.items()):
+        steps = np.arange(width, width + len(values))
+        look = {**style(index), "markevery": (10 * index, 80)}
+        losses.plot(steps, values, label=name or runs[None]["dtype"], linewidth=1, **look)
+        ratios.plot(steps, 100 * (values / smooth[None] - 1), linewidth=1, **look)
+    losses.set_title(f"loss, mean of {width} steps", fontsize=9, loc="left")
+    ratios.set_title("% above that without a recipe", fontsize=9, loc="left")
+    losses.legend(fontsize=6, frameon=False)
+    for axes in (losses, ratios):
+        axes.set_xlabel("step", fontsize=9)
+    shown = list(runs.values())
+    return figure, shown, f"{shown[0]['shape']}; {shown[0]['ranks']} ranks"
+
+
 FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling, "rates": rates, "outer": outer}
-FIGURES |= {"forwards": forwards, "planned": planned, "capacity": capacity, "paper": paper}
+FIGURES |= {"forwards": forwards, "planned": planned, "capacity": capacity, "paper": paper, "recipes": recipes}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -24,6 +24,7 @@ results/ and TABLE one of:
     hosts-overlap   cases of overlap.py between made hosts
     outer           policies between replicas, from the last run of outer.py; WORDS choose the run: a rate, R2 (ranks of
                     a ring), S150 (steps), AdamW, SGD
+    recipes         final losses of train_lm.py --recipe, by recipe
     travel          losses by the formats of weights and gradients on the ring, of a script that is gone
     muon            strategies with Muon, of the last run for each number of ranks, on one host; `muon hosts`: between
                     made hosts, for each rate

@@ -29,6 +29,7 @@ from shared.table import (
 Runs = dict[tuple[str, int, int], Row]  # by strategy, ranks, tokens
 
 PEAK = "peak_bytes"
+FINAL = 20  # steps of a final loss
 
 
 def runs_of(lines: Sequence[Row], model: str) -> Runs:
@@ -249,6 +250,14 @@ def _over_seeds(lines: list[Row], _: list[str]) -> list[Row]:
     return merged
 
 
+def _by_recipe(lines: list[Row], _: list[str]) -> list[Row]:
+    """The last run of each recipe, with its final loss relative to that without one."""
+    runs = {line["recipe"]: {**line, "loss": statistics.fmean(line["losses"][-FINAL:])} for line in lines}
+    for row in runs.values():
+        row["apart"] = f"{row['loss'] / runs[None]['loss'] - 1:+.2%}"
+    return list(runs.values())
+
+
 # -- notes -------------------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +315,11 @@ def _of_travel(rows: list[Row]) -> str:
     first = rows[0]
     steps = f"{first['steps']} steps of {first['tokens']} tokens per rank, means over {first['seeds']} seeds"
     return f" {first['shape']}, {first['ranks']} ranks, {steps}."
+
+
+def _of_recipes(rows: list[Row]) -> str:
+    first = rows[0]
+    return f" {first['shape']}, {first['ranks']} ranks, {first['steps']} steps of {first['tokens']} tokens per rank."
 
 
 # -- columns of compare.py ---------------------------------------------------------------------------------------------
@@ -497,6 +511,11 @@ TRAVEL: Columns = {
     "MiB a rank sends in a step": mebibytes("ring_bytes", digits=2),
     "seconds": number("seconds"),
 }
+RECIPES: Columns = {
+    "recipe": lambda row: row["recipe"] or "none",
+    f"loss, mean of the last {FINAL} steps": number("loss", 4),
+    "of that without a recipe": told("apart"),
+}
 PAPER: Columns = {key: told(key) for key in ("claim", "where", "measured here", "result")}
 
 TIMELINE: Columns = {
@@ -544,6 +563,7 @@ TABLES: dict[str, Table] = {
     ),
     "timeline": Table("timeline", TIMELINE, lambda lines, _: last_command(lines)),
     "travel": Table("travel_curves", TRAVEL, _over_seeds, _of_travel),
+    "recipes": Table("recipes", RECIPES, _by_recipe, _of_recipes),
     "muon": Table("muon", MUON, last_muon_runs, _of_muon, ANY),
     "where": Table("where", WHERE, last_where, _of_where, range(2, 3)),
 }

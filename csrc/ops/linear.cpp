@@ -10,8 +10,6 @@
 namespace rtp {
 namespace {
 
-constexpr OperationKind kLinear = operation_kind("linear");
-
 // The parameters of a bundle in one pass, and the places of every layer's weight and bias.
 struct LinearWeights : Weights {
   // `needed`: by layer, whether its weight travels; empty: all.

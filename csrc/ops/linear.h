@@ -9,6 +9,8 @@
 
 namespace rtp {
 
+inline constexpr OperationKind kLinear = operation_kind("linear");
+
 // A layer y = x @ W.T + b with W [out_features, in_features], stored that way or transposed. The bias is always cut
 // along its only dimension.
 struct LinearShape {

@@ -10,7 +10,7 @@
 
 #include "base/checks.h"
 #include "compute/gemm/gemm.h"
-#include "compute/gemm/scaled.h"
+#include "compute/scaled.h"
 
 namespace rtp {
 namespace {
@@ -18,8 +18,7 @@ namespace {
 struct ScaledWeights : Weights {
   ScaledWeights(Executor& executor, const RotationOptions& options, Pass pass, const LinearBundle& bundle,
                 const std::vector<at::Tensor>& parameters, bool needed = true)
-      : Weights(executor, options, operation_kind("linear"), pass, parameters) {
-    RTP_CHECK_VALUE(!options.in_place, options.name, ": expected in_place False for products in 8 bits, got True");
+      : Weights(executor, options, kLinear, pass, parameters) {
     RTP_CHECK_VALUE(!executor.sourced(), options.name, ": expected no products in 8 bits of shards that are pulled");
     for (size_t layer = 0; layer < bundle.shapes.size(); ++layer) {
       const LinearShape& shape = bundle.shapes[layer];

@@ -51,6 +51,19 @@ def _one_run(rank, ranks, folder):
     return _call(rank, ranks, "resume", [arguments])[1][1]
 
 
+def _several_recipes(rank, ranks):
+    """Losses are those of bfloat16, and weights of linear layers take half the bytes."""
+    return _call(rank, ranks, "float8", [["--steps", "25"]])[1]
+
+
+def test_float8():
+    for found in run_ranks(_several_recipes, 2):
+        loss, sent = found.pop("bfloat16")
+        assert loss < 3.0 and len(found) == 3
+        for name, (other, bytes_sent) in found.items():
+            assert abs(other - loss) < 0.05 * loss and 0.5 < bytes_sent / sent < 0.55, (name, other, loss)
+
+
 def _several(rank, ranks, folder):
     """Runs the examples that need at most two ranks, in one start."""
     meta, (loss, kept) = _call(rank, ranks, "safetensors_on_meta", [[]])

@@ -174,5 +174,5 @@ def test_refusals():
     with pytest.raises(TypeError, match="at most 32 bits with recipe float8_rowwise, got float64"):
         rotated_linears([x.double()], [weight.double()], ring=ring, recipe="float8_rowwise")
     here = rtp_ext.Ring.emulated(2, in_place=True)
-    with pytest.raises(ValueError, match="expected in_place=False with recipe float8_rowwise"):
+    with pytest.raises(ValueError, match="in_place=True cannot be combined with recipe float8_rowwise"):
         rotated_linears([x], [weight], ring=here, recipe="float8_rowwise")

@@ -88,7 +88,7 @@ def test_other_files_do_not_tell_operations_by_name():
 
 def test_names_are_found():
     passes = native_passes()
-    assert {"linear", "partial_linear", "embedding", "mlp", "experts", "cross_entropy"} == passes
+    assert {"linear", "scaled_linear", "partial_linear", "embedding", "mlp", "experts", "cross_entropy"} == passes
     assert named_in_python("from rtp_ext.functional.mlp import MLP", passes) == {"mlp"}
     assert named_in_python("_native.experts_backward(x)\n_native.OperationFacts('linear', [])", passes) == {
         "experts",

@@ -365,7 +365,7 @@ def _bundle(
         for out_features, in_features in outputs:
             cuts = tuple(_native.shard_sizes(out_features, call.ring.size))
             if (reason := recipe.refusal(out_features, in_features, cuts, gpu=gpu)) is not None:
-                raise ValueError(f"{call.name}: {reason}")
+                raise ValueError(f"{call.name}: expected sizes that fit the recipe: {reason}")
         codes = {"codes": recipe.shard_planes(gpu=gpu)}
     layers = [
         _native.LinearShape(*sizes, by_outputs=True, transposed=transposed, **_native_blocks(each), **codes)
@@ -389,9 +389,7 @@ def _expect_takes_recipe(call: Call, recipe: Recipe, otherwise: bool) -> None:
             f"in 8 bits ({recipe.name})"
         )
     if call.ring.in_place:
-        raise ValueError(
-            f"{call.name}: expected in_place=False with recipe {recipe.name}, whose codes travel, got True"
-        )
+        raise ValueError(f"{call.name}: in_place=True cannot be combined with recipe {recipe.name}, whose codes travel")
     if call.compute_dtype == torch.float64:
         raise TypeError(
             f"{call.name}: expected a compute dtype of at most 32 bits with recipe {recipe.name}, got float64"

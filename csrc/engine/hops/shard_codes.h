@@ -8,7 +8,7 @@
 #include <memory>
 #include <optional>
 
-#include "compute/gemm/scaled.h"
+#include "compute/scaled.h"
 #include "engine/hops/weak_tensor.h"
 
 namespace rtp {

@@ -1,4 +1,4 @@
-#include "compute/gemm/scaled.h"
+#include "compute/scaled.h"
 
 #include <ATen/ops/_scaled_mm.h>
 #include <ATen/ops/empty.h>
