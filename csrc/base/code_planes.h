@@ -51,8 +51,9 @@ struct CodePlane {
     return rows * columns + high * wide * scale_bytes();
   }
   bool operator==(const CodePlane&) const = default;
-  // Whether matrices that lie one below the other are one matrix: a product can take all of them.
-  bool stacks() const { return !transposed && block_rows > 0 && !swizzled(); }
+  bool single() const { return block_rows == 0 && block_columns == 0; }
+  // Whether a product can take matrices that lie one below the other at once, each with scales of its own.
+  bool stacks() const { return !transposed && (block_rows > 0 || single()) && !swizzled(); }
 };
 
 // The planes in which a weight travels in both passes.

@@ -1,5 +1,7 @@
 #include "ops/weights.h"
 
+#include <ATen/ops/cat.h>
+
 #include <algorithm>
 
 #include "base/checks.h"
@@ -152,9 +154,22 @@ void Weights::encode(ShardBundle& bundle) const {
 Codes Weights::codes(const std::vector<at::Tensor>& shards, int parameter, const Step& step) const {
   const auto place = static_cast<size_t>(parameter);
   const ParameterFacts& facts = facts_.parameters[place];
-  const size_t scales = local_.size() + static_cast<size_t>(scales_[place]);
-  return codes_in(facts.plane(pass_), {shards[static_cast<size_t>(index_[place])], shards[scales]},
-                  rows(parameter, step).count, facts.shape[1]);
+  const CodePlane& plane = facts.plane(pass_);
+  const CodeMemory memory{shards[static_cast<size_t>(index_[place])],
+                          shards[local_.size() + static_cast<size_t>(scales_[place])]};
+  const int64_t count = rows(parameter, step).count;
+  if (step.owners == 1 || !plane.single()) return codes_in(plane, memory, count, facts.shape[1]);
+  // One scale of each shard becomes one of each row.
+  std::vector<int64_t> repeats;
+  for (int owner = step.owner; owner < step.owner + step.owners; ++owner) {
+    if (const int64_t of_owner = rows(parameter, owner).count; of_owner > 0) repeats.push_back(of_owner);
+  }
+  const CodePlane by_rows{.block_rows = 1, .rule = plane.rule, .format = plane.format, .padded = plane.padded};
+  std::vector<at::Tensor> scales;
+  for (size_t shard = 0; shard < repeats.size(); ++shard) {
+    scales.push_back(memory.scales.narrow(0, static_cast<int64_t>(shard), 1).expand({repeats[shard], 1}));
+  }
+  return codes_in(by_rows, {memory.codes, at::cat(scales)}, count, facts.shape[1]);
 }
 
 RotationOptions Weights::options() const {

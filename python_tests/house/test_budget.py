@@ -7,12 +7,12 @@ SUFFIXES = {".py", ".sh", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 60  # lines that a budget may exceed its folder by: code that goes takes its budget along
 
 BUDGET = {
-    "csrc/base": 1004,
+    "csrc/base": 1005,
     "csrc/compute": 2317,
     "csrc/device": 1266,
     "csrc/engine": 3979,
     "csrc/kernels": 1757,
-    "csrc/ops": 2644,
+    "csrc/ops": 2655,
     "csrc/python": 1511,
     "csrc/schedule": 2181,
     "csrc/transport": 5897,
