@@ -43,7 +43,8 @@ struct CodePlane {
       if (block_columns == 1) std::swap(high, wide);
       return {(high + 127) / 128, (wide + 3) / 4 * 512};
     }
-    if (padded && block_columns == 128) return block_rows == 1 ? Extents{wide, high} : Extents{high, (wide + 3) / 4 * 4};
+    if (padded && block_columns == 128)
+      return block_rows == 1 ? Extents{wide, high} : Extents{high, (wide + 3) / 4 * 4};
     return {high, wide};
   }
   int64_t bytes(int64_t rows, int64_t columns) const {

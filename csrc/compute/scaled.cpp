@@ -19,7 +19,8 @@ at::ScalarType dtype_of(CodeFormat format) {
 
 // Whether a matrix has one scale, or one for each row, in float32.
 bool by_rows(const Codes& matrix) {
-  return matrix.scales.scalar_type() == at::kFloat && matrix.block[1] >= matrix.codes.size(1) && (matrix.block[0] == 1 || matrix.block[0] >= matrix.codes.size(0));
+  return matrix.scales.scalar_type() == at::kFloat && matrix.block[1] >= matrix.codes.size(1) &&
+         (matrix.block[0] == 1 || matrix.block[0] >= matrix.codes.size(0));
 }
 
 // One scale for each row: that of all numbers, repeated.

@@ -32,8 +32,8 @@ Codes codes_in(const CodePlane& plane, const CodeMemory& memory, int64_t rows, i
 void quantize_into(const CodePlane& plane, const CodeMemory& memory, const at::Tensor& values);
 Codes quantized(const CodePlane& plane, const at::Tensor& values);
 
-// Returns a [m, k] @ b [k, n] in `dtype`: the sum of the products of dequantized numbers, which is kept in float32. On a
-// GPU by torch._scaled_mm; on CPUs too, where scales do not vary along k, else by that definition. `fast`: a GPU may
+// Returns a [m, k] @ b [k, n] in `dtype`: the sum of the products of dequantized numbers, which is kept in float32. On
+// a GPU by torch._scaled_mm; on CPUs too, where scales do not vary along k, else by that definition. `fast`: a GPU may
 // add up in fewer bits than float32.
 //
 // The result is bfloat16, whatever `dtype`, where a GPU multiplies by scales of rows: torch has no other.

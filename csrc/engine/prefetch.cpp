@@ -20,7 +20,8 @@ void Prefetcher::enter(Context context) {
 
 Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::optional<ShardBundle>& weight,
                                          const std::string& name) {
-  Record record{context_.serial, index_++, &schedule, name, ring_.sizes(schedule, weight), {}, {}, {}, context_.watched};
+  Record record{context_.serial, index_++, &schedule, name, ring_.sizes(schedule, weight), {}, {}, {},
+                context_.watched};
   if (!weight || schedule.moves.empty()) return record;
   record.layouts = weight->layouts;
   record.codes = weight->codes;

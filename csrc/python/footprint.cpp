@@ -39,7 +39,8 @@ void bind_footprint(py::module_& m) {
   m.def(
       "operation_kind", [](const std::string& key) { return operation_kind(key); }, py::arg("key"),
       "The row of an operation; the usual facts for one without a row.");
-  py::class_<CodePlane>(m, "CodePlane", "How a matrix becomes codes of 8 bits with a scale a block; 0: all rows, or columns.")
+  py::class_<CodePlane>(m, "CodePlane",
+                        "How a matrix becomes codes of 8 bits with a scale a block; 0: all rows, or columns.")
       .def(py::init<int64_t, int64_t, ScaleRule, bool, CodeFormat, bool>(), py::arg("rows"), py::arg("columns"),
            py::arg("rule"), py::arg("transposed"), py::arg("format"), py::arg("padded"))
       .def("scale_shape", &CodePlane::scale_shape, py::arg("rows"), py::arg("columns"))

@@ -108,9 +108,8 @@ void bind_kernels(py::module_& parent) {
   m.def(
       "quantize_codes",
       [](const at::Tensor& codes, const at::Tensor& scales, const at::Tensor& values, const OptionalTensor& amax,
-         std::pair<int64_t, int64_t> block, ScaleRule rule) {
-        quantize_codes(codes, scales, values, amax, {block.first, block.second}, rule);
-      },
+         std::pair<int64_t, int64_t> block,
+         ScaleRule rule) { quantize_codes(codes, scales, values, amax, {block.first, block.second}, rule); },
       py::arg("codes"), py::arg("scales"), py::arg("values"), py::arg("amax"), py::arg("block"), py::arg("rule"));
   m.def("add_converted", &add_converted, py::arg("sum"), py::arg("values"));
   m.def(

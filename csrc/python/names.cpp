@@ -11,7 +11,7 @@ namespace {
 constexpr const char* kBlockFormats[] = {"nf4", "mxfp4", "int8", "fp4", "nf4-torchao", "nf4-torchao-bfloat16"};
 
 constexpr const char* kScaleRules[] = {"linear", "power_of_two", "e8m0_floor", "e8m0_ceil"};  // by ScaleRule
-constexpr const char* kCodeFormats[] = {"e4m3", "e5m2"};                                        // by CodeFormat
+constexpr const char* kCodeFormats[] = {"e4m3", "e5m2"};                                      // by CodeFormat
 
 // The enum whose name is in `names`. Throws ValueError with all names for any other text.
 template <typename Enum, size_t kCount>

@@ -195,7 +195,8 @@ class Walk {
     };
     pass.weight = slot_bytes(operation, chunks, chunk, travels, weight_bytes, 1, false, kind);
     if (pass.weight && !known.weight_slots.empty()) {
-      pass.weights.slot = *slot_bytes(operation, chunks, chunk, travels, weight_bytes, known.weight_slots.front(), false, kind);
+      pass.weights.slot =
+          *slot_bytes(operation, chunks, chunk, travels, weight_bytes, known.weight_slots.front(), false, kind);
     }
     const bool stages = pass.weight && known.uses_home &&
                         movement_of(operation, step_, known.options).staged(known.hops(Channel::weight) > 0);
@@ -334,11 +335,10 @@ std::vector<Sent> traffic(const OperationFacts& operation, const StepSize& step,
                                                  : sent[place].backward;
         for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
           const int64_t numbers = numbers_of(shard, chunks, chunk, hop.half);
-          total += gradient ? travel_bytes(numbers, step.gradient_travel(), step.reduce_bytes)
-                   : parameter.codes
-                       ? (collective ? step.ranks - 1 : 1) *
-                             parameter.plane(pass).bytes(collective ? sizes[0] : shard[0], shard[1])
-                       : travelling_bytes(numbers, parameter.frozen, travel, step.compute_bytes);
+          total += gradient          ? travel_bytes(numbers, step.gradient_travel(), step.reduce_bytes)
+                   : parameter.codes ? (collective ? step.ranks - 1 : 1) *
+                                           parameter.plane(pass).bytes(collective ? sizes[0] : shard[0], shard[1])
+                                     : travelling_bytes(numbers, parameter.frozen, travel, step.compute_bytes);
         }
       }
     }

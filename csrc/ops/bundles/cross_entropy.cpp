@@ -75,8 +75,8 @@ class VocabularyShard {
   at::Tensor buffer_, weight_, bias_;
 };
 
-Weights head_weights(Executor& executor, const RotationOptions& options, Pass pass,
-                     const CrossEntropyShape& shape, const std::vector<at::Tensor>& parameters) {
+Weights head_weights(Executor& executor, const RotationOptions& options, Pass pass, const CrossEntropyShape& shape,
+                     const std::vector<at::Tensor>& parameters) {
   RTP_CHECK_VALUE(
       !shape.frozen || (!shape.transposed && (!shape.bias || rows_of_blocks(*shape.frozen, shape.features) == 1)),
       options.name, ": expected a frozen weight stored [vocabulary, features], and with a bias one whose rows ",
