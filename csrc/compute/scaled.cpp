@@ -1,14 +1,17 @@
 #include "compute/scaled.h"
 
 #include <ATen/ops/_scaled_mm.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "base/checks.h"
 #include "compute/codes.h"
+#include "compute/joined.h"
 
 namespace rtp {
 namespace {
@@ -58,6 +61,22 @@ at::Tensor Codes::dequantized() const {
   if (scales.size(0) > 1 && block[0] > 1) wide = wide.repeat_interleave(block[0], 0).narrow(0, 0, codes.size(0));
   if (scales.size(1) > 1 && block[1] > 1) wide = wide.repeat_interleave(block[1], 1).narrow(1, 0, codes.size(1));
   return codes.to(at::kFloat).mul_(wide);
+}
+
+Codes joined(const std::vector<Codes>& parts) {
+  if (parts.size() == 1) return parts.front();
+  Extents block = parts.front().block;
+  const bool alike = std::all_of(parts.begin(), parts.end(), [&](const Codes& each) {
+    return each.block == block && each.codes.size(0) % block[0] == 0;
+  });
+  if (!alike) block[0] = 1;
+  std::vector<at::Tensor> codes, scales;
+  for (const Codes& each : parts) {
+    RTP_ASSERT(each.scales.dim() == 2, "swizzled exponents are not joined");
+    codes.push_back(each.codes.view(at::kByte));
+    scales.push_back(alike ? each.scales : each.scales.expand({each.codes.size(0), each.scales.size(1)}));
+  }
+  return {joined_rows(codes).view(parts.front().codes.scalar_type()), at::cat(scales), block};
 }
 
 CodeMemory empty_codes(const CodePlane& plane, int64_t rows, int64_t columns, at::Device device) {

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 #include "base/code_planes.h"
 
 namespace rtp {
@@ -18,6 +20,10 @@ struct Codes {
   Codes columns(int64_t first, int64_t count) const;
   at::Tensor dequantized() const;  // float32; not of swizzled exponents
 };
+
+// Returns matrices one below the other as one, each with its scales: none may be swizzled, and blocks are rows, whole
+// matrices, or of equal sizes that divide the rows.
+Codes joined(const std::vector<Codes>& parts);
 
 // Memory for codes and scales, uint8 and uint8 or float32, of plane.code_memory and plane.scale_memory.
 struct CodeMemory {

@@ -156,18 +156,33 @@ std::vector<at::Tensor> scaled_linear_forward(Executor& executor, const at::Tens
     outputs.push_back(executor.results().empty({x.size(0), shape.out_features}, x.options()));
   }
   const Codes tokens = quantized(operands.tokens, x);
+  const bool joins = outputs.size() > 1 && bundle.shapes[0].codes->forward.stacks();
+  at::Tensor product;
   ShardBundle weights = *layers.bundle();
   const Schedule& schedule = forward_schedule(executor, layers.options(), weights, {.groups = layers.groups()});
   Execution pass(executor, schedule, std::move(weights), std::nullopt, options.name + " forward");
   while (const Step* step = pass.next()) {
     const std::vector<at::Tensor> shards = pass.weight();
+    std::vector<Codes> weights;
+    std::vector<at::Tensor> ys;
     for (size_t layer = 0; layer < outputs.size(); ++layer) {
       const Rows rows = layers.rows(layers.weight[layer], *step);
       if (rows.count == 0) continue;
-      const Codes weight = layers.codes(shards, layers.weight[layer], *step);
-      const at::Tensor y = outputs[layer].narrow(1, rows.first, rows.count);
-      y.copy_(scaled_product(tokens, weight.t(), options.compute_dtype, true));
-      if (const int bias = layers.bias[layer]; bias >= 0) y.add_(shards[static_cast<size_t>(layers.index(bias))]);
+      weights.push_back(layers.codes(shards, layers.weight[layer], *step));
+      ys.push_back(outputs[layer].narrow(1, rows.first, rows.count));
+    }
+    if (joins && !weights.empty()) weights = {joined(weights)};
+    int64_t column = 0;
+    for (size_t part = 0; part < ys.size(); ++part) {
+      if (part < weights.size()) product = scaled_product(tokens, weights[part].t(), options.compute_dtype, true);
+      ys[part].copy_(joins ? product.narrow(1, column, ys[part].size(1)) : product);
+      column += ys[part].size(1);
+    }
+    for (size_t layer = 0; layer < outputs.size(); ++layer) {
+      const int bias = layers.bias[layer];
+      const Rows rows = layers.rows(layers.weight[layer], *step);
+      if (bias < 0 || rows.count == 0) continue;
+      outputs[layer].narrow(1, rows.first, rows.count).add_(shards[static_cast<size_t>(layers.index(bias))]);
     }
   }
   return outputs;
