@@ -125,7 +125,8 @@ class Linears(Operation):
         def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
             return _bundle(call, params, shapes, biases, len(inputs), projections, transposed, recipe)
 
-        facts = (("projections", projections), ("inputs", len(inputs)), ("transposed", transposed), ("frozen", frozen))
+        facts: tuple[tuple[str, Any], ...] = (("projections", projections), ("inputs", len(inputs)))
+        facts += (("transposed", transposed), ("frozen", frozen))
         if recipe is not None:
             facts += (("recipe", recipe.name),)
         tokens = 0

@@ -177,8 +177,8 @@ class ParameterPlan:
             a forward pulls from other ranks, all experts included; over `shm+tcp` a rank of its host may have them.
         collective_bytes: bytes that ring collectives of this rank send in a step; None: not known in advance.
         reason: why it does not rotate.
-        wide: why a frozen weight is not stored in blocks, if `frozen` was given, or not multiplied in 8 bits, if `recipe`
-            was.
+        wide: why a frozen weight is not stored in blocks, if `frozen` was given, or not multiplied in 8 bits, if
+            `recipe` was.
         group: shards in a product, at most. None where it does not rotate, or sends rows.
         slots_bytes: of the slots that its operation takes, which all operations of the ring share. None: as of group.
         predicted_seconds: of one forward and backward of its operation, by the route planner's model, for the largest
