@@ -204,7 +204,7 @@ def everything_but(*names):
 
 @on_ranks(2)
 def test_models_of_packages(rank, ranks, cases):
-    """Layers with one input travel together; a head and the projections of torch's attention keep torchao's decision."""
+    """Layers with one input travel together; heads are in 8 bits if torchao says so."""
     from torchao.float8 import convert_to_float8_training
 
     with cases.case("llama"):
@@ -212,6 +212,7 @@ def test_models_of_packages(rank, ranks, cases):
         convert_to_float8_training(plain, config=config("rowwise"), module_filter_fn=everything_but("v_proj"))
         model = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=30.0)
         rows = {row.name.removeprefix("model.layers.0."): row for row in rtp_ext.explain(model).parameters}
+        rows = {name: row for name, row in rows.items() if "layers" not in name}
         recipes = {name: row.travel for name, row in rows.items() if "proj" in name or "head" in name}
         wide = recipes.pop("self_attn.v_proj.weight")
         assert set(recipes.values()) == {"float8_rowwise"} and wide != "float8_rowwise"
@@ -223,7 +224,7 @@ def test_models_of_packages(rank, ranks, cases):
         close_ring(model)
     with (
         cases.case("llama, the loss with its head"),
-        pytest.raises(ValueError, match="got a Rotated|got a Float8Linear"),
+        pytest.raises(ValueError, match="got a Float8Linear"),
     ):
         rtp_ext.fully_rotate(plain, loss_head="fused", timeout=30.0)
     with cases.case("attention of torch"):
