@@ -1,7 +1,5 @@
 """Products in 8 bits with the other options of a ring and of training, against the same layers in one process."""
 
-import copy
-
 import torch
 from code_reference import scaled
 from harness import on_ranks
@@ -64,8 +62,9 @@ def test_rings(rank, ranks, cases):
             with cases.case(f"{name}, {options}"), rtp_ext.Ring(timeout=60.0, **options) as ring:
                 model = train(rtp_ext.fully_rotate(make(), recipe=name, mesh=ring), rank, 2)
                 compare(model, plain, rank, "trained", ROUNDED if "gradient_travel" in options else TOLERANCE)
-    with cases.case("control: one more step"):
-        assert differs(train_plain(copy.deepcopy(plain), ranks, 1)(batch(rank, 90)), plain(batch(rank, 90)), ROUNDED)
+    with cases.case("control: no training"):
+        assert differs(scaled(make(), name, ranks)(batch(rank, 90)), plain(batch(rank, 90)), TOLERANCE)
+        assert differs(make().norm.bias, plain.norm.bias, ROUNDED)
 
 
 POLICIES_OF_REPLICAS = {
@@ -153,5 +152,6 @@ def test_selective_checkpointing(rank, ranks, cases):
                 model = rtp_ext.fully_rotate(Regions(policy), recipe="float8_rowwise", mesh=ring)
                 made = ring.communicator.executor.codes()[1]
                 train(model, rank, 2)
-                assert ring.communicator.executor.codes()[1] - made == 2 * 2 * 4, "once a step, layer and plane"
+                # of four layers, of which the first sends no weights in backward
+                assert ring.communicator.executor.codes()[1] - made == 2 * 7, "once a step, layer and plane"
                 compare(model, plain, rank, "trained")
