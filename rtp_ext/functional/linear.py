@@ -365,7 +365,7 @@ def _bundle(
         for out_features, in_features in outputs:
             cuts = tuple(_native.shard_sizes(out_features, call.ring.size))
             if (reason := recipe.refusal(out_features, in_features, cuts, gpu=gpu)) is not None:
-                raise ValueError(f"{call.name}: {reason}")
+                raise ValueError(f"{call.name}: expected sizes that fit the recipe: {reason}")
         codes = {"codes": recipe.shard_planes(gpu=gpu)}
     layers = [
         _native.LinearShape(*sizes, by_outputs=True, transposed=transposed, **_native_blocks(each), **codes)
