@@ -29,7 +29,7 @@ BUDGET = {
     "rtp_ext/parameters": 2420,
     "rtp_ext/planner": 8914,
     "rtp_ext/ring": 5558,
-    "python_tests/convert": 7972,
+    "python_tests/convert": 7975,
     "python_tests/engine": 2969,
     "python_tests/examples": 750,
     "python_tests/families": 3000,
