@@ -77,18 +77,30 @@ def patch_full_tensor(handles: Callable[[DTensor], bool], full_tensor: Callable[
 
 
 @functools.cache
-def patch_data(handles: Callable[[DTensor], bool], assign: Callable[[DTensor, Any], None]) -> None:
+def patch_data(
+    handles: Callable[[DTensor], bool],
+    assign: Callable[[DTensor, Any], None],
+    share_version: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
     """DTensor.data: torch 2.11 to 2.14.
 
     An assignment changes torch's wrapper but not the local shard, without an error. For parameters that `handles`
-    accepts, `assign(parameter, values)` is called instead.
+    accepts, `assign(parameter, values)` is called instead. A write to `parameter.data` does not raise the version
+    counter of the parameter, by which a shard that was sent ahead and codes of a shard are known to be stale:
+    `share_version(parameter.data, parameter)` is called.
     """
     stock: Any = torch.Tensor.data
+
+    def read_data(self: DTensor) -> torch.Tensor:
+        values: torch.Tensor = stock.__get__(self)
+        if handles(self):
+            share_version(values, self)
+        return values
 
     def assign_data(self: DTensor, values: Any) -> None:
         (assign if handles(self) else stock.__set__)(self, values)
 
-    DTensor.data = property(stock.__get__, assign_data)  # type: ignore[assignment]
+    DTensor.data = property(read_data, assign_data)  # type: ignore[assignment]
 
 
 class _Suspended(threading.local):
@@ -189,6 +201,7 @@ def patch_operators(rules: tuple[tuple[Any, Callable[[Callable[..., Any], tuple,
     - A gradient that is replicated cannot be added to one that is cut: gradients of parameters with fewer rows than
       ranks, for which most operators return replicated tensors.
     - Norms of order infinity, maxima and minima raise on ranks with an empty shard alone; the others wait for them.
+    - Foreach operators in place do not raise the version counters of what they write.
     """
     for operator, rule in rules:
         if operator is not None:

@@ -418,7 +418,10 @@ def test_without_other_ranks(capsys, tmp_path):
     assert main(["explain", "--hf-config", str(tmp_path / "config.json"), "--ranks", "2"]) == 0
     assert "on a ring of 2" in capsys.readouterr().out
     assert main(["explain", "--hf-config", str(tmp_path), "--ranks", "2", "--frozen", "nf4"]) == 0
-    assert "Frozen, but not in blocks:\n  model.embed_tokens.weight" in capsys.readouterr().out
+    assert (
+        "Wide, although blocks or products in 8 bits were asked for:\n  model.embed_tokens.weight"
+        in capsys.readouterr().out
+    )
     assert main(["explain", "--hf-config", str(tmp_path / "nothing"), "--ranks", "2"]) == 1
     assert main(["explain", "--model", "gpt-3-small", "--ranks", "2", "--param-dtype", "bf16", "--json"]) == 0
     shapes = {each["name"]: each["shape"] for each in json.loads(capsys.readouterr().out)["parameters"]}

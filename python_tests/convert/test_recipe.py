@@ -149,6 +149,28 @@ def changes(model, saved):
 
     yield "an operator in place", write
 
+    def write_data():
+        weight.data.mul_(1.5)
+
+    yield "an operator in place on data", write_data
+    yield "assigned data", lambda: setattr(weight, "data", weight.detach() * 1.5)
+
+    def write_shard():
+        with torch.no_grad():
+            weight.to_local().mul_(1.5)
+
+    yield "an operator in place on the shard", write_shard
+    for name, operator, given in (
+        ("_foreach_mul_", torch._foreach_mul_, (1.5,)),
+        ("_foreach_lerp_", torch._foreach_lerp_, ([weight.detach() * 2], 0.5)),
+    ):
+
+        def write_all(operator=operator, given=given):
+            with torch.no_grad():
+                operator([weight.detach()], *given)
+
+        yield name, write_all
+
     def average():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         torch.optim.SGD([weight], lr=1000.0).step()

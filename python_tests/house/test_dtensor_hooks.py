@@ -55,6 +55,8 @@ def _torch_alone(rank, ranks):
         weight = parameter(torch.zeros(4), Shard(0))
         weight.data = torch.ones(4)
         assert (weight.to_local() == 0).all(), needed("patch_data")
+        weight.data.add_(1.0)
+        assert weight._version == 0, needed("patch_data")
     with cases.case("random operators"):
         torch.manual_seed(0)
         first = nn.init.normal_(parameter(torch.zeros(2 * ranks), Shard(0))).full_tensor()
@@ -64,6 +66,8 @@ def _torch_alone(rank, ranks):
         part = weight.sum()
         assert isinstance(loss + part, DTensor), needed("patch_operators")
         assert part.item() == 2.0, needed("patch_operators")  # of 4
+        torch._foreach_mul_([weight.detach()], 1.0)
+        assert weight._version == 0, needed("patch_operators")
         small = parameter(torch.ones(1), Shard(0)).detach()
         with pytest.raises(RuntimeError, match="placement"):
             small.add_(parameter(torch.ones(1), Replicate()).detach())

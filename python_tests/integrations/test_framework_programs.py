@@ -121,21 +121,57 @@ def steps_of(folder: Path, module: str, dump: str) -> dict[int, tuple[str, str]]
     return {int(step): (loss, norm) for step, loss, norm in found}
 
 
-def test_torchtitan(tmp_path):
-    if missing(["torchtitan"]):
-        pytest.skip("torchtitan is not installed: make frameworks")
+def write_texts(folder: Path) -> None:
+    """Writes texts and a tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     words = ["shards", "of", "a", "ring", "visit", "every", "rank", "and", "products", "hide", "their", "hops", "there"]
     texts = [" ".join(words[(place * number) % len(words)] for place in range(60)) for number in range(1, 400)]
     for name in ("data", "tokenizer"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "data" / "texts.json").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+        (folder / name).mkdir()
+    (folder / "data" / "texts.json").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=60, show_progress=False))
-    tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
-    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    (folder / "tokenizer" / "tokenizer_config.json").write_text("{}")
+
+
+IN_8_BITS = """import dataclasses
+import rtp_ext
+from torchtitan.components.quantization import Float8LinearConverter
+from torchtitan.models.llama3 import config_registry
+
+def parallelize(model, **options):
+    model = rtp_ext.integrations.parallelize(model, **options)
+    rows = rtp_ext.explain(model).parameters
+    found = {row.travel for row in rows if row.module_class == "Float8Linear"}
+    assert found == {"float8_tensorwise"} and {row.moved for row in rows if row.travel in found} == {"rotated"}, rows
+    return model
+
+def llama3_debugmodel():
+    config = config_registry.llama3_debugmodel()
+    converter = Float8LinearConverter.Config(emulate=True, filter_fqns=["lm_head"])
+    spec = config_registry.model_registry("debugmodel", converters=[converter])
+    config.model_spec = dataclasses.replace(spec, parallelize_fn=parallelize)
+    return config
+"""
+
+
+def test_torchtitan_in_8_bits(tmp_path):
+    """The layers of torchtitan's converter rotate with their recipe; without a GPU it has one, of one scale a shard."""
+    if missing(["torchtitan", "torchao"]):
+        pytest.skip("torchtitan and torchao are not installed")
+    write_texts(tmp_path)
+    (tmp_path / "rotated.py").write_text(IN_8_BITS)
+    losses = steps_of(tmp_path, "rotated", "whole")
+    assert sorted(losses) == [1, 2, 3, 4] and float(losses[4][0]) < float(losses[1][0]) - 0.1, losses
+
+
+def test_torchtitan(tmp_path):
+    if missing(["torchtitan"]):
+        pytest.skip("torchtitan is not installed: make frameworks")
+    write_texts(tmp_path)
     (tmp_path / "rotated.py").write_text(program("parallelize"))
     whole = steps_of(tmp_path, "rotated", "whole")
     assert sorted(whole) == [1, 2, 3, 4] and float(whole[4][0]) < float(whole[1][0]) - 0.1, whole

@@ -32,6 +32,7 @@ from rtp_ext.convert.plan.rotation_plan import (
     RotationPlan,
 )
 from rtp_ext.convert.tensor_parallel import parallel_class
+from rtp_ext.families.float8_layers import unwrap
 from rtp_ext.nn import Flyweight, RotatedExperts
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.embedding import RotatedRows
@@ -69,6 +70,9 @@ class Application:
     def run(self) -> None:
         guard_parametrizations()
         draw_as_whole()
+        for module in self.new:
+            if module.recipe is not None:
+                unwrap(self.by_name[module.name])
         if extended_parameters(self.modules, self.request.ignored):  # a compiler would look into their classes
             self.ring.traceable = False
         inside = {id(part) for _, f in self.modules if isinstance(f, Flyweight) for part in f.modules()}

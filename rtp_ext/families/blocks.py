@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from rtp_ext.families.float8_layers import is_in_8_bits
 from rtp_ext.families.recognised import computes_mlp, is_of_package
 from rtp_ext.families.same_forward import LIBRARIES as ACTIVATION_LIBRARIES
 from rtp_ext.families.same_forward import activation_of, has_same_forward
@@ -172,10 +173,14 @@ def shared_inputs(module: nn.Module) -> list[tuple[str, ...]]:
         return []
     cls: Any = type(module)
     groups = [
-        [name for name in group if is_linear(part := module._modules.get(name)) and not is_transposed_linear(part)]
-        for group in called_with_one_input(cls)
+        [name for name in group if _takes_rows(module._modules.get(name))] for group in called_with_one_input(cls)
     ]
     return [tuple(group) for group in groups if len(group) > 1 and _have_same_inputs(module, group)]
+
+
+def _takes_rows(part: Any) -> bool:
+    linear = is_linear(part) and not is_transposed_linear(part)
+    return linear or (is_in_8_bits(part) and part._parameters.keys() <= {"weight", "bias"})
 
 
 def _have_same_inputs(module: nn.Module, names: Sequence[str]) -> bool:

@@ -125,8 +125,8 @@ class Linears(Operation):
         def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
             return _bundle(call, params, shapes, biases, len(inputs), projections, transposed, recipe)
 
-        facts: tuple[tuple[str, Any], ...]
-        facts = (("projections", projections), ("inputs", len(inputs)), ("transposed", transposed), ("frozen", frozen))
+        facts: tuple[tuple[str, Any], ...] = (("projections", projections), ("inputs", len(inputs)))
+        facts += (("transposed", transposed), ("frozen", frozen))
         if recipe is not None:
             facts = (*facts, ("recipe", recipe.name))
         tokens = 0

@@ -69,8 +69,8 @@ def with_inner(like: Any, inner: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def let_data_be_assigned() -> None:
     """Has `parameter.data = values` write to the shard of a parameter on a ring, with `values` whole or laid out as the
-    parameter is."""
-    patch_data(rotates, _assign)
+    parameter is, and has writes to `parameter.data` count as those to the parameter."""
+    patch_data(rotates, _assign, share_version)
 
 
 def _assign(parameter: DTensor, values: Any) -> None:

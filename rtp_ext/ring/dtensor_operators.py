@@ -38,6 +38,10 @@ def correct_operators() -> None:
         rules.append((_named(f"{name}.default"), functools.partial(_extreme, least)))
     rules.append((_named("_foreach_max.default"), _maxima))
     rules += [(_named(f"{name}.default"), _on_whole) for name in ("argmax", "argmin", "aminmax")]
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if packet.startswith("_foreach_") and packet.endswith("_"):
+            rules.append((_named(f"{packet}.{overload or 'default'}"), _counted))
     patch_operators(tuple(rules))
     patch_mixing(_refuse_mixing)
 
@@ -49,6 +53,11 @@ def _named(name: str) -> Any:
 
 def _is_ours(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) and tensor.device_mesh in mesh_roles
+
+
+def _counted(stock: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    stock(*args, **kwargs)
+    torch.autograd.graph.increment_version([each for each in args[0] if _is_ours(each) and not each.is_inference()])
 
 
 # -- sums ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import nn
 
 from rtp_ext.convert.plan.layers import drop_in, own_parameters
 from rtp_ext.convert.plan.request import Request
+from rtp_ext.families.float8_layers import is_in_8_bits
 from rtp_ext.nn import RotatedLinear
 from rtp_ext.parameters import bitsandbytes, torchao
 from rtp_ext.parameters.frozen import FrozenWeight
@@ -79,6 +80,8 @@ class FrozenBlocks:
             return "it belongs to an adapter"
         if layer == "linear" and id(part) in self.heads:
             return "it is the vocabulary head, which errors of a few bits would harm most"
+        if is_in_8_bits(part):
+            return "torchao computes it in 8 bits"
         if layer != "experts" and drop_in(part) is not RotatedLinear:
             return "it is stored as [in_features, out_features]"
         if parameter.numel() == 0:

@@ -39,6 +39,7 @@ from rtp_ext.convert.scopes import is_inside
 from rtp_ext.convert.tensor_parallel import GATHERED as REPLICATED_STYLE
 from rtp_ext.convert.tensor_parallel import on_tensor_mesh, style_of
 from rtp_ext.families import blocks
+from rtp_ext.families.float8_layers import is_in_8_bits
 from rtp_ext.families.recognised import is_experts
 from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.families.sources import modules_read_by
@@ -66,7 +67,6 @@ class Inspection:
         self.named = list(request.root.named_modules())
         self.modules = [(name, part) for name, part in self.named if not is_inside(part)]
         self.tied = tied_parameters(self.modules)
-        self.extended = extended_parameters(self.modules, request.ignored) - taken_parameters(self.modules)
         mesh = request.place.tensor_mesh
         self.styles = {id(part): style_of(part, mesh, request.ignored) for _, part in self.modules}
         attention = (part for _, part in self.modules if has_same_forward(part, nn.MultiheadAttention))
@@ -77,7 +77,10 @@ class Inspection:
         wide = dict.fromkeys(self.projections, "attention of torch calls it")
         wide |= dict.fromkeys(heads, "it is the vocabulary head") | dict.fromkeys(adapters, "it belongs to an adapter")
         wide |= dict.fromkeys(routers(self.modules), "it chooses experts")
-        self.scaled = ScaledProducts(request, self.tied, wide)
+        self.scaled = ScaledProducts(request, self.tied, wide, self.projections)
+        self.extended = extended_parameters(self.modules, request.ignored) - taken_parameters(self.modules)
+        for part in (part for _, part in self.modules if is_in_8_bits(part) and self.scaled.of(part)):
+            self.extended -= set(map(id, own_parameters(part).values()))
         self.cut: dict[int, tuple[int, str]] = {}  # by id of a tied parameter: dimension and first layer that rotates
         self.kept = Kept(request.root, self.facts)
         self.first, self.names = self.kept.first, self.kept.names
@@ -128,7 +131,8 @@ class Inspection:
         none is ignored, a tensor subclass with its own rules, or sharded by tensor parallelism."""
         own = [id(parameter) for layer in layers for parameter in layer.parameters()]
         taken = any(others.intersection(own) for others in (self.request.ignored, self.tied, self.extended))
-        if taken or any(id(layer) in self.unrotated for layer in layers):
+        gathered = (id(layer) in self.unrotated or self.scaled.refusal(layer) is not None for layer in layers)
+        if taken or any(gathered):
             return False
         parallel = any(self.styles.get(id(layer)) for layer in layers)
         if parallel:
@@ -215,6 +219,8 @@ class Inspection:
             return self._rotated(name, part, "experts", {})
         if is_taken(part):
             return self._rotated(name, part, "linear", {})
+        if (problem := self.scaled.refusal(part)) is not None:
+            return self._gathered(name, part, problem, notice="unlike")
         by_inputs = name in down
         if blocks.is_transposed_linear(part):
             problem = stray_parameters(part)

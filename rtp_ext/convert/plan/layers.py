@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rtp_ext.families.float8_layers import recipe_name
 from rtp_ext.families.same_forward import has_same_forward, wraps_forward
 from rtp_ext.nn import (
     RotatedConv1d,
@@ -48,9 +49,12 @@ _LAYERS: dict[type, str] = {
 
 
 def drop_in(part: nn.Module) -> type | None:
-    """Returns the rotated class for a layer of torch, or for a subclass that computes like one; else None."""
+    """Returns the rotated class for a layer of torch, or for a subclass that computes like one, or by a recipe; else
+    None."""
     if wraps_forward(part, nn.Embedding) and own_parameters(part).keys() == {"weight"}:
         return RotatedRows
+    if recipe_name(part) is not None:
+        return RotatedLinear
     return next((rotated for base, rotated in DROP_INS.items() if has_same_forward(part, base)), None)
 
 

@@ -8,10 +8,12 @@ from typing import Any
 from torch import nn
 
 from rtp_ext._native import shard_sizes
-from rtp_ext.convert.plan.layers import drop_in, own_parameters
+from rtp_ext.convert.plan.layers import drop_in, own_parameters, stray_parameters
 from rtp_ext.convert.plan.request import Request
+from rtp_ext.families.float8_layers import NONE, is_in_8_bits, recipe_name
 from rtp_ext.families.recognised import is_experts
 from rtp_ext.nn import RotatedLinear
+from rtp_ext.outer import ZeroOuter
 from rtp_ext.recipes import Recipe
 from rtp_ext.recipes import recipe as recipe_of
 
@@ -21,19 +23,34 @@ class ScaledProducts:
 
     Args:
         tied: ids of parameters that several modules share.
-        wide: reasons why modules stay wide, by id.
+        wide: reasons why modules stay wide, by id. read: ids of layers whose parameters another module reads.
         ranks: of the ring, and those of tensor parallelism. gpu: products run on a GPU.
     """
 
-    def __init__(self, request: Request, tied: Collection[int], wide: dict[int, str]) -> None:
+    def __init__(self, request: Request, tied: Collection[int], wide: dict[int, str], read: Collection[int]) -> None:
         facts, name = request.place.facts, request.options.recipe
         self.recipe: Recipe | None = None if name is None else recipe_of(name)
-        self.tied, self._wide = tied, wide
+        self.tied, self._wide, self._read, self._other = tied, wide, read, conflict(request)
         self.ranks, self.gpu, self.parallel = facts.ranks, facts.device == "cuda", facts.tensor_ranks > 1
 
     def of(self, part: nn.Module) -> Recipe | None:
-        """Returns the recipe of a module's products; None: they are wide."""
+        """Returns the recipe of a module's products; None: they are wide, or those of the module itself."""
+        if is_in_8_bits(part):
+            return None if self.refusal(part) is not None else recipe_of(recipe_name(part) or "")
         return self.recipe if drop_in(part) is RotatedLinear and self.wide(part) is None else None
+
+    def refusal(self, part: nn.Module) -> str | None:
+        """Returns why a layer that torchao computes in 8 bits does not rotate; None for any other layer."""
+        if not is_in_8_bits(part):
+            return None
+        name = recipe_name(part)
+        if name is None:
+            return NONE
+        if self._other is not None:
+            return f"products in 8 bits cannot be combined with {self._other}"
+        if id(part) in self._read:
+            return self._wide[id(part)]
+        return stray_parameters(part) or self._unfit(part, recipe_of(name))
 
     def wide(self, part: nn.Module) -> str | None:
         """Returns why the products of a module that multiplies by a matrix stay wide although a recipe is given."""
@@ -44,12 +61,30 @@ class ScaledProducts:
             return self._wide[id(part)]
         if drop_in(part) is not RotatedLinear:
             return "it is not a linear layer [out_features, in_features]"
+        return self._unfit(part, self.recipe)
+
+    def _unfit(self, part: nn.Module, recipe: Recipe) -> str | None:
+        weight: Any = part._parameters["weight"]
         if self.parallel:
             return "tensor parallelism has cut the model"
         if id(weight) in self.tied:
             return "it is shared with another module"
         outputs, inputs = weight.shape
-        return self.recipe.refusal(outputs, inputs, tuple(shard_sizes(outputs, self.ranks)), gpu=self.gpu)
+        return recipe.refusal(outputs, inputs, tuple(shard_sizes(outputs, self.ranks)), gpu=self.gpu)
+
+
+def conflict(request: Request) -> str | None:
+    """Returns the option with which products in 8 bits cannot be combined; else None."""
+    place = request.place
+    if not request.trains:
+        return "rotate_for_inference"
+    if place.in_place:
+        return "in_place=True"
+    if request.keeps_on_host:
+        return "offload_policy=CPUOffloadPolicy()"
+    if isinstance(request.outer, ZeroOuter):
+        return "outer.ZeroOuter(): the shard of a ring is not whole on a rank between two passes"
+    return f"graphs={place.ring.options.graphs!r}" if place.ring is not None and place.ring.graphs.on else None
 
 
 def routers(modules: Iterable[tuple[str, nn.Module]]) -> set[int]:

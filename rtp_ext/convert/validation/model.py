@@ -23,6 +23,7 @@ from rtp_ext.convert.plan.request import (
     place_of_ring,
 )
 from rtp_ext.convert.plan.rotation_plan import GATHERED, ROTATED, ModulePlan, RotationPlan
+from rtp_ext.convert.plan.scaled_products import conflict
 from rtp_ext.convert.scopes import ring_of_module
 from rtp_ext.convert.tensor_parallel import check_style, on_tensor_mesh
 from rtp_ext.convert.validation.call import OFFLOAD
@@ -56,7 +57,7 @@ def validate(plan: RotationPlan, request: Request) -> None:
     if request.trains:
         _refuse_scripts(request)
     _check_devices(request)
-    _check_extended(request)
+    _check_extended(plan, request)
     modules = list(request.modules())
     for name, part in modules:
         check_style(name, part, request.place.tensor_mesh, request.ignored)
@@ -72,8 +73,7 @@ def validate(plan: RotationPlan, request: Request) -> None:
         )
     if request.options.frozen is not None or any(module.is_new and module.in_blocks for module in plan.modules):
         _check_frozen(plan, request, dict(modules))
-    if request.options.recipe is not None:
-        _check_recipe(plan, request)
+    _check_recipe(plan, request, dict(modules))
     if request.options.loss_head is not None:
         _check_heads(plan, request, modules)
 
@@ -147,18 +147,20 @@ def _check_frozen(plan: RotationPlan, request: Request, modules: dict[str, nn.Mo
                 raise ValueError(f"{label}: expected finite numbers for frozen={options.frozen!r}, got others")
 
 
-def _check_recipe(plan: RotationPlan, request: Request) -> None:
-    """Raises ValueError where products in 8 bits cannot be combined with the other options, and where there is none."""
-    place, what = request.place, f"recipe={request.options.recipe!r}"
-    other = "in_place=True" if place.in_place else None
-    if request.keeps_on_host:
-        other = "offload_policy=CPUOffloadPolicy()"
-    elif isinstance(request.outer, ZeroOuter):
-        other = "outer.ZeroOuter(): the shard of a ring is not whole on a rank between two passes"
-    if other is not None:
+def _check_recipe(plan: RotationPlan, request: Request, modules: dict[str, nn.Module]) -> None:
+    """Raises ValueError where products in 8 bits cannot be combined with the other options, where there is none, and
+    where a layer has another recipe already."""
+    what, given = f"recipe={request.options.recipe!r}", request.options.recipe
+    if given is not None and (other := conflict(request)) is not None:
         raise ValueError(f"fully_rotate: {what} cannot be combined with {other}")
     scaled = [module for module in plan.modules if module.is_new and module.recipe is not None]
-    if not scaled:
+    for module in scaled:
+        if given is not None and module.recipe != given:
+            raise ValueError(
+                f"fully_rotate: {module.label}: expected {what}, got a {type(modules[module.name]).__name__}, which "
+                f"torchao computes by {module.recipe}: leave out recipe, or torchao's conversion"
+            )
+    if not scaled and given is not None:
         raise ValueError(
             f"fully_rotate: {what} expected linear layers whose sizes fit it, got none in a "
             f"{type(request.root).__name__}: rtp_ext.explain without it shows the layers"
@@ -166,7 +168,8 @@ def _check_recipe(plan: RotationPlan, request: Request) -> None:
     for module in scaled:
         if module.compute_dtype == torch.float64:
             raise ValueError(
-                f"fully_rotate: {module.label}: {what} expected a compute dtype of 16 or 32 bits, got float64"
+                f"fully_rotate: {module.label}: recipe={module.recipe!r} expected a compute dtype of 16 or 32 bits, "
+                "got float64"
             )
 
 
@@ -290,11 +293,12 @@ def _check_devices(request: Request) -> None:
             )
 
 
-def _check_extended(request: Request) -> None:
+def _check_extended(plan: RotationPlan, request: Request) -> None:
     """Raises ValueError for tensor subclasses that can be neither sharded nor gathered, and where parameters that are
     gathered through extensions of their class cannot be combined with the rest."""
+    in_8_bits = {module.name for module in plan.modules if module.recipe is not None}
     for name, part in request.modules():
-        if isinstance(part, ShardedModule):
+        if isinstance(part, ShardedModule) or name in in_8_bits:
             continue
         for key, parameter in own_parameters(part).items():
             if id(parameter) in request.ignored:
