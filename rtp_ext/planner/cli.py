@@ -320,7 +320,9 @@ def when_cells(options: argparse.Namespace) -> tuple[list[when.Cell], str]:
     beside = ("cluster", "link", "gpus_per_node", "seq", "global_batch")
     asked = argparse.Namespace(**{**vars(options), "recipe": None})
     if planned(asked) or any(getattr(options, name) is not None for name in beside):
-        raise ValueError("--when compares plans over links and tokens: expected a model, --gpu, --gpus and --recipe")
+        raise ValueError(
+            "--when compares plans over links and tokens: expected a model, --gpu, --gpus and --recipe at most"
+        )
     models = models_of(options)
     base = options.gpu or when.BASE
     with progress("comparing plans"):

@@ -322,13 +322,16 @@ def block_time(
     forward, backward, casts, buffers, most = [], [], [0.0, 0.0], 0.0, 0.0
     products = [0.0, 0.0]
     for place, (rotation, size) in enumerate(zip(operations, plan.groups, strict=True)):
-        size, back = (size if rotation.facts.takes_groups(kind) else 1 for kind in ("forward", "backward"))
+        values, back = shard_values(rotation.weights, ranks), size
+        of_weights = of_back = values * weight_bytes
+        if rotation.recipe is not None:
+            size, back = (size if rotation.facts.takes_groups(kind) else 1 for kind in ("forward", "backward"))
+            of_weights, of_back = (
+                sum(weight.travelling_bytes(ranks, weight_bytes, backward=again) for weight in rotation.weights)
+                for again in (False, True)
+            )
         groups, back_groups = group_sizes(ranks, size), group_sizes(ranks, back)
-        alone, values = len(back_groups) == 1, shard_values(rotation.weights, ranks)
-        of_weights, of_back = (
-            sum(weight.travelling_bytes(ranks, weight_bytes, backward=again) for weight in rotation.weights)
-            for again in (False, True)
-        )
+        alone = len(back_groups) == 1
         of_gradients = values * sizes.reduce_bytes if rotation.trains else 0.0
 
         streams = back == 1 and hosts == 1 and rotation.trains and two_lanes(rotation, tokens, ranks, cluster)[1]
@@ -343,24 +346,22 @@ def block_time(
             return of_shards(count=count, sums=sums)
 
         steps = [of(count, index == 0) for index, count in enumerate(back_groups)]
-        hops = [
-            (*_weights_s(inside, each, constants, plan, hosts), hop_s(between, each, constants) if hosts > 1 else 0.0)
-            for each in (of_weights, of_back)
-        ]
         cast = casts_s(
             rotation, tokens, ranks, sizes.compute_bytes, True, cluster, constants, sums=not alone, joined=sizes.joined
         )
         casts[0] += cast[0]
         casts[1] += cast[1]
-        of_forward = tuple(
-            of(count, index == 0, alone=len(groups) == 1)["forward"] for index, count in enumerate(groups)
-        )
-        of_dgrad = tuple(step["dgrad"] for step in steps)
-        call, hop, outer = hops[0]
+        ahead = steps
+        if size != back:
+            ahead = [of(count, index == 0, alone=len(groups) == 1) for index, count in enumerate(groups)]
+        of_forward, of_dgrad = tuple(step["forward"] for step in ahead), tuple(step["dgrad"] for step in steps)
+        call, hop = _weights_s(inside, of_weights, constants, plan, hosts)
+        outer = hop_s(between, of_weights, constants) if hosts > 1 else 0.0
         called: dict[str, Any] = {"call": call, "together": plan.collective}
         forward.append(Operation(between_s[0][place] + cast[0], groups, of_forward, hop, of_weights, outer, **called))
-        call, hop, outer = hops[1]
-        called |= {"call": call}
+        if of_back != of_weights:
+            called["call"], hop = _weights_s(inside, of_back, constants, plan, hosts)
+            outer = hop_s(between, of_back, constants) if hosts > 1 else 0.0
         ways: dict[str, Any] = {}
         if rotation.trains:
             route, posted, sent = plan.gradients, 0.0, hop_s(inside, of_gradients, constants)

@@ -265,8 +265,8 @@ class Strategy:
         plain: dict[str, Any] = {"in_place": False, "gradient_travel": None, "frozen": None, "lora_rank": 0, "tp": 1}
         own = {"to_come": "", "offload": False, "gradient_route": "chain"}
         for option, fixed in (("to_come", {**plain, "recipe": None}), ("recipe", {**plain, **own})):
-            for name, value in fixed.items():
-                if getattr(self, option) and getattr(self, name) != value:
+            for name, value in fixed.items() if getattr(self, option) else ():
+                if getattr(self, name) != value:
                     raise ValueError(
                         f"strategy: expected {name} {value!r} with {option}, whose plans are of plain training, got "
                         f"{getattr(self, name)!r}"
