@@ -333,8 +333,7 @@ def rotations_of(
         return Weight(shape, frozen=frozen if whole else None, trained=trained)
 
     def linear(rows: int, columns: int, bias: bool) -> tuple[Weight, ...]:
-        cuts = tuple(engine().shard_sizes(rows, ranks))
-        fits = recipe is not None and recipe.refusal(rows, columns, cuts, gpu=gpu) is None
+        fits = recipe and not recipe.refusal(rows, columns, tuple(engine().shard_sizes(rows, ranks)), gpu=gpu)
         matrix = Weight((rows, columns), frozen=frozen, trained=trained, recipe=recipe if fits else None, gpu=gpu)
         return (matrix, weight(rows)) if bias else (matrix,)
 
@@ -345,7 +344,7 @@ def rotations_of(
     def together(layers: list[tuple[int, int, bool]]) -> list[RotatedOperation]:
         """Of layers with one input."""
         found = [linear(*each) for each in layers]
-        if not (bundled and len({each[0].recipe for each in found}) == 1):
+        if not bundled or any(each[0].recipe != found[0][0].recipe for each in found):
             return [rotation for each in layers for rotation in alone(*each)]
         return [RotatedOperation("linear", tuple(part for each in found for part in each))]
 
@@ -355,7 +354,7 @@ def rotations_of(
         projections = [(q + 2 * kv, h, model.qkv_bias)]
     layer = together(projections) + alone(h, q, model.projection_bias)
     into, out = [(f, h, model.mlp_bias)] * (1 + model.gated), (h, f, model.mlp_bias)
-    scaled = any(linear(*each)[0].recipe for each in (*into, out))
+    scaled = recipe is not None and any(linear(*each)[0].recipe for each in (*into, out))
     if model.experts:
         gates = 2 if model.gated else 1
         layer.append(RotatedOperation("bundle", (experts(model.experts, gates * f, h), experts(model.experts, h, f))))
