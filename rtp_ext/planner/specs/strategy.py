@@ -263,8 +263,8 @@ class Strategy:
                 f"recipe with rtp {self.rtp}, got fp8 True"
             )
         plain: dict[str, Any] = {"in_place": False, "gradient_travel": None, "frozen": None, "lora_rank": 0, "tp": 1}
-        own = {"to_come": "", "offload": False, "gradient_route": "chain"}
-        for option, fixed in (("to_come", {**plain, "recipe": None}), ("recipe", {**plain, **own})):
+        alone = {"to_come": "", "offload": False, "gradient_route": "chain"}
+        for option, fixed in (("to_come", {**plain, "recipe": None}), ("recipe", {**plain, **alone})):
             for name, value in fixed.items() if getattr(self, option) else ():
                 if getattr(self, name) != value:
                     raise ValueError(
