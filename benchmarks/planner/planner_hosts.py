@@ -154,7 +154,6 @@ def _rotation_s(row: Row, work: Work, cluster: Cluster, constants: TimeConstants
             Group(cluster, row["ranks"]),
             constants,
             compute_bytes=4,
-            product_bytes=4,
             reduce_bytes=reduce_bytes,
             hosts=levels,
             **ways,

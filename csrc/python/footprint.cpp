@@ -71,6 +71,7 @@ void bind_footprint(py::module_& m) {
            py::arg("key"), py::arg("parameters"), py::arg("input_gradient") = true)
       .def_readonly("kind", &OperationFacts::kind)
       .def("travels", &OperationFacts::travels, py::arg("parameter"), py::arg("pass_"))
+      .def("takes_groups", &OperationFacts::takes_groups, py::arg("pass_"))
       .def(
           "chunks",
           [](const OperationFacts& operation, int ranks, int64_t element_bytes, int64_t cap) {

@@ -226,6 +226,7 @@ def test_bytes_and_refusals():
 def test_wrong_arguments_are_refused():
     values = random(8, 64, dtype=torch.float32, seed=1)
     plane = Plane((1, None))
+    made = empty(plane, 8, 64, "cpu")
     with pytest.raises(TypeError, match="expected float32, bfloat16 or float16 values for 8-bit codes, got Double"):
         quantize(plane, values.double())
     with pytest.raises(ValueError, match="expected a matrix with contiguous rows"):
@@ -239,8 +240,7 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="expected a rule of linear, power_of_two"):
         quantize(Plane((1, None), "nearest"), values)
     with pytest.raises(TypeError, match="expected float8_e4m3fn or float8_e5m2 codes, got"):
-        quantize(Plane((1, None), dtype=torch.int8), values)
-    made = empty(plane, 8, 64, "cpu")
+        quantize_into(replace(made, codes=made.codes.view(torch.int8)), values)
     with pytest.raises(TypeError, match="expected Float8_e8m0fnu scales, got Float"):
         quantize_into(replace(made, plane=Plane((1, None), "e8m0_floor")), values)
     with pytest.raises(ValueError, match=r"expected dense codes of shape \[8, 64\]"):

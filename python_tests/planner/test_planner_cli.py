@@ -245,7 +245,8 @@ def test_plans_need_no_torch():
         "import sys; sys.modules['torch'] = None\n"
         "from rtp_ext.__main__ import main\n"
         "plan = ['plan', '--model', 'llama-3-8b']\n"
-        "assert main([*plan, '--plan', 'rtp=8', '--plan', 'zero=3', '--explain']) == 0\n"
+        "recipes = ['--plan', 'rtp=8,recipe=mxfp8', '--gpu', 'b200-180gb']\n"
+        "assert main([*plan, '--plan', 'rtp=8', '--plan', 'zero=3', '--explain']) == main([*plan, *recipes]) == 0\n"
         "assert main([*plan, '--top', '2']) == 0 and main(['schedule', '--ranks', '4']) == 0\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -193,7 +193,7 @@ def test_a_ring_counts_its_casts_and_the_products_that_it_repeats():
         sent = (local, local * (rotation.kind != "embedding"))
         expected = [(shard + count * rows) / rate for shard, count in zip(sent, sums, strict=True)]
         assert time.casts_s == pytest.approx(expected), rotation
-        wide = rotation_seconds(rotation, tokens, group, CONSTANTS, compute_bytes=4, product_bytes=4)
+        wide = rotation_seconds(rotation, tokens, group, CONSTANTS, compute_bytes=4)
         assert wide.casts_s == (0, 0)
     *_, mlp, head = others
     again = rotation_seconds(mlp, tokens, group, CONSTANTS, recompute=True)

@@ -9,7 +9,7 @@ from reference import chunk
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rtp_ext.recipes import Codes, Plane, Recipe, quantize, recipe
+from rtp_ext.recipes import CODES, Codes, Plane, Recipe, quantize, recipe
 
 
 def expanded(blocks: Tensor, plane: Plane, rows: int, columns: int) -> Tensor:
@@ -27,7 +27,7 @@ def reference_amax(plane: Plane, values: Tensor) -> Tensor:
 
 def reference_factors(plane: Plane, largest: Tensor) -> tuple[Tensor, Tensor]:
     """Returns what the numbers of each block are multiplied by, and the scales."""
-    most = torch.finfo(plane.dtype).max
+    most = torch.finfo(CODES[plane.codes]).max
     if not plane.exponents:
         factor = (most / largest.double().clamp(min=1e-12)).float()
         if plane.rule == "power_of_two":
@@ -53,9 +53,9 @@ def reference_factors(plane: Plane, largest: Tensor) -> tuple[Tensor, Tensor]:
 def reference_codes(plane: Plane, values: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns codes [rows, columns] and scales [blocks down, blocks across] of a matrix."""
     factor, scales = reference_factors(plane, reference_amax(plane, values) if largest is None else largest)
-    most = torch.finfo(plane.dtype).max
+    most = torch.finfo(CODES[plane.codes]).max
     scaled = values.float() * expanded(factor, plane, *values.shape)
-    return scaled.clamp(-most, most).to(plane.dtype), scales
+    return scaled.clamp(-most, most).to(CODES[plane.codes]), scales
 
 
 def unswizzled(scales: Tensor, rows: int, columns: int) -> Tensor:

@@ -15,7 +15,7 @@ from rtp_ext.functional._operation import Operation, Options, expect_features, g
 from rtp_ext.options import wire_itemsize
 from rtp_ext.parameters.frozen import FrozenWeight, expect_takes_blocks
 from rtp_ext.parameters.sharding import frozen_of
-from rtp_ext.recipes import Recipe
+from rtp_ext.recipes import Recipe, operands
 from rtp_ext.recipes import recipe as recipe_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.routes.route_planner import LayerSize
@@ -378,7 +378,7 @@ def _bundle(
         features,
         multiplied,
         [bool(inputs) for inputs in multiplied],
-        None if recipe is None else recipe.operands(gpu=gpu),
+        None if recipe is None else operands(recipe, gpu=gpu),
     )
 
 

@@ -34,6 +34,7 @@ from rtp_ext.planner.specs.strategy import (
     LOSSES,
     OPTIMIZER_MOMENTS,
     OUTER,
+    RECIPES_OF_RINGS,
     RECOMPUTE,
     ROUTES,
     SCHEDULES,
@@ -41,6 +42,7 @@ from rtp_ext.planner.specs.strategy import (
     TOPOLOGIES,
     TRAVELS,
     Strategy,
+    in_eight_bits,
 )
 from rtp_ext.planner.time.estimate import estimate_time
 from rtp_ext.planner.time.explain import explain_time
@@ -103,6 +105,9 @@ def add_arguments(parser: Parser) -> None:
     plan.add_argument("--stack", choices=STACKS, help="software stack whose allocations are predicted")
     plan.add_argument("--loss", choices=LOSSES)
     plan.add_argument("--fp8-scaling", choices=FP8_SCALINGS)
+    plan.add_argument(
+        "--recipe", choices=RECIPES_OF_RINGS[1:], help="products in 8 bits: of rings; of other plans --fp8"
+    )
     plan.add_argument("--route", choices=ROUTES, help="of rotation")
     plan.add_argument("--gradient-route", choices=GRADIENT_ROUTES, help="of rotation")
     plan.add_argument("--travel", choices=TRAVELS[1:], help="of rotating weights")
@@ -136,7 +141,9 @@ def add_arguments(parser: Parser) -> None:
     asked.add_argument("--top", type=int, default=10, metavar="N", help="plans to show of a search; default: 10")
     asked.add_argument("--uneven", action="store_true", help="search: also the best uneven pipeline stages (scipy)")
     asked.add_argument("--min-gpus", action="store_true", help="the fewest GPUs on which some plan fits")
-    asked.add_argument("--when", action="store_true", help="when rotation wins; with --frozen: from how many tokens")
+    asked.add_argument(
+        "--when", action="store_true", help="when rotation wins; with --frozen: from how many tokens; --recipe"
+    )
     asked.add_argument("--forwards", action="store_true", help="from how many tokens forwards alone hide their pulls")
     asked.add_argument("--calibrate", metavar="FILE", help="fit the time model to a CSV or JSON lines of timed steps")
 
@@ -303,22 +310,32 @@ def _when(options: argparse.Namespace) -> int:
         return 0
     cells, base = when_cells(options)
     print(json.dumps([cell.to_dict() for cell in cells], indent=2) if options.json else when.when_table(cells, base))
+    if options.recipe and not options.json:
+        print(f"\n{when.recipe_table(models_of(options), base, options.recipe)}")
     return _plot(options.plot, "plot_when", cells, base)
 
 
 def when_cells(options: argparse.Namespace) -> tuple[list[when.Cell], str]:
     """Returns the comparison of all families of plans for the model of the arguments, or for several, and its GPU."""
     beside = ("cluster", "link", "gpus_per_node", "seq", "global_batch")
-    if planned(options) or any(getattr(options, name) is not None for name in beside):
-        raise ValueError("--when compares plans over links and tokens: expected a model, --gpu and --gpus at most")
-    models: Sequence[tuple[str | ModelSpec, int]] = when.MODELS
-    if options.model or options.hf_config or options.layers:
-        models = [(options.model or model_of(options), cluster_of(options).gpus)]
-    elif options.gpus is not None:
-        raise ValueError("--when --gpus needs a model: expected --model, --hf-config or its sizes too")
+    asked = argparse.Namespace(**{**vars(options), "recipe": None})
+    if planned(asked) or any(getattr(options, name) is not None for name in beside):
+        raise ValueError(
+            "--when compares plans over links and tokens: expected a model, --gpu, --gpus and --recipe at most"
+        )
+    models = models_of(options)
     base = options.gpu or when.BASE
     with progress("comparing plans"):
-        return when.grid(models, base=base), base
+        return when.grid(models, base=base, recipe=options.recipe), base
+
+
+def models_of(options: argparse.Namespace) -> Sequence[tuple[str | ModelSpec, int]]:
+    """Returns the models that --when compares plans for, and the GPUs of each."""
+    if options.model or options.hf_config or options.layers:
+        return [(options.model or model_of(options), cluster_of(options).gpus)]
+    if options.gpus is not None:
+        raise ValueError("--when --gpus needs a model: expected --model, --hf-config or its sizes too")
+    return when.MODELS
 
 
 def _calibrate(options: argparse.Namespace) -> int:
@@ -393,6 +410,8 @@ def strategies_of(options: argparse.Namespace, cluster: Cluster) -> list[Strateg
 
 
 def _strategy(given: dict[str, Any], cluster: Cluster) -> Strategy:
+    if given.get("recipe"):
+        given = {**given, "recipe": None, **in_eight_bits(given["recipe"], given.get("rtp", 1))}
     if "dp" not in given:
         rest = Strategy(**{**given, "dp": given.get("ep", 1)}).gpus // given.get("ep", 1)
         if cluster.gpus % rest:

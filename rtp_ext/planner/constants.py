@@ -66,6 +66,7 @@ class TimeConstants:
         network_fraction: fraction of the rate of a network port.
         nccl_base_s, nccl_intra_step_s, nccl_inter_step_s: latency of a collective, and of its steps inside and between
             nodes.
+        scaled_product_s: least seconds of a product in eight bits.
         eager_traffic: bytes moved by unfused elementwise kernels relative to fused ones.
         nvlink_sm_share, network_sm_share: share of the multiprocessors that NCCL takes from concurrent kernels.
         driver_call_s, nccl_call_s, engine_product_s: host seconds for a call of the CUDA driver, and, besides these
@@ -83,6 +84,7 @@ class TimeConstants:
     nccl_base_s: float
     nccl_intra_step_s: float
     nccl_inter_step_s: float
+    scaled_product_s: float
     eager_traffic: float
     nvlink_sm_share: float
     network_sm_share: float

@@ -186,7 +186,7 @@ def test_arguments_that_are_refused(capsys):
         "rtp-ext plan: error: argument --port: expected --app beside it; see rtp-ext plan --help\n",
     )
     assert told("--app", "--json") == (2, "rtp-ext plan: error: --app shows plans: expected no --json beside it\n")
-    fixed = "--when compares plans over links and tokens: expected a model, --gpu and --gpus at most"
+    fixed = "--when compares plans over links and tokens: expected a model, --gpu, --gpus and --recipe at most"
     for beside in (("--seq", "4"), ("--rtp", "8"), ("--link", "pcie")):
         assert told("--when", "--model", "gpt-3-xl", *beside) == (2, f"rtp-ext plan: error: {fixed}\n")
     assert "--when --gpus needs a model" in told("--when", "--gpus", "8")[1]

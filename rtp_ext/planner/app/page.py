@@ -31,7 +31,7 @@ from rtp_ext.planner.app.settings import (
 )
 from rtp_ext.planner.app.view import compared, found, passes_of, view_of
 from rtp_ext.planner.constants import constants
-from rtp_ext.planner.specs.strategy import DTYPE_BYTES, RECOMPUTE, STACKS
+from rtp_ext.planner.specs.strategy import DTYPE_BYTES, RECIPES_OF_RINGS, RECOMPUTE, STACKS
 
 _REFUSALS = (ValueError, TypeError, ImportError, OSError)
 _FILLED = ("plans", "global_batch")
@@ -43,6 +43,7 @@ _CHOICES = {
     "param_dtype": [("", "bf16"), *((dtype, dtype) for dtype in DTYPE_BYTES if dtype != "bf16")],
     "reduce_dtype": [("", "fp32"), *((dtype, dtype) for dtype in DTYPE_BYTES if dtype != "fp32")],
     "stack": [("", "by plan"), *((stack, stack) for stack in STACKS if stack != "auto")],
+    "recipe": [("", "no"), *((name, name) for name in RECIPES_OF_RINGS[1:])],
 }
 _LABELS = {
     "model": "Model",
@@ -57,9 +58,9 @@ _LABELS = {
     "param_dtype": "Compute dtype",
     "reduce_dtype": "Reduce dtype",
     "stack": "Software stack",
+    "recipe": "Products in 8 bits",
     "fused_loss": "fused loss",
     "compiled": "torch.compile",
-    "fp8": "FP8 products",
     "fused_norm": "fused norms",
     "plans": "Plans, one a line",
     "more": "Further options",

@@ -117,7 +117,7 @@ def _attention(model: ModelSpec, strategy: Strategy, recompute: str) -> list[Sav
 def _mlp(model: ModelSpec, strategy: Strategy) -> list[Saved]:
     f, compute = model.ffn, strategy.param_bytes
     tensors = [Saved("MLP", "input", model.hidden, compute, _input_split(strategy))]
-    bundled = strategy.rtp > 1 and bool(strategy.bundle) and not strategy.freezes
+    bundled = strategy.bundles
     if not (bundled and strategy.bundle == "recompute"):
         tensors.append(Saved("MLP", "up", f, compute, "tp"))
         if model.gated:

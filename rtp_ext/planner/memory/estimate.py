@@ -196,7 +196,12 @@ def _layer_moment(model: ModelSpec, strategy: Strategy, tokens: int, traced: flo
             "saved tensors without recomputation, minus the saved ones",
         )
         terms.append(term("activations", what, source, bytes_per_token=again, tokens=tokens))
-    if strategy.rtp > 1 and strategy.param_bytes < 4:
+    if strategy.planes is not None:  # in one layer's backward
+        codes = 1 + (strategy.planes.weight_gradient is not None)
+        features = max(codes * outputs + (8 + codes - 1) * inputs for outputs, inputs in model.linear_shapes)
+        what, source = "codes of dy and x, float32 product and sum of dx", "csrc/ops/scaled_linear.cpp"
+        terms.append(term("activations", what, source, bytes_of_a_token=features, tokens=tokens))
+    elif strategy.rtp > 1 and strategy.param_bytes < 4:
         what, source = "float32 sum of partial products", "csrc/compute/gemm/gemm.h: ProductSum"
         terms.append(term("activations", what, source, bytes_per_value=4, features=model.hidden, tokens=tokens))
     return terms

@@ -10,6 +10,7 @@ from rtp_ext.planner.memory.report import Term, term
 from rtp_ext.planner.rotation.operations import RotationBytes, rotations_of, rtp_bytes
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import OPTIMIZER_MOMENTS, Strategy
+from rtp_ext.recipe_planes import Recipe
 
 _MEGATRON = "Megatron-LM@d98e8a64: 18 bytes per parameter, or 6 + 12/d with the distributed optimizer"
 _FSDP = "fully_shard: float32 shards of weights, gradients and optimizer state"
@@ -88,7 +89,7 @@ def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int, hosts: int 
     layers, ends = stage_layers(model, strategy, stage), (stage == 0, stage == strategy.pp - 1, strategy.pp > 1)
     ways = (strategy.travel, strategy.gradient_route, strategy.gradient_travel)
     ahead = (strategy.late_passes, strategy.buffers != "lean")
-    frozen = (strategy.frozen, strategy.lora_rank)
+    frozen = (strategy.frozen, strategy.lora_rank, strategy.planes)
     return _rotation_bytes(
         model, sizes, strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends, hosts, ways, ahead, frozen
     )
@@ -106,7 +107,7 @@ def _rotation_bytes(
     hosts: int,
     ways: tuple[str | None, str, str | None],
     ahead: tuple[int, bool],
-    frozen: tuple[str | None, int],
+    frozen: tuple[str | None, int, Recipe | None],
 ) -> RotationBytes:
     """Returns `rtp_bytes`, computed from a few layers: further layers add their shards and need no further slots."""
     ranks, tp, param_bytes, reduce_bytes, moments = sizes
@@ -123,6 +124,8 @@ def _rotation_bytes(
             own_head=ends[2],
             frozen=frozen[0],
             lora_rank=frozen[1],
+            recipe=frozen[2],
+            ranks=ranks,
         )
         return rtp_bytes(
             rotations,
@@ -146,7 +149,7 @@ def _rotation_bytes(
     if layers <= _FEW_LAYERS:
         return held(layers)
     few, fewer = held(_FEW_LAYERS), held(_FEW_LAYERS - 1)
-    names = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "optimizer_steps_bytes")
+    names = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "optimizer_steps_bytes", "codes_bytes")
     more = layers - _FEW_LAYERS
     grown = {name: getattr(few, name) + more * (getattr(few, name) - getattr(fewer, name)) for name in names}
     return dataclasses.replace(few, **grown)
@@ -178,6 +181,9 @@ def state_terms(model: ModelSpec, strategy: Strategy, stage: int, counts: list[T
             ]
         if moments:
             shards.append(term("optimizer", strategy.optimizer, source, moments=moments, bytes_per_value=4, values=own))
+        if held.codes_bytes:
+            what = f"codes and scales of the own shards, {strategy.recipe}"
+            shards.append(term("parameters", what, "csrc/engine/hops/shard_codes.h", bytes=held.codes_bytes))
         if strategy.outer == "diloco":
             what, source = "anchors and momentum of DiLoCo, float32", "rtp_ext.outer.DiLoCo"
             shards.append(term("optimizer", what, source, tensors=2, bytes_per_value=4, values=own))
@@ -324,7 +330,7 @@ def _slot_terms(model: ModelSpec, strategy: Strategy, stage: int, hosts: int, pl
     what = "buffer of dequantized weights"
     terms = [term(name, what, source, bytes=held.scratch_bytes)] if held.scratch_bytes else []
     for kind, sizes, peak, element in kinds:
-        if sum(sizes) != peak:  # the pool replaced slots
+        if sum(sizes) != peak or strategy.recipe:  # the pool replaced slots, or shards have codes and scales
             terms.append(term(name, f"{kind} slots at the peak of the pool", source, bytes=peak))
             continue
         for size, count in sorted(Counter(sizes).items()):

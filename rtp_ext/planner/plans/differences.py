@@ -20,10 +20,11 @@ _ASPECTS: dict[str, Callable[[Strategy], str]] = {
     "loss": _field("effective_loss"),
     "stack": _field("effective_stack"),
     "recompute": _recompute,
+    "products in 8 bits": lambda each: each.recipe or ("fp8 " + each.fp8_scaling if each.fp8 else "no"),
     **{
         name: _field(name)
         for name in (
-            *("param_dtype", "reduce_dtype", "optimizer", "flash_attention", "fp8", "compiled", "fused_norm"),
+            *("param_dtype", "reduce_dtype", "optimizer", "flash_attention", "compiled", "fused_norm"),
             *("offload", "travel", "gradient_travel", "outer"),
         )
     },

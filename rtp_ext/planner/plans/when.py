@@ -12,7 +12,7 @@ from rtp_ext.planner.constants import TimeConstants, constants
 from rtp_ext.planner.plans.search import allocated_bytes, limit_bytes
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
-from rtp_ext.planner.specs.strategy import FROZEN, RECOMPUTE, Strategy
+from rtp_ext.planner.specs.strategy import FROZEN, RECOMPUTE, Strategy, in_eight_bits
 from rtp_ext.planner.time.estimate import estimate_time
 from rtp_ext.planner.time.stage import StageClock
 
@@ -89,21 +89,25 @@ def cluster_of(link: str, gpus: int, base: str = BASE) -> Cluster:
     return cluster
 
 
-def contenders(gpus: int) -> Iterator[tuple[str, Strategy]]:
+def contenders(gpus: int, recipe: str | None = None) -> Iterator[tuple[str, Strategy]]:
     """Yields plans by family. All use the torch stack with a fused loss: they differ only in the layout and, for
-    rotation, in whether bundles recompute. Rings and groups of fully_shard have the same sizes, with replicas."""
+    rotation, in whether bundles recompute. Rings and groups of fully_shard have the same sizes, with replicas. recipe:
+    all have products in eight bits, rings without tensor parallelism and bundles of MLPs."""
     fused: dict[str, Any] = {"fused_loss": True, "stack": "torch"}
+    peers = fused | in_eight_bits(recipe, 1) if recipe else fused
+    rings = fused | in_eight_bits(recipe, 2) if recipe else fused
     for tp in (1, 2, 4, 8):
         for pp in (1, 2, 4, 8, 16):
             rest, left = divmod(gpus, tp * pp)
             if left or not rest:
                 continue
-            shared = {"tp": tp, "pp": pp, "sequence_parallel": tp > 1, **fused}
+            layout: dict[str, Any] = {"tp": tp, "pp": pp, "sequence_parallel": tp > 1}
+            shared = layout | peers
             for ring in _RINGS:
-                if rest % ring == 0 and tp <= 2:
-                    for bundle in (True, "recompute"):
+                if rest % ring == 0 and tp <= (1 if recipe else 2):
+                    for bundle in (True,) if recipe else (True, "recompute"):
                         name = "rtp" if tp == pp == 1 else "rtp hybrid"
-                        yield name, Strategy(rtp=ring, dp=rest // ring, bundle=bundle, **shared)
+                        yield name, Strategy(rtp=ring, dp=rest // ring, bundle=bundle, **layout, **rings)
             if tp == pp == 1:
                 for group in sorted({*_RINGS, rest}):
                     if rest % group == 0:
@@ -129,13 +133,16 @@ def links_of(base: str) -> tuple[str, ...]:
     return LINKS if preset.get("link", "nvlink") == "nvlink" else LINKS[1:]
 
 
-def compare(model: str | ModelSpec, gpus: int, link: str, tokens: int, base: str = BASE) -> Cell:
+def compare(
+    model: str | ModelSpec, gpus: int, link: str, tokens: int, base: str = BASE, recipe: str | None = None
+) -> Cell:
     """Computes one cell, with one sample of `tokens` tokens per GPU. Each plan has its best recomputation (of all
-    modes) and micro-batch. model: one, or the name of a preset. base: the name of a preset of a GPU."""
+    modes) and micro-batch. model: one, or the name of a preset. base: the name of a preset of a GPU. recipe: as of
+    `contenders`."""
     model = ModelSpec.preset(model, seq=tokens) if isinstance(model, str) else dataclasses.replace(model, seq=tokens)
     cluster = cluster_of(link, gpus, base)
     best: dict[str, Contender | None] = dict.fromkeys(FAMILIES)
-    for family, plan in contenders(gpus):
+    for family, plan in contenders(gpus, recipe):
         for micro_batch in (1, 2, 4, 8):
             for recompute in RECOMPUTE:
                 strategy = dataclasses.replace(plan, micro_batch=micro_batch, recompute=recompute)
@@ -188,10 +195,14 @@ def grid(
     tokens: Sequence[int] = TOKENS,
     links: Sequence[str] | None = None,
     base: str = BASE,
+    recipe: str | None = None,
 ) -> list[Cell]:
-    """Computes all cells, model by model. links: default: those of `base`, the name of a preset of a GPU."""
+    """Computes all cells, model by model. links: default: those of `base`, the name of a preset of a GPU. recipe: as of
+    `contenders`."""
     links = links_of(base) if links is None else links
-    return [compare(model, gpus, link, size, base) for model, gpus in models for link in links for size in tokens]
+    return [
+        compare(model, gpus, link, size, base, recipe) for model, gpus in models for link in links for size in tokens
+    ]
 
 
 def hidden_tokens(model: ModelSpec, gpus: int, base: str, strategy: Strategy) -> dict[str, dict[str, int | None]]:
@@ -208,6 +219,43 @@ def hidden_tokens(model: ModelSpec, gpus: int, base: str, strategy: Strategy) ->
         link: {name: hidden_from(model, cluster_of(link, gpus, base), plan) for name, plan in plans.items()}
         for link in LINKS
     }
+
+
+def recipe_tokens(model: ModelSpec, gpus: int, base: str, recipe: str) -> dict[str, dict[str, int | None]]:
+    """Returns tokens of a GPU by link, of rings of all GPUs, at most 64: `hidden_from` with and without the recipe, and
+    the fewest from which a layer in 16 bits is no slower (1: always)."""
+    plan = Strategy(rtp=min(gpus, _RINGS[-1]), fused_loss=True)
+    scaled = dataclasses.replace(plan, recipe=recipe)
+    found: dict[str, dict[str, int | None]] = {}
+    for link in links_of(base):
+        cluster = cluster_of(link, gpus, base)
+
+        def no_slower(count: int, cluster: Cluster = cluster) -> bool:
+            long = dataclasses.replace(model, seq=64 * count)
+            clocks = (StageClock(long, cluster, each, TimeConstants.default()) for each in (plan, scaled))
+            wide, narrow = (sum(clock.per_layer.values()) for clock in clocks)
+            return wide <= narrow
+
+        wide = fewest(no_slower, 1 << 12)
+        found[link] = {
+            "hops hide from, 16 bits": hidden_from(model, cluster, plan),
+            f"from, {recipe}": hidden_from(model, cluster, scaled),
+            "16 bits no slower from": None if wide is None else 64 * wide,
+        }
+    return found
+
+
+def recipe_table(models: Sequence[tuple[str | ModelSpec, int]], base: str, recipe: str) -> str:
+    """Formats `recipe_tokens` as a Markdown table."""
+    rows: list[list[str]] = []
+    for name, gpus in models:
+        model = ModelSpec.preset(name) if isinstance(name, str) else name
+        found = recipe_tokens(model, gpus, base, recipe)
+        rows = rows or [["model, GPUs", "link", *next(iter(found.values()))]]
+        for link, tokens in found.items():
+            rows.append([f"{model.name}, {gpus}", link, *("-" if n is None else str(n) for n in tokens.values())])
+    about = "Tokens of a GPU, predicted, not run; rings of all GPUs, at most 64; -: more than 262144."
+    return "\n".join([*markdown(rows), "", *wrapped(about, then="")])
 
 
 def hidden_table(model: ModelSpec, gpus: int, base: str, strategy: Strategy) -> str:

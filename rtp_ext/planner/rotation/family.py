@@ -65,13 +65,16 @@ def pieces_of(to_come: str) -> frozenset[str]:
 
 def pieces_on(strategy: Strategy, group: Group, hosts: int) -> frozenset[str]:
     """Returns what plans on this ring may use. hosts: of two levels, else 1. Weights in another format have no
-    groups. Collectives are for groups of all shards (`Ring(collective=)`), on any number of hosts."""
+    groups. Collectives are for groups of all shards (`Ring(collective=)`), on any number of hosts; codes of 8 bits have
+    no such groups in backward, and their gradients no halves."""
     pieces = pieces_of(strategy.to_come)
     if hosts > 1 and "levels" not in pieces:
         pieces -= {"groups", "halves", "direct"}
     fewer = strategy.group and strategy.group < group.ranks
     if strategy.collective == "no" or fewer or strategy.buffers == "lean" or strategy.route == "two-level":
         pieces -= {"collective"}
+    if strategy.recipe:
+        pieces -= {"collective", "halves"}
     return pieces - ({"groups", "collective"} if strategy.travel else set())
 
 
@@ -103,7 +106,8 @@ class BlockPlan:
     """How the operations of a block rotate.
 
     Attributes:
-        groups: shards per product, of every operation in the order of forward.
+        groups: shards per product, at most, of every operation in the order of forward. Codes of 8 bits have as many
+            in forward where they stack, and one in backward.
         gradients: `chain`, `halves`, `direct` or `scatter` (`rtp_ext.cost.Operation`).
         ahead: blocks whose weights fit into the look-ahead; with collectives 0, one operation.
         kept: a block that is computed again keeps its weights for the backward that follows.
@@ -188,6 +192,7 @@ def block_plans(
         return [BlockPlan(whole, "scatter", 0, keep, True, each, slot_cap) for keep in keeps for each in late]
     if lean:
         return [BlockPlan((1,) * len(operations), "chain", 0)]
+    bundles = any(each.bundle for each in operations)
     sizes = sorted({1, max(1, ranks // 4), ranks}) if "groups" in pieces else [1]
     sizes = [min(group, ranks)] if group and "groups" in pieces else sizes
     routes = ["chain", *(name for name in ("halves", "direct") if name in pieces)]
@@ -198,7 +203,7 @@ def block_plans(
             *(route, *more),
             late=max(1, len(operations) - 1) if route == "direct" else 1,
         )
-        for attention, mlp, route, more in itertools.product(sizes, sizes, routes, ahead)
+        for attention, mlp, route, more in itertools.product(sizes, sizes if bundles else [1], routes, ahead)
     ]
 
 
@@ -213,7 +218,6 @@ class Sizes:
     """Bytes of values, as in `rotation_seconds`, and routes."""
 
     compute_bytes: int = 2
-    product_bytes: int = 2
     reduce_bytes: int = 4
     recompute: bool = False
     experts_per_token: int = 0
@@ -242,7 +246,7 @@ def products_s(
         group.cluster,
         launches,
         sizes.recompute,
-        sizes.product_bytes,
+        sizes.compute_bytes,
         sizes.experts_per_token,
         sums,
         beside=beside,
@@ -318,33 +322,46 @@ def block_time(
     forward, backward, casts, buffers, most = [], [], [0.0, 0.0], 0.0, 0.0
     products = [0.0, 0.0]
     for place, (rotation, size) in enumerate(zip(operations, plan.groups, strict=True)):
-        groups = group_sizes(ranks, size)
-        alone, values = len(groups) == 1, shard_values(rotation.weights, ranks)
-        of_weights = values * weight_bytes
+        values, back = shard_values(rotation.weights, ranks), size
+        of_weights = of_back = values * weight_bytes
+        if rotation.recipe is not None:
+            size, back = (size if rotation.facts.takes_groups(kind) else 1 for kind in ("forward", "backward"))
+            of_weights, of_back = (
+                sum(weight.travelling_bytes(ranks, weight_bytes, backward=again) for weight in rotation.weights)
+                for again in (False, True)
+            )
+        groups, back_groups = group_sizes(ranks, size), group_sizes(ranks, back)
+        alone = len(back_groups) == 1
         of_gradients = values * sizes.reduce_bytes if rotation.trains else 0.0
 
-        streams = size == 1 and hosts == 1 and rotation.trains and two_lanes(rotation, tokens, ranks, cluster)[1]
+        streams = back == 1 and hosts == 1 and rotation.trains and two_lanes(rotation, tokens, ranks, cluster)[1]
         of_shards = functools.partial(products_s, rotation, tokens, group, constants, sizes, beside=streams)
 
         def of(
-            count: int, first: bool, adds: bool = False, alone: bool = alone, of_shards: Any = of_shards
+            count: int, first: bool, adds: bool = False, *, alone: bool = alone, of_shards: Any = of_shards
         ) -> dict[str, float]:
             """first: of its sum, which it does not read. adds: weight gradients add to what arrived."""
             of_results = (2.0 - first) * max(4, sizes.compute_bytes)
             sums = (None if alone else of_results, (2.0 if adds else 1.0) * sizes.reduce_bytes)
             return of_shards(count=count, sums=sums)
 
-        steps = [of(count, index == 0) for index, count in enumerate(groups)]
-        call, hop = _weights_s(inside, of_weights, constants, plan, hosts)
-        outer = hop_s(between, of_weights, constants) if hosts > 1 else 0.0
+        steps = [of(count, index == 0) for index, count in enumerate(back_groups)]
         cast = casts_s(
             rotation, tokens, ranks, sizes.compute_bytes, True, cluster, constants, sums=not alone, joined=sizes.joined
         )
         casts[0] += cast[0]
         casts[1] += cast[1]
-        of_forward, of_dgrad = (tuple(step[kind] for step in steps) for kind in ("forward", "dgrad"))
+        ahead = steps
+        if size != back:
+            ahead = [of(count, index == 0, alone=len(groups) == 1) for index, count in enumerate(groups)]
+        of_forward, of_dgrad = tuple(step["forward"] for step in ahead), tuple(step["dgrad"] for step in steps)
+        call, hop = _weights_s(inside, of_weights, constants, plan, hosts)
+        outer = hop_s(between, of_weights, constants) if hosts > 1 else 0.0
         called: dict[str, Any] = {"call": call, "together": plan.collective}
         forward.append(Operation(between_s[0][place] + cast[0], groups, of_forward, hop, of_weights, outer, **called))
+        if of_back != of_weights:
+            called["call"], hop = _weights_s(inside, of_back, constants, plan, hosts)
+            outer = hop_s(between, of_back, constants) if hosts > 1 else 0.0
         ways: dict[str, Any] = {}
         if rotation.trains:
             route, posted, sent = plan.gradients, 0.0, hop_s(inside, of_gradients, constants)
@@ -352,16 +369,19 @@ def block_time(
                 sent = _called_s(inside, of_gradients, constants)
             elif direct and inside.reaches_all and hosts == 1:
                 posted, sent = posted_s(inside, of_gradients, constants)
-            if route == "chain" and rotation.kind == "linear" and hosts == 1 and sent > of(1, False)["dgrad"]:
+            splits = rotation.kind == "linear" and rotation.recipe is None and hosts == 1
+            if route == "chain" and splits and sent > of(1, False)["dgrad"]:
                 route = "halves"  # as the engine's linear layers do
             if direct:
                 wgrads = tuple(step["wgrad"] for step in steps)
-            elif size == 1:
+            elif back == 1:
                 wgrads = (steps[0]["wgrad"], *[of(1, False, adds=True)["wgrad"]] * (ranks - 1))
             else:  # contributions of a group, then each is added to what arrived
                 add = traffic_s(3 * of_gradients, cluster, constants)
                 wgrads = tuple(
-                    step["wgrad"] / count + add for step, count in zip(steps, groups, strict=True) for _ in range(count)
+                    step["wgrad"] / count + add
+                    for step, count in zip(steps, back_groups, strict=True)
+                    for _ in range(count)
                 )
             ways = {
                 "gradients": route,
@@ -375,16 +395,16 @@ def block_time(
                 ways["add"] = traffic_s(2 * of_gradients, cluster, constants)
             elif direct:
                 ways["add"] = _add_s(of_gradients, ranks, hosts, group, constants)
-            products[1] += len(groups) if direct else ranks * (2 if route == "halves" else 1)
+            products[1] += len(back_groups) if direct else ranks * (2 if route == "halves" else 1)
         backward.append(
-            Operation(between_s[1][place] + cast[1], groups, of_dgrad, hop, of_weights, outer, **called, **ways)
+            Operation(between_s[1][place] + cast[1], back_groups, of_dgrad, hop, of_back, outer, **called, **ways)
         )
         products[0] += len(groups)
-        products[1] += len(groups)
-        most = max(most, 2 * size * of_weights)
+        products[1] += len(back_groups)
+        most = max(most, 2 * size * of_weights, 2 * back * of_back)
         if direct:  # contributions of the others, and of up to two groups that are being sent, of a block
             arriving = ranks - 1 if hosts == 1 else inside.ranks + hosts - 2
-            leaving = min(len(groups) - (groups[-1] == 1), 2) * size
+            leaving = min(len(back_groups) - (back_groups[-1] == 1), 2) * back
             buffers += (arriving + leaving) * of_gradients
         else:
             buffers = max(buffers, 2 * of_gradients)
@@ -409,8 +429,8 @@ def block_time(
         exposed += count * shown
         lost += count * max(0.0, _taken_s(each, inside, between, hosts, computes, constants) - shown)
     # hops for all weights or gradients
-    hops = (0.0, 1.0) if plan.collective else (float(ranks - hosts), float(hosts - 1))
-    one, one_s = (len(operations) * each for each in hops_host(*hops, inside, constants))
+    rounds = (0.0, 1.0) if plan.collective else (float(ranks - hosts), float(hosts - 1))
+    one, one_s = (len(operations) * each for each in hops_host(*rounds, inside, constants))
     computed = forwards * products[0] + products[1]
     moved, of_computes = forwards + (not plan.kept) + 1, computed * host_constant("compute_calls")
     return BlockTime(

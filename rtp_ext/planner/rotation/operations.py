@@ -14,6 +14,7 @@ from typing import Any
 from rtp_ext.planner.constants import check_at_least, check_known
 from rtp_ext.planner.native import engine
 from rtp_ext.planner.specs.model import ModelSpec
+from rtp_ext.recipe_planes import Recipe
 
 # by kind: the operation, in the table of csrc/schedule/operations.h
 KINDS = {"linear": "linear", "embedding": "embedding", "bundle": "mlp", "head": "linear cross-entropy"}
@@ -26,12 +27,15 @@ class Weight:
     frozen: the format, `nf4`, `mxfp4` or `int8`, of a frozen weight that is stored in blocks: [out, in], or [experts,
     out, in], whose experts fill whole blocks.
     trained: whether a weight that is not in blocks has a gradient; those in blocks have none.
+    recipe: of a matrix [outputs, inputs] that travels in 8 bits. gpu: its scales have the layout of a GPU.
     """
 
     shape: tuple[int, ...]
     dim: int = 0
     frozen: str | None = None
     trained: bool = True
+    recipe: Recipe | None = None
+    gpu: bool = True
 
     def __post_init__(self) -> None:
         if self.frozen is None:
@@ -50,7 +54,8 @@ class Weight:
     @functools.cached_property
     def facts(self) -> Any:
         """It in the engine's form (csrc/schedule/operations.h)."""
-        return engine().ParameterFacts(self.shape, self.dim, self.frozen)
+        codes = self.recipe and self.recipe.shard_planes(gpu=self.gpu)
+        return engine().ParameterFacts(self.shape, self.dim, self.frozen, codes=codes)
 
     def shard_shape(self, ranks: int, rank: int = 0) -> tuple[int, ...]:
         """Returns the shape of one rank's shard. Rank 0 has the largest."""
@@ -63,11 +68,18 @@ class Weight:
         """Returns the bytes of one rank's shard at rest."""
         return self.facts.held_bytes(ranks, rank, element_bytes)
 
-    def travelling_bytes(self, ranks: int, value_bytes: float) -> float:
-        """Returns the bytes of the largest shard in a hop. value_bytes: of a value that is not in blocks."""
+    def travelling_bytes(self, ranks: int, value_bytes: float, *, backward: bool = False) -> float:
+        """Returns the bytes of the largest shard in a hop. value_bytes: of a value that is neither in blocks nor in 8
+        bits."""
         if self.frozen is not None:
             return float(self.held_bytes(ranks, 0, 0))
+        if self.recipe is not None:
+            return float(self.recipe.travels(*self.facts.shard(ranks, 0), backward=backward, gpu=self.gpu))
         return self.shard_elements(ranks) * value_bytes
+
+    def codes_bytes(self, ranks: int, rank: int = 0) -> int:
+        """Returns the bytes of the codes that one rank keeps beside its shard."""
+        return 0 if self.recipe is None else self.recipe.memory(*self.facts.shard(ranks, rank), gpu=self.gpu)
 
     @property
     def has_gradient(self) -> bool:
@@ -124,6 +136,11 @@ class RotatedOperation:
         return self.facts.kind.bundle
 
     @property
+    def recipe(self) -> Recipe | None:
+        """Of its products; None: they are wide. Weights that travel together have one."""
+        return self.weights[0].recipe
+
+    @property
     def trains(self) -> bool:
         """Whether gradients of weights travel."""
         return any(weight.has_gradient for weight in self.weights)
@@ -156,6 +173,7 @@ class RotationBytes:
     optimizer_steps_bytes: int  # AdamW's step counters, float32 scalars on the host; not in optimizer_bytes
     scratch_bytes: int = 0  # buffer for dequantized weights
     mailbox_bytes: int = 0  # over shm: mailboxes, in which hops of at most 64 KiB wait for their receiver, at most
+    codes_bytes: int = 0  # 8 bits: of the own shards, beside them
 
 
 def rtp_bytes(
@@ -271,6 +289,7 @@ def rtp_bytes(
         4 * len(trained) if optimizer_moments == 2 else 0,
         held.scratch.peak_bytes,
         held.mailboxes,
+        sum(weight.codes_bytes(ranks, rank) for weight in resident),
     )
 
 
@@ -286,6 +305,9 @@ def rotations_of(
     own_head: bool = False,
     frozen: str | None = None,
     lora_rank: int = 0,
+    recipe: Recipe | None = None,
+    ranks: int = 1,
+    gpu: bool = True,
 ) -> tuple[list[RotatedOperation], list[Weight]]:
     """Returns the rotations that `fully_rotate` makes of a model, in the order of forward, and the other parameters.
 
@@ -294,6 +316,11 @@ def rotations_of(
     all linear layers of a dense model have, end the bundles of MLPs. Experts have none, and are one operation. With
     `frozen` alone rotations are those of `bundle=False`. Experts that do not fill whole blocks, tied heads, and heads
     without `fused_loss` are not stored in blocks.
+    recipe: of linear layers whose sizes and cuts fit it on a ring of `ranks`; MLPs rotate layer by layer, gate and up
+    together. gpu: as of `Weight`.
+
+    Raises:
+        ValueError: a recipe that no layer fits.
     """
     h, q, kv, f = model.hidden, model.query_features // tp, model.kv_features // tp, model.ffn // tp
     vocab, trained = -(-model.vocab // tp), frozen is None and not lora_rank
@@ -306,33 +333,39 @@ def rotations_of(
         return Weight(shape, frozen=frozen if whole else None, trained=trained)
 
     def linear(rows: int, columns: int, bias: bool) -> tuple[Weight, ...]:
-        matrix = Weight((rows, columns), frozen=frozen, trained=trained)
+        fits = recipe and not recipe.refusal(rows, columns, tuple(engine().shard_sizes(rows, ranks)), gpu=gpu)
+        matrix = Weight((rows, columns), frozen=frozen, trained=trained, recipe=recipe if fits else None, gpu=gpu)
         return (matrix, weight(rows)) if bias else (matrix,)
 
     def alone(rows: int, columns: int, bias: bool) -> list[RotatedOperation]:
         adapter = [(Weight((lora_rank, columns)),), (Weight((rows, lora_rank)),)] if lora_rank else []
         return [RotatedOperation("linear", weights) for weights in (linear(rows, columns, bias), *adapter)]
 
+    def together(layers: list[tuple[int, int, bool]]) -> list[RotatedOperation]:
+        """Of layers with one input."""
+        found = [linear(*each) for each in layers]
+        if not bundled or any(each[0].recipe != found[0][0].recipe for each in found):
+            return [rotation for each in layers for rotation in alone(*each)]
+        return [RotatedOperation("linear", tuple(part for each in found for part in each))]
+
     bundled = bool(bundle) and trained
-    layer: list[RotatedOperation] = []
     projections = [(rows, h, model.qkv_bias) for rows in (q, kv, kv)]
     if model.family == "gpt":  # one fused layer
         projections = [(q + 2 * kv, h, model.qkv_bias)]
-    if bundled:
-        together = tuple(part for projection in projections for part in linear(*projection))
-        layer.append(RotatedOperation("linear", together))
-    else:
-        layer += [rotation for projection in projections for rotation in alone(*projection)]
-    layer += alone(h, q, model.projection_bias)
+    layer = together(projections) + alone(h, q, model.projection_bias)
+    into, out = [(f, h, model.mlp_bias)] * (1 + model.gated), (h, f, model.mlp_bias)
+    scaled = recipe is not None and any(linear(*each)[0].recipe for each in (*into, out))
     if model.experts:
         gates = 2 if model.gated else 1
         layer.append(RotatedOperation("bundle", (experts(model.experts, gates * f, h), experts(model.experts, h, f))))
-    elif bundled:
+    elif bundled and not scaled:
         up = linear(f, h, model.mlp_bias)
         down = (weight(h, f, dim=1), *((weight(h),) if model.mlp_bias else ()))
         layer.append(RotatedOperation("bundle", (*(up if model.gated else ()), *up, *down)))
     else:
-        layer += alone(f, h, model.mlp_bias) * (2 if model.gated else 1) + alone(h, f, model.mlp_bias)
+        layer += together(into) + alone(*out)
+    if recipe is not None and layers != 0 and not any(each.recipe for each in layer):
+        raise ValueError(f"recipe {recipe.name}: expected linear layers whose sizes fit it, got none in {model.name}")
 
     count = model.layers if layers is None else layers
     rotations: list[RotatedOperation] = []

@@ -17,6 +17,7 @@ from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.time.links import Group, hop_bytes_per_s, hop_s, taken_s
 from rtp_ext.planner.time.work import Product, product_s, traffic_s
+from rtp_ext.recipe_planes import Plane, Recipe
 
 if TYPE_CHECKING:
     from rtp_ext.observe.timeline import Lockstep
@@ -101,7 +102,6 @@ def rotation_seconds(
     constants: TimeConstants,
     *,
     compute_bytes: int = 2,
-    product_bytes: int = 2,
     reduce_bytes: int = 4,
     in_place: bool = False,
     recompute: bool = False,
@@ -119,11 +119,11 @@ def rotation_seconds(
     travel, gradient_route, gradient_travel: as in `rtp_ext.Ring`. Quantized weights, and those in blocks, are
     dequantized before every product, and gradients quantized after it, at the rate of memory. Operations that do not
     train have no wgrad and no hops of gradients.
-    compute_bytes, reduce_bytes: of a value of a travelling weight and gradient. product_bytes: of a value that GEMMs
-    read. recompute: backward computes the first half of a bundle again. route: `ring` or `direct`. hosts: number of
-    hosts of a two-level ring, where gradient route direct is not available; 1: a flat ring. kept: backward finds all
-    weights where forward left them. joined: layers with one input are one operand. Hops inside a host take `ce`, where
-    its GPUs access each other's memory, and all others NCCL on blocking communicators.
+    compute_bytes, reduce_bytes: of a value of a travelling weight and gradient. recompute: backward computes the first
+    half of a bundle again. route: `ring` or `direct`. hosts: number of hosts of a two-level ring, where gradient route
+    direct is not available; 1: a flat ring. kept: backward finds all weights where forward left them. joined: layers
+    with one input are one operand. Hops inside a host take `ce`, where its GPUs access each other's memory, and all
+    others NCCL on blocking communicators.
 
     Durations are those of the largest shard. Products with a shard add to sums, which they read and write, but for the
     first, which writes: of outputs or of input gradients in float32 (csrc/compute/gemm), of weight gradients in the
@@ -143,7 +143,7 @@ def rotation_seconds(
     gradient_bytes = travel_bytes(gradient_travel, reduce_bytes)
     narrow = direct and gradient_bytes < local_bytes
     cluster = group.cluster
-    width = (product_bytes, experts_per_token)
+    width = (compute_bytes, experts_per_token)
     whole = step_seconds(rotation, tokens, 1, cluster, constants, None, *width)
     engine = dataclasses.replace(constants, kernel_s=constants.engine_launch_s)
     sums = None
@@ -280,7 +280,10 @@ def casts_s(
     forward = backward = 0.0
     if joined and rotation.kind == "linear" and len(matrices) > 1:
         forward = backward = 2.0 * compute_bytes * tokens * sum(weight.shape[0] for weight in matrices)
-    if compute_bytes < 4:
+    if rotation.recipe is not None:
+        made = codes_traffic(rotation, tokens, compute_bytes)
+        forward, backward = made[0], made[1] + (4 + compute_bytes) * tokens * matrices[0].shape[1] * dgrad
+    elif compute_bytes < 4:
         moved = 4 + compute_bytes
 
         def stored(weights: tuple[Weight, ...]) -> float:
@@ -292,6 +295,24 @@ def casts_s(
             forward += moved * tokens * matrices[-1].shape[0] * (matrices[-1].dim == 1)
             backward += moved * tokens * matrices[0].shape[1] * dgrad
     return traffic_s(forward, cluster, constants), traffic_s(backward, cluster, constants)
+
+
+def codes_traffic(rotation: RotatedOperation, tokens: int, compute_bytes: int) -> tuple[float, float]:
+    """Returns the bytes that a rank moves in forward and backward to make codes of x and dy, and to transpose those of
+    all shards where the recipe has one plane. A block that spans the matrix is read twice: its largest magnitude
+    first."""
+    recipe = rotation.recipe
+    assert recipe is not None
+    outputs = sum(weight.shape[0] for weight in rotation.weights if not weight.is_bias)
+    inputs = rotation.weights[0].shape[1]
+
+    def made(plane: Plane, features: int) -> float:
+        return tokens * features * ((2 if None in plane.block else 1) * compute_bytes + 1.0)
+
+    backward = made(recipe.gradients, outputs)
+    for plane, features in zip(recipe.weight_gradient or (), (outputs, inputs), strict=False):
+        backward += made(plane, features)
+    return made(recipe.tokens, inputs), backward + 2.0 * outputs * inputs * (recipe.backward is None)
 
 
 def hops_host(inner: float, outer: float, group: Group, constants: TimeConstants) -> tuple[float, float]:
@@ -307,7 +328,7 @@ def two_lanes(
 ) -> tuple[bool, bool]:
     """Returns, for forward and backward, whether products with this part of a shard run on two streams: those of linear
     layers, where one leaves much of its last wave idle (csrc/ops/linear.cpp)."""
-    if rotation.kind != "linear":
+    if rotation.kind != "linear" or rotation.recipe is not None:
         return False, False
 
     def wastes(rows: int, columns: int) -> bool:
@@ -328,7 +349,7 @@ def products_of(rotation: RotatedOperation, joined: bool) -> list[Weight]:
         if weight.is_bias:
             continue
         same = joined and last is not None and len(weight.shape) == 2 and weight.shape[1:] == last.shape[1:]
-        if last is not None and same and weight.dim == last.dim == 0:
+        if last is not None and same and weight.dim == last.dim == 0 and weight.recipe is None:
             found[-1] = dataclasses.replace(last, shape=(last.shape[0] + weight.shape[0], weight.shape[1]), frozen=None)
         else:
             found.append(weight)
@@ -379,16 +400,33 @@ def step_seconds(
             return min(size, round(part * shards * -(-size // cut)))
 
         outputs, inputs = (shape[0], held(shape[1])) if weight.dim == 1 else (held(shape[0]), shape[1])
-        product = Product("shard", rows, outputs, inputs, experts, element_bytes)
+        recipe, bytes_of = weight.recipe, (of_inputs, of_inputs, of_weights)
+        product = Product("shard", rows, outputs, inputs, experts, 1 if recipe else element_bytes)
         dgrad, wgrad = product.backward()
+        if recipe is not None:
+            bytes_of = scaled_sums(recipe, element_bytes, of_inputs, of_weights)
+            wgrad = wgrad if recipe.weight_gradient else dataclasses.replace(wgrad, element_bytes=element_bytes)
         by_outputs = weight.dim == 0 and len(weight.shape) == 2
         by_inputs = weight.dim == 1 and len(weight.shape) == 2
         ways: dict[str, Any] = {"cluster": cluster, "constants": constants, "beside": beside}
-        forward = product_s(product, **ways, result_bytes=of_inputs if by_inputs else None)
-        seconds["forward"] += forward
-        seconds["dgrad"] += product_s(dgrad, **ways, result_bytes=of_inputs if by_outputs else None)
-        seconds["wgrad"] += product_s(wgrad, **ways, result_bytes=of_weights)
+        forward = product_s(product, **ways, result_bytes=bytes_of[0] if by_inputs or recipe else None)
+        more = constants.kernel_s if recipe else 0.0  # of the kernel that copies or adds
+        seconds["forward"] += forward + more
+        seconds["dgrad"] += more + product_s(dgrad, **ways, result_bytes=bytes_of[1] if by_outputs else None)
+        seconds["wgrad"] += more + product_s(wgrad, **ways, result_bytes=bytes_of[2])
         hidden = rotation.kind == "bundle" and recompute and index < len(matrices) - 1
         if hidden or (rotation.kind == "head" and recompute is not None):
             seconds["dgrad"] += forward  # hidden slices or logits are computed again before their gradients
     return seconds
+
+
+def scaled_sums(
+    recipe: Recipe, compute_bytes: int, of_inputs: float | None, of_weights: float | None
+) -> tuple[float, float | None, float | None]:
+    """Returns the bytes that products of 8 bits move for each number of y, dx and dW. Each has a result of its own: y
+    in the compute dtype, others in float32 (csrc/ops/scaled_linear.cpp): y is copied to its place, the first dx is the
+    sum, and others are added to theirs; weight gradients of 16 bits are added in their product. of_inputs, of_weights:
+    of the sums, as of `step_seconds`."""
+    of_dx = of_inputs and (of_inputs if of_inputs <= 4 else 4.0 + 4.0 + of_inputs)
+    of_dw = of_weights if of_weights is None or recipe.weight_gradient is None else 4.0 + 4.0 + of_weights
+    return 3.0 * compute_bytes, of_dx, of_dw

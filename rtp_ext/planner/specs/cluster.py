@@ -35,6 +35,7 @@ class Cluster:
             inside a node take NCCL.
         cpus: whether a rank is a socket of CPUs: it has neither a CUDA context nor NCCL's buffers.
         fp8_achievable_flops_per_s: as bf16_achievable_flops_per_s, for eight-bit products; 0: unsupported or unknown.
+        block_exponents: whether products of eight bits take blocks with exponents (MX), as on Blackwell.
 
     Raises:
         ValueError: no GPUs, or rates and sizes that are not positive.
@@ -58,6 +59,7 @@ class Cluster:
     all_reduce: str = ""
     peer_access: bool = True
     cpus: bool = False
+    block_exponents: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:

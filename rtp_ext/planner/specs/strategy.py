@@ -11,7 +11,8 @@ from rtp_ext.planner.constants import check_at_least, check_known
 from rtp_ext.planner.native import travel_bytes
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
-from rtp_ext.words import Budget, Bundle, Format, GradientTravel, PassGradientRoute, Route, Topology, Travel
+from rtp_ext.recipe_planes import Recipe, recipe
+from rtp_ext.words import Budget, Bundle, Format, GradientTravel, PassGradientRoute, RecipeName, Route, Topology, Travel
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 RECOMPUTE = ("none", "selective", "full")
@@ -27,10 +28,17 @@ GRADIENT_ROUTES = get_args(PassGradientRoute)
 TRAVELS = (None, *get_args(Travel))  # of weights; None: the compute dtype
 GRADIENT_TRAVELS = (None, *get_args(GradientTravel))
 FROZEN = (None, *get_args(Format))
+RECIPES_OF_RINGS = (None, *get_args(RecipeName))
 OUTER = ("allreduce", "zero", "local_sgd", "diloco", "gossip")
 TOPOLOGIES = get_args(Topology)
 FP8_SCALINGS = ("tensorwise", "rowwise")
 LARGEST = 1024  # limit of ring and pipeline sizes
+
+
+def in_eight_bits(recipe: str, rtp: int) -> dict[str, Any]:
+    """Returns the fields of products in eight bits: the recipe of a ring, and what is nearest to it in other plans."""
+    peers = {"fp8": True, "fp8_scaling": "tensorwise" if recipe == "float8_tensorwise" else "rowwise"}
+    return {"recipe": recipe} if rtp > 1 else peers
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,10 @@ class Strategy:
         loss: `eager`, `loss-parallel` (DTensor), `megatron`, `compiled` or `fused`; `auto` follows from the stack,
             tp and fused_loss.
         flash_attention: attention without a stored score matrix.
-        fp8: the matrix products of the layers' weights run in eight bits; saved tensors stay in `param_dtype`, so that
-            memory does not change. fp8_scaling: one scale per tensor, or one per row (`rowwise`).
+        fp8: without rotation: the matrix products of the layers' weights run in eight bits, as with torchao; saved
+            tensors stay in `param_dtype`, so that memory does not change. fp8_scaling: one scale per tensor, with which
+            fully_shard gathers eight bits, or one per row (`rowwise`).
+        recipe: of rotation: products in eight bits, as of `rtp_ext.fully_rotate(model, recipe=...)`.
         route: of rotation, as in `rtp_ext.Ring`; `auto` takes two levels where the ring spans several nodes with
             several of its ranks on each and links inside a node are faster than a port, otherwise the ring (the
             engine's `auto` does not consider links).
@@ -123,6 +133,7 @@ class Strategy:
     fp8_scaling: str = "tensorwise"
     route: str = "auto"
     gradient_route: str = "chain"
+    recipe: str | None = None
     travel: str | None = None
     gradient_travel: str | None = None
     late_gradients: int | None = None
@@ -168,7 +179,8 @@ class Strategy:
         check_known("gradient_route", self.gradient_route, GRADIENT_ROUTES)
         check_known("outer policy", self.outer, OUTER)
         check_known("topology", self.topology, TOPOLOGIES)
-        for name, known in (("travel", TRAVELS), ("gradient_travel", GRADIENT_TRAVELS), ("frozen", FROZEN)):
+        formats = {"travel": TRAVELS, "gradient_travel": GRADIENT_TRAVELS, "frozen": FROZEN}
+        for name, known in {**formats, "recipe": RECIPES_OF_RINGS}.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"strategy: expected {name} of {known}, got {getattr(self, name)!r}")
         if self.zero not in (0, 1, 2, 3):
@@ -226,7 +238,7 @@ class Strategy:
         own = (
             *("in_place", "route", "gradient_route", "travel", "gradient_travel", "late_gradients"),
             *("buffers", "group", "collective", "to_come"),
-            *("frozen", "lora_rank", "outer", "period"),
+            *("recipe", "frozen", "lora_rank", "outer", "period"),
         )
         for name in own:
             if self.rtp == 1 and getattr(self, name) != getattr(type(self), name):
@@ -245,13 +257,25 @@ class Strategy:
                 f"shard by shard, got {self.travel!r}"
             )
         check_gradients("strategy", self.gradient_route, self.gradient_travel, self.route)
-        fixed = {"in_place": False, "gradient_travel": None, "frozen": None, "lora_rank": 0, "tp": 1}
-        for name, value in fixed.items():
-            if self.to_come and getattr(self, name) != value:
-                raise ValueError(
-                    f"strategy: expected {name} {value!r} with to_come, whose plans are of plain training, got "
-                    f"{getattr(self, name)!r}"
-                )
+        if self.fp8 and self.rtp > 1:
+            raise ValueError(
+                "strategy: fp8 is of plans without rotation: expected recipe='float8_rowwise' or another "
+                f"recipe with rtp {self.rtp}, got fp8 True"
+            )
+        plain: dict[str, Any] = {"in_place": False, "gradient_travel": None, "frozen": None, "lora_rank": 0, "tp": 1}
+        alone = {"to_come": "", "offload": False, "gradient_route": "chain"}
+        for option, fixed in (("to_come", {**plain, "recipe": None}), ("recipe", {**plain, **alone})):
+            for name, value in fixed.items() if getattr(self, option) else ():
+                if getattr(self, name) != value:
+                    raise ValueError(
+                        f"strategy: expected {name} {value!r} with {option}, whose plans are of plain training, got "
+                        f"{getattr(self, name)!r}"
+                    )
+        if self.recipe and (self.outer == "zero" or self.collective == "yes"):
+            raise ValueError(
+                f"strategy: expected collective auto or no, and no outer zero, with recipe {self.recipe}, got "
+                f"collective {self.collective} and outer {self.outer}"
+            )
         if self.frozen is not None and self.lora_rank == 0:
             raise ValueError(
                 f"strategy: frozen {self.frozen!r} needs lora_rank of at least 1, since only adapters are trained"
@@ -271,6 +295,16 @@ class Strategy:
     def late_passes(self) -> int:
         """Passes whose gradients may still be arriving while backward goes on."""
         return int(self.buffers != "lean") if self.late_gradients is None else self.late_gradients
+
+    @property
+    def planes(self) -> Recipe | None:
+        """The planes of its recipe."""
+        return None if self.recipe is None else recipe(self.recipe)
+
+    @property
+    def bundles(self) -> bool:
+        """Whether an MLP rotates as one operation."""
+        return self.rtp > 1 and bool(self.bundle) and not self.freezes and self.recipe is None
 
     @property
     def freezes(self) -> bool:
@@ -369,6 +403,14 @@ class Strategy:
         if cluster.cpus and self.effective_stack == "megatron":
             raise ValueError(
                 f"strategy: expected stack 'torch' on {cluster.name}, whose ranks are sockets of CPUs, got 'megatron'"
+            )
+        scaled = self.recipe or (self.fp8 and "fp8")
+        mx = self.planes is not None and self.planes.forward.exponents and not cluster.block_exponents
+        if scaled and (mx or not cluster.fp8_achievable_flops_per_s):
+            kind = " and exponents of blocks (MX)" if mx else ""
+            raise ValueError(
+                f"strategy: {scaled} needs GPUs whose products take eight bits{kind}, with a known rate: expected "
+                f"fp8_achievable_flops_per_s{' and block_exponents' if mx else ''}, got none for {cluster.name}"
             )
         chunks = self.pp * self.interleave
         divisible = [

@@ -135,6 +135,8 @@ def _optimizer_s(cluster: Cluster, strategy: Strategy, constants: TimeConstants,
         degree *= strategy.dp
     tensors = OPTIMIZER_MOMENTS[strategy.optimizer] + 1
     moved = values / degree * (4 + 8 * tensors + strategy.param_bytes)
+    if planes := strategy.planes:  # its owner casts the shard to 16 bits, finds magnitudes, and makes codes
+        moved += values / degree * len(planes.planes) * (4 + 3 * strategy.param_bytes + 1)
     if strategy.outer == "diloco":
         moved += values / degree * (4 + 8 * 2 + 4) / strategy.period
     if strategy.offload:

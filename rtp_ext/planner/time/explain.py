@@ -116,6 +116,8 @@ def _product(
         f"({rate} * {constants.gemm_fraction}) + {constants.kernel_s!r}"
     )
     head = f"  {product.what}: [{m}, {k}] x [{k}, {n}]" + (f", {batch} of them" if batch > 1 else "")
+    if product.element_bytes == 1 and seconds == constants.scaled_product_s:
+        return [f"{head}   least time in eight bits", _filled(repr(constants.scaled_product_s), seconds)]
     shown = sums / (cluster.hbm_bytes_per_s * constants.hbm_fraction)
     if abs(_by_tiles(waves, sms, tile, k, rate, constants) + shown - seconds) < 1e-9:
         what = "waves * multiprocessors * 2 * tile * (depth + ramp) / (FLOP/s * fraction) + launch"

@@ -16,7 +16,7 @@ from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
 from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s, send_s, taken_s
-from rtp_ext.planner.time.work import Seconds, head_seconds, layer_seconds, traffic_s
+from rtp_ext.planner.time.work import Seconds, gathers_codes, head_seconds, layer_seconds, traffic_s
 
 
 @dataclass(frozen=True)
@@ -221,8 +221,9 @@ class StageClock:
         A tied table is in the root, which stays gathered until its scatter, the last."""
         model, strategy, constants, group = self.model, self.strategy, self.constants, self.groups.dp
 
-        def gather(values: float) -> float:
-            return gather_s(group, values * strategy.param_bytes, constants)
+        def gather(values: float, codes: float = 0.0) -> float:
+            """codes: of the values, that are gathered in eight bits."""
+            return gather_s(group, (values - codes) * strategy.param_bytes + codes, constants)
 
         def scatter(values: float) -> float:
             return gather_s(group, values * strategy.reduce_bytes, constants)
@@ -233,7 +234,9 @@ class StageClock:
         out, both = self.copies_s(layer, 1), self.copies_s(layer, 2)
         forward = self.layer.forward + both - out
         backward = self.layer.backward + self.per_layer["recomputation"] + out
-        ahead, back = gather(layer), gather(layer) + scatter(layer)
+        matrices = sum(outputs * inputs for outputs, inputs in model.linear_shapes) / strategy.tp
+        ahead = gather(layer, matrices if gathers_codes(strategy) else 0.0)
+        back = ahead + scatter(layer)
         of_layer = [(ahead, forward), (back, backward)]
         # the last layer has another gather ahead of it, and another scatter behind it, the first another gather
         of_root = [
@@ -309,7 +312,6 @@ class StageClock:
         strategy, layer = self.strategy, self.layer
         sizes = family.Sizes(
             strategy.param_bytes,
-            1 if strategy.fp8 else strategy.param_bytes,
             strategy.reduce_bytes,
             strategy.bundle == "recompute",
             self.model.experts_per_token,
@@ -394,6 +396,8 @@ class StageClock:
             own_head=True,
             frozen=strategy.frozen,
             lora_rank=strategy.lora_rank,
+            recipe=strategy.planes,
+            ranks=strategy.rtp,
         )
         return made
 
@@ -405,14 +409,12 @@ class StageClock:
 
     def _timed(self, rotation: RotatedOperation, group: Group, kept: bool, joined: bool) -> RotationTime:
         strategy = self.strategy
-        size = 1 if strategy.fp8 and rotation.kind in ("linear", "bundle") else strategy.param_bytes
         return rotation_seconds(
             rotation,
             self.tokens,
             group,
             self.constants,
             compute_bytes=strategy.param_bytes,
-            product_bytes=size,
             reduce_bytes=strategy.reduce_bytes,
             in_place=strategy.in_place,
             recompute=strategy.bundle == "recompute",

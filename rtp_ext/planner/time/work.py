@@ -54,7 +54,7 @@ def product_s(
     beside: bool = False,
     result_bytes: float | None = None,
 ) -> float:
-    """Returns `rtp_ext.cost.product_seconds` at the rates of the cluster."""
+    """Returns `rtp_ext.cost.product_seconds` at the rates of the cluster; in eight bits at least `scaled_product_s`."""
     rates = Rates(
         flops_per_s(cluster, product.element_bytes) * constants.gemm_fraction,
         cluster.hbm_bytes_per_s * constants.hbm_fraction,
@@ -62,7 +62,7 @@ def product_s(
         constants.gemm_ramp_depth,
         constants.kernel_s,
     )
-    return product_seconds(
+    seconds = product_seconds(
         rates,
         product.rows,
         product.columns,
@@ -72,6 +72,7 @@ def product_s(
         result_bytes=result_bytes,
         beside=beside,
     )
+    return max(seconds, constants.scaled_product_s) if product.element_bytes == 1 else seconds
 
 
 def traffic_s(size_bytes: float, cluster: Cluster, constants: TimeConstants) -> float:
@@ -236,14 +237,32 @@ def elementwise_bytes(model: ModelSpec, strategy: Strategy, tokens: int, constan
     return moved * tokens * strategy.param_bytes / 2
 
 
+def scaled_weight_bytes(model: ModelSpec, strategy: Strategy) -> tuple[float, float]:
+    """Returns the bytes that torchao moves in one layer's forward and backward to quantize weights, which fully_shard
+    and DDP have on every rank: their largest magnitude first (2), then values (2) and codes (1), in each pass. With one
+    scale, fully_shard gathers codes of float32 shards, and backward transposes them (enable_fsdp_float8_all_gather)."""
+    if not strategy.fp8 or strategy.effective_stack != "torch":
+        return 0.0, 0.0
+    numbers = sum(outputs * inputs for outputs, inputs in model.linear_shapes) / strategy.tp
+    if not gathers_codes(strategy):
+        return (2 * strategy.param_bytes + 1) * numbers, (2 * strategy.param_bytes + 1) * numbers
+    of_shards = (2 * 4 + 1) * numbers / strategy.shards
+    return of_shards, of_shards + 2 * numbers
+
+
+def gathers_codes(strategy: Strategy) -> bool:
+    """Returns whether fully_shard gathers weights of layers in eight bits."""
+    return strategy.fp8 and strategy.fp8_scaling == "tensorwise" and strategy.zero == 3
+
+
 def added_bytes(model: ModelSpec, strategy: Strategy, tokens: int) -> float:
     """Returns the bytes that autograd moves in one layer's backward to add the input gradients of layers with the same
     input: q, k and v of a Llama, gate and up. Megatron-LM and bundles of a ring have one layer in place of each.
 
     Source: torch/csrc/autograd/input_buffer.cpp (one addition for each further gradient).
     """
-    bundled = strategy.rtp > 1 and bool(strategy.bundle) and not strategy.freezes
-    if strategy.effective_stack != "torch" or bundled:
+    joined = strategy.rtp > 1 and bool(strategy.bundle) and not strategy.freezes
+    if strategy.effective_stack != "torch" or joined:
         return 0.0
     adds = 2 * (model.family == "llama") + max(1, model.experts_per_token) * model.gated
     each = _ADDED_FUSED if strategy.compiled else _ADDED
@@ -263,12 +282,13 @@ def layer_seconds(
     ]
     moved = traffic_s(elementwise_bytes(model, strategy, tokens, constants), cluster, constants)
     added = traffic_s(added_bytes(model, strategy, tokens), cluster, constants)
+    codes = [traffic_s(size, cluster, constants) for size in scaled_weight_bytes(model, strategy)]
     kernels = _FUSED_KERNELS * constants.kernel_s
     softmax = strategy.flash_attention or fused_softmax(model, strategy)
     return Seconds(
         (sum(pair[0] for pair in both), sum(pair[1] for pair in both)),
         attention_seconds(model, strategy, cluster, constants),
-        (moved + kernels, 2 * moved + added + kernels),
+        (moved + codes[0] + kernels, 2 * moved + added + codes[1] + kernels),
         _kernels(strategy, len(both), 0 if softmax else _PLAIN_SOFTMAX_KERNELS),
     )
 
