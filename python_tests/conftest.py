@@ -28,6 +28,7 @@ gc.disable()  # until all tests are imported: that leaves no garbage, and collec
 LONG = (
     *("outer", "meshes", "families", "hosts", "convert/test_behaviour", "convert/torch_compile"),
     *("engine/test_memory", "examples/test_recover", "house/test_readme", "engine/pass_graphs/test_graph_combinations"),
+    *("kernels/test_code_kernels", "measure/test_compare.py", "planner/test_planner_frozen"),
 )
 
 

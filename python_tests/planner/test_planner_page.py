@@ -5,13 +5,17 @@ import dataclasses
 import functools
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
+from grids import SWEEP
 from planner import capacity, planner_hosts, planner_page, planner_runs, scale
 from planner.planned import Case, planned_again
 
 from rtp_ext.planner import Cluster, cli, estimate_memory
+from rtp_ext.planner.plans.against import STEPS, match
 from rtp_ext.planner.plans.differences import differences
+from rtp_ext.planner.plans.when import compare
 
 TEXTS = {page: (planner_page.DOCS / page).read_text() for page in planner_page.PAGES}
 ROOMY = Cluster.preset("h100-80gb")
@@ -26,8 +30,39 @@ QUOTED = (
     *("at 100,000 GPUs 44 % where each failure costs ten minutes, and 85 % with",),
 )
 
+SAMPLES = (  # cells of the two long tables
+    *(("gpt-3-xl", 8, "PCIe", 4096), ("llama-3-8b", 8, "NVLink", 4096)),
+    *(("llama-3-70b", 64, "400 Gb/s", 8192), ("llama-3-405b", 512, "NVLink", 16384)),
+)
+
+
+def _rows(name):
+    text = next(found[3] for page in TEXTS.values() for found in planner_page.BLOCK.finditer(page) if found[2] == name)
+    return _cells(text), text
+
+
+def _cells(text):
+    lines = [line for line in text.splitlines() if re.match(r"\| (gpt|llama)-", line)]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def _plan_samples(monkeypatch):
+    """Compares SAMPLES with their rows on the page, which then stands for both tables: all cells take three minutes."""
+    monkeypatch.setattr(planner_page, "cells", lambda: [compare(*each) for each in SAMPLES])
+    found = [match(*each, steps=STEPS) for each in SAMPLES]
+    monkeypatch.setattr(planner_page, "matched", lambda: [each for each in found if each])
+    for name in ("against", "when"):
+        rows, text = _rows(name)
+        again = _cells(planner_page.BLOCKS[name]())
+        assert len(again) >= 3 and [row for row in again if row not in rows] == []
+        monkeypatch.setitem(planner_page.BLOCKS, name, lambda text=text: text)
+    counted = [SimpleNamespace(winner=row[-2], advantage=9 * (row[-2] == "rtp")) for row in rows]
+    monkeypatch.setattr(planner_page, "cells", lambda: counted)
+
 
 def test_the_page_is_what_the_planner_gives(tmp_path, capsys, monkeypatch):
+    if not SWEEP:
+        _plan_samples(monkeypatch)
     made_once = {name: functools.cache(make) for name, make in planner_page.BLOCKS.items()}  # it is asked five times
     monkeypatch.setattr(planner_page, "BLOCKS", made_once)
     monkeypatch.setattr(planner_page, "claims", functools.cache(planner_page.claims))

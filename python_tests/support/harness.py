@@ -55,6 +55,7 @@ PRELOADED = [
     "peft",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "python_tests.support.huge_pages",  # found where tests are started in the root
 ]
 
 
