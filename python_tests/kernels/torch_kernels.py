@@ -139,7 +139,7 @@ class Torch:
         exponents = rule.startswith("e8m0")
         blocks = tuple(-(-size // step) for size, step in zip(array.shape, block, strict=True))
         high, wide = blocks[::-1] if block[1] == 1 < block[0] else blocks
-        room = [kernels.swizzled_bytes(high, wide)] if swizzle else blocks[::-1]
+        room = [-(-high // 128) * -(-wide // 4) * 512] if swizzle else blocks[::-1]
         dtype = torch.uint8 if exponents else torch.float32
         scales = torch.full(room, 7, dtype=dtype, device=self.device)
         scales = scales if swizzle else scales.t()
