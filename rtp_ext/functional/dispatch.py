@@ -48,8 +48,9 @@ def dispatched(
     owner = division.owners[flat]
     counts = torch.zeros(experts.size + 1, dtype=torch.int64, device=owner.device)  # bincount would wait for a GPU
     leaving = counts.scatter_add_(0, owner, torch.ones_like(owner))[: experts.size]
-    asks = f"gradients of tokens and parameters {[torch.is_grad_enabled() and each for each in (x.requires_grad, *wanted)]}"
-    facts = f"{name} of {division.experts} experts on tokens of {x.shape[1]} features, {x.dtype}, {asks}"
+    enabled = torch.is_grad_enabled()
+    asks = f"gradients of tokens {enabled and x.requires_grad}, parameters {[enabled and each for each in wanted]}"
+    facts = f"{name}: {division.experts} experts, {x.shape[1]} features, {x.dtype}, {asks}"
     sizes = _sizes(experts, leaving, facts, name)
     call = f"call {experts.calls}"
     rows = owner.argsort(stable=True)[: sum(sizes[0])]  # in the order of ranks; those of no expert come last
