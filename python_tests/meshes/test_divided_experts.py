@@ -254,8 +254,8 @@ def frozen_in_one_part(rank, first, second, *batch):
 
 
 def disagreement_in_one_part(rank, first, second, *batch):
-    first.recompute = rank == 1
-    return first(*batch)
+    second.qualified_name, second.recompute = first.qualified_name, rank == 1
+    return second(*batch)
 
 
 DIFFERENCES = (  # and the ranks that differ
