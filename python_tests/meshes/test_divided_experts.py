@@ -88,6 +88,19 @@ def as_meshes(ranks):
         yield f"{names} {sizes}", init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
+def expected_bytes(rank, names, sizes, indices):
+    """Bytes of rows that a rank sends in a forward and backward, in float64."""
+    ranks, (parts, rings) = len(indices), (sizes[names.index(name)] for name in ("expert", "ring"))
+    first = names[0] == "expert"
+    here, place = divmod(rank, rings) if first else reversed(divmod(rank, parts))
+    chosen = [(each // (E // ranks)) // rings if first else (each // (E // ranks)) % parts for each in indices]
+    column = [part * rings + place if first else place * parts + part for part in range(parts) if part != here]
+    leaving = int((chosen[rank] != here).sum())
+    arriving = sum(int((chosen[other] == here).sum()) for other in column)
+    # Numbers of rows and a digest to each rank; with a row its expert; a row and its gradient both ways.
+    return 16 * (parts - 1) + 8 * leaving + 2 * D * 8 * (leaving + arriving)
+
+
 UNEVEN = (4, ("ring", "expert"), (2, 2), 3), (6, ("ring", "expert"), (3, 2), 8)  # ranks, mesh, experts
 
 
@@ -107,12 +120,16 @@ def test_of_a_layer(rank, ranks, cases):
                     batches = [routed(each, kind, 100 * step, count) for each in range(ranks)]
                     outputs = [plain(*batch) for batch in batches]
                     mine = [part.detach().clone().requires_grad_(part.requires_grad) for part in batches[rank]]
+                    before = ring.experts and ring.experts.bytes_sent
                     y = layer(*mine)
                     assert_same(y, outputs[rank], TOLERANCE, "output", 1.0)
                     for optimizer in optimizers:
                         optimizer.zero_grad()
                     total(outputs, ranks).backward()
                     total([y], 1).backward()
+                    if kind == "usual" and count == E and ring.experts:
+                        expected = expected_bytes(rank, names, sizes, [index for _, index, _ in batches])
+                        assert ring.experts.bytes_sent - before == expected
                     for place in (0, 2):
                         expected = batches[rank][place].grad * ranks
                         assert_same(mine[place].grad, expected, TOLERANCE, "input gradient", 1.0)

@@ -108,6 +108,7 @@ def _travel(
     experts: ExpertRing, sent: Tensor, leaving: list[int], arriving: list[int], name: str, identity: str = ""
 ) -> Tensor:
     received = sent.new_empty(sum(arriving), *sent.shape[1:])
+    experts.bytes_sent += (sum(leaving) - leaving[experts.rank]) * sent.shape[1:].numel() * sent.itemsize
     return experts.all_to_all(received, sent.contiguous(), arriving, leaving, name, identity)
 
 

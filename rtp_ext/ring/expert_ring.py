@@ -42,6 +42,7 @@ class ExpertRing(Companion):
         inner: the Ring over which the experts of this rank's part rotate.
         places: for each rank of the whole ring its rank here and in `inner`.
         calls: the number of calls of layers until now, the same on every rank.
+        bytes_sent: the bytes that this rank has sent to those of other experts.
     """
 
     _member, _others = "expert rank", "a rank of other experts"
@@ -49,7 +50,8 @@ class ExpertRing(Companion):
     def __init__(self, ring: Any, mesh: ExpertMesh, inner: Any) -> None:
         group = mesh.ranks.get_group()
         super().__init__(ring, dist.get_rank(group), dist.get_process_group_ranks(group))
-        self.inner, self.places, self.calls = inner, mesh.places, 0
+        self.inner, self.places = inner, mesh.places
+        self.calls = self.bytes_sent = 0
         self._divisions: dict[int, Division] = {}  # by the number of experts
         whole, part = ring.communicator, inner.communicator
         whole.partners, part.partners = (weakref.ref(part),), (weakref.ref(whole),)
