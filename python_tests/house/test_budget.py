@@ -41,7 +41,7 @@ BUDGET = {
     "python_tests/integrations": 780,
     "python_tests/kernels": 3003,
     "python_tests/measure": 2190,
-    "python_tests/meshes": 2250,
+    "python_tests/meshes": 2264,
     "python_tests/nn": 2010,
     "python_tests/observe": 1573,
     "python_tests/optim": 1409,

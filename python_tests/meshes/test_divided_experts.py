@@ -484,6 +484,20 @@ def test_of_other_features(rank, ranks, cases):
         mean_loss(plain, ranks, 0).backward()
         compare_trained(model, plain)
 
+    with cases.case("products in 8 bits, of all but experts"):
+        plain = make("mixtral", hidden_size=32, intermediate_size=32).float()
+        whole = rtp_ext.fully_rotate(copy.deepcopy(plain), timeout=60, recipe="float8_rowwise")
+        model = rotated(plain, meshes[0], recipe="float8_rowwise")
+        rows = {row.name: row.travel for row in rtp_ext.explain(model).parameters}
+        assert rows["model.layers.0.self_attn.q_proj.weight"] == "float8_rowwise"
+        assert rows["model.layers.0.mlp.experts.down_proj"] == "float32"
+        for each in (model, whole):
+            loss_of(each, rank, 0).backward()
+        for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert_same(full(parameter.grad), full(other.grad), 1e-3, name)
+        for each in (model, whole):
+            rtp_ext.ring_of(each).close()
+
     for what, given in {
         "in_place=True": {"in_place": True},
         "CPUOffloadPolicy": {"offload_policy": CPUOffloadPolicy()},
