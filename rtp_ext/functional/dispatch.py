@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ def dispatched(
     index: Tensor,
     weights: Tensor,
     compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    wanted: Sequence[bool],
     name: str,
 ) -> Tensor:
     """Returns `y[t] = sum_k weights[t, k] * MLP_e(x[t])`, e = index[t, k], where ranks have different experts.
@@ -36,6 +37,7 @@ def dispatched(
         division: of the E experts.
         compute: the outputs [n, D] of rows [n, D], given for each row, as [n, 1], the number of the expert among those
             of this rank's part, and a weight of 1.
+        wanted: which parameters of the experts require gradients.
         name: of the layer.
 
     The ranks compare the layer, and exchange numbers of rows, once in a forward: the only wait of the host for the
@@ -46,16 +48,20 @@ def dispatched(
     owner = division.owners[flat]
     counts = torch.zeros(experts.size + 1, dtype=torch.int64, device=owner.device)  # bincount would wait for a GPU
     leaving = counts.scatter_add_(0, owner, torch.ones_like(owner))[: experts.size]
-    asks = f"gradients of tokens {torch.is_grad_enabled() and x.requires_grad}"
-    facts = f"{name} of {division.experts} experts on tokens of {x.shape[1]} features, {x.dtype}, {asks}"
+    enabled = torch.is_grad_enabled()
+    asks = f"gradients of tokens {enabled and x.requires_grad}, parameters {[enabled and each for each in wanted]}"
+    facts = f"{name}: {division.experts} experts, {x.shape[1]} features, {x.dtype}, {asks}"
     sizes = _sizes(experts, leaving, facts, name)
+    call = f"call {experts.calls}"
     rows = owner.argsort(stable=True)[: sum(sizes[0])]  # in the order of ranks; those of no expert come last
     choices = index.shape[1]
     spread = x.unsqueeze(1).expand(-1, choices, -1).reshape(-1, x.shape[1])
-    arrived = _Travel.apply(spread.index_select(0, rows), experts, *sizes, name)
+    arrived = _Travel.apply(spread.index_select(0, rows), experts, *sizes, name, f"tokens of {call}")
     theirs = _travel(experts, division.numbers[flat[rows]], *sizes, name).unsqueeze(1)
-    outputs = compute(arrived, theirs, arrived.new_ones(theirs.shape, dtype=torch.float32))
-    back = _Travel.apply(outputs, experts, *reversed(sizes), name)
+    with experts.ended_by_errors(name):  # the ranks of other experts wait for the outputs
+        outputs = compute(arrived, theirs, arrived.new_ones(theirs.shape, dtype=torch.float32))
+    back = _Travel.apply(outputs, experts, *reversed(sizes), name, f"outputs of {call}")
+    weights = weights.masked_fill(index == division.experts, 0)  # as where all experts rotate, whatever the weight
     each = back.new_zeros(len(flat), back.shape[1]).index_copy(0, rows, back).view(*index.shape, back.shape[1])
     wide = summing_dtype(back.dtype)
     return (each.to(wide) * weights.to(wide).unsqueeze(-1)).sum(1).to(back.dtype)
@@ -73,8 +79,10 @@ def _sizes(
     experts: ExpertRing, leaving: Tensor, facts: str, name: str, refused: Exception | None = None
 ) -> tuple[list[int], list[int]]:
     """Returns the numbers of rows that go to each rank, and that come from each."""
+    experts.calls += 1
     sent = torch.stack([leaving, torch.full_like(leaving, _digest(facts))], 1)
-    received = _travel(experts, sent, [1] * experts.size, [1] * experts.size, name)
+    ones = [1] * experts.size
+    received = _travel(experts, sent, ones, ones, name, f"numbers of rows of divided experts, call {experts.calls}")
     ours, theirs = torch.stack([sent, received]).tolist()
     digest = ours[0][1]
     differ = any(each != digest for _, each in theirs)
@@ -96,21 +104,27 @@ def _digest(facts: str) -> int:
 
 
 @unseen
-def _travel(experts: ExpertRing, sent: Tensor, leaving: list[int], arriving: list[int], name: str) -> Tensor:
+def _travel(
+    experts: ExpertRing, sent: Tensor, leaving: list[int], arriving: list[int], name: str, identity: str = ""
+) -> Tensor:
     received = sent.new_empty(sum(arriving), *sent.shape[1:])
-    return experts.all_to_all(received, sent.contiguous(), arriving, leaving, name)
+    experts.bytes_sent += (sum(leaving) - leaving[experts.rank]) * sent.shape[1:].numel() * sent.itemsize
+    return experts.all_to_all(received, sent.contiguous(), arriving, leaving, name, identity)
 
 
 class _Travel(torch.autograd.Function):
-    """Rows [n, D] to other ranks; their gradients come back."""
+    """Rows [n, D] to other ranks; their gradients come back. what: the rows, which a backward may send in another order
+    than the other ranks."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, experts: ExpertRing, leaving: list[int], arriving: list[int], name: str):
-        ctx.way = experts, arriving, leaving, name
+    def forward(
+        ctx: Any, rows: Tensor, experts: ExpertRing, leaving: list[int], arriving: list[int], name: str, what: str
+    ):
+        ctx.way = experts, arriving, leaving, name, f"gradients of {name}: {what}"
         return _travel(experts, rows, leaving, arriving, name)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, gradient: Tensor):
         experts, *way = ctx.way
-        return _travel(experts, gradient, *way), None, None, None, None
+        return _travel(experts, gradient, *way), None, None, None, None, None

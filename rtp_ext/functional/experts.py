@@ -62,7 +62,8 @@ class Experts(Operation):
         def compute(rows: torch.Tensor, numbers: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
             return rotate(twin, [rows, ones, numbers])[0]
 
-        return dispatched(experts, division, x, index, weights, compute, name).reshape(inputs[0].shape)
+        wanted = [each.requires_grad for each in twin.parameters()]
+        return dispatched(experts, division, x, index, weights, compute, wanted, name).reshape(inputs[0].shape)
 
     def _of_part(self, experts: ExpertRing, inputs: Sequence[Any]) -> tuple[Experts, Division, Sequence[torch.Tensor]]:
         """Returns the operation of this rank's part of the experts, their division, and the checked operands."""

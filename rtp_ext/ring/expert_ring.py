@@ -41,6 +41,8 @@ class ExpertRing(Companion):
         rank, size: index of this rank among those that experts are divided over, and their number N.
         inner: the Ring over which the experts of this rank's part rotate.
         places: for each rank of the whole ring its rank here and in `inner`.
+        calls: the number of calls of layers until now, the same on every rank.
+        bytes_sent: the bytes that this rank has sent to those of other experts.
     """
 
     _member, _others = "expert rank", "a rank of other experts"
@@ -49,11 +51,18 @@ class ExpertRing(Companion):
         group = mesh.ranks.get_group()
         super().__init__(ring, dist.get_rank(group), dist.get_process_group_ranks(group))
         self.inner, self.places = inner, mesh.places
+        self.calls = self.bytes_sent = 0
         self._divisions: dict[int, Division] = {}  # by the number of experts
         whole, part = ring.communicator, inner.communicator
         whole.partners, part.partners = (weakref.ref(part),), (weakref.ref(whole),)
         # A failure of one is a failure of both, and any rank of the whole ring may be its cause.
         part.failure_report = inner.failure_report = whole.failure_report
+
+    def meet(self, identity: str) -> None:
+        """The ranks of the whole ring compare: all exchange at the same time, each with those of its column."""
+        ring = self._ring()
+        if ring is not None:
+            ring.communicator.meet(identity)
 
     def divide(self, experts: int, name: str) -> Division:
         """Returns how the E experts of a layer, by its name, are divided. Raises ValueError where they cannot be."""

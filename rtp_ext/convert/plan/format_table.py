@@ -117,7 +117,7 @@ def _cells(rows: Sequence[Any]) -> tuple[str, list[str], str]:
     name = shown(row.name) if row.tied_to is None else f"{shown(row.name)} = {shown(row.tied_to)}"
     moved = row.moved if row.bundle in (None, row.module) else f"{row.moved} in {shown(row.bundle)}"
     shape, cut, route, gradients, travels = _looks(row)
-    collective = "depends on ids" if row.collective_bytes is None else _bytes(count * row.collective_bytes)
+    collective = "depends on tokens" if row.collective_bytes is None else _bytes(count * row.collective_bytes)
     held, sent = _bytes(count * row.held_bytes), _bytes(count * row.sent_bytes)
     title = f"{name}, {shape}" if count == 1 else f"{name} ({count}), {shape}"
     ways = [f"route {route}"] * (route != "-") + [f"gradients {gradients}"] * (gradients != "-")

@@ -139,7 +139,7 @@ class Communicator:
     @property
     def alive(self) -> bool:
         """Whether the executor and the groups can still be used."""
-        return self.executor.alive and not self.orphaned
+        return (self.executor is None or self.executor.alive) and not self.orphaned
 
     @property
     def orphaned(self) -> bool:
@@ -211,7 +211,7 @@ class Communicator:
         try:
             yield
         except BaseException as error:
-            if self.executor is None or self.executor.alive:
+            if self.alive:
                 self.end(_failed_here(error, operation))
             raise
 
@@ -222,6 +222,11 @@ class Communicator:
         return [*self._groups, *(group for companion in self.companions for group in companion._open_groups())]
 
     # -- collectives -------------------------------------------------------------------------------------------------
+
+    def meet(self, identity: str) -> None:
+        """See `collectively`."""
+        if self.executor is not None:
+            self.executor.meet(identity)
 
     def collectively(
         self, operation: str, post: Callable[..., Any], *tensors: Any, group: Any, identity: str = ""
@@ -236,8 +241,8 @@ class Communicator:
         start, work = time.monotonic(), None
         recorded = 0 if self.executor is None else self.executor.begin_collective(operation)
         try:
-            if identity and self.executor is not None:
-                self.executor.meet(identity)
+            if identity:
+                self.meet(identity)
             work = post(*tensors, group=group, async_op=True)
             if group not in self._groups:
                 work.wait(self.timeout)
@@ -323,16 +328,23 @@ class Communicator:
         return values
 
     def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, arriving: list[int], leaving: list[int], name: str
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        arriving: list[int],
+        leaving: list[int],
+        name: str,
+        identity: str | None = None,
     ) -> torch.Tensor:
         """Sends the next `leaving[r]` values of `sent` [n] to each rank r, and receives `arriving[r]` from it. `name`:
-        of the module. Returns `received` [m]. Collective."""
+        of the module. For `identity`, by default the name, see `collectively`. Returns `received` [m]. Collective."""
         self.check_alive("all_to_all")
         if self._collective is None:
             return received.copy_(sent)
         what = f"all_to_all of {name}"
         post = functools.partial(dist.all_to_all_single, output_split_sizes=arriving, input_split_sizes=leaving)
-        self.collectively(what, post, received, sent, group=self._collective, identity=what)
+        identity = what if identity is None else identity
+        self.collectively(what, post, received, sent, group=self._collective, identity=identity)
         return received
 
     def reduce_scatter(

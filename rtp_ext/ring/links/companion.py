@@ -23,12 +23,22 @@ class Companion(Communicator):
         super().__init__(rank, len(members), ring.device, ring.timeout, members)
         ring.communicator.companions += (self,)
 
+    @property
+    def alive(self) -> bool:
+        ring = self._ring()
+        return ring is not None and ring.alive
+
     def check_alive(self, operation: str) -> None:
         ring = self._ring()
         if ring is not None:
             ring.check_alive(operation)
         if self.size > 1 and self._control is None:
             raise RotationError(f"{operation}: the ring was closed")
+
+    def abandon(self, error: BaseException) -> None:
+        ring = self._ring()
+        if ring is not None:
+            ring.abandon(error)
 
     def end(
         self,
