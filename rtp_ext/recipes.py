@@ -74,12 +74,10 @@ def empty(plane: Plane, rows: int, columns: int, device: torch.device | str, *, 
     shape = (columns, rows) if plane.transposed else (rows, columns)
     codes = torch.empty(shape, dtype=CODES[plane.codes], device=device)
     dtype = torch.float8_e8m0fnu if plane.exponents else torch.float32
-    down, across = plane.scale_shape(rows, columns)
-    scales = torch.empty(plane.native(gpu=gpu).scale_memory(rows, columns), dtype=dtype, device=device)
-    if gpu and plane.exponents:
-        scales = scales.view(-1)
-    else:
-        scales = scales[:, :across] if scales.shape[0] == down else scales.t()
+    across = plane.scale_shape(rows, columns)[1]
+    native = plane.native(gpu=gpu)
+    scales = torch.empty(native.scale_memory(rows, columns), dtype=dtype, device=device)
+    scales = scales.view(-1) if gpu and plane.exponents else scales.t() if native.by_columns else scales[:, :across]
     return Codes(plane, codes.t() if plane.transposed else codes, scales)
 
 

@@ -32,6 +32,8 @@ struct CodePlane {
     return {(rows + high - 1) / high, (columns + wide - 1) / wide};
   }
   bool swizzled() const { return padded && has_exponents(rule); }
+  // Whether scales lie in memory in the order of columns.
+  bool by_columns() const { return padded && !swizzled() && block_rows == 1 && block_columns == 128; }
   int64_t scale_bytes() const { return has_exponents(rule) ? 1 : 4; }
   // The rows and columns of codes and scales in memory, contiguous. Swizzled exponents: rows of tiles, and their bytes.
   Extents code_memory(int64_t rows, int64_t columns) const {
@@ -43,9 +45,8 @@ struct CodePlane {
       if (block_columns == 1) std::swap(high, wide);
       return {(high + 127) / 128, (wide + 3) / 4 * 512};
     }
-    if (padded && block_columns == 128)
-      return block_rows == 1 ? Extents{wide, high} : Extents{high, (wide + 3) / 4 * 4};
-    return {high, wide};
+    if (by_columns()) return {wide, high};
+    return {high, padded && block_columns == 128 ? (wide + 3) / 4 * 4 : wide};
   }
   int64_t bytes(int64_t rows, int64_t columns) const {
     const auto [high, wide] = scale_memory(rows, columns);

@@ -146,7 +146,7 @@ CodeMatrix matrix_of(const at::Tensor& values, CodeBlock block) {
   const auto element = element_of(values.scalar_type());
   RTP_CHECK_TYPE(element.has_value(), "expected float32, bfloat16 or float16 values for 8-bit codes, got ",
                  values.scalar_type());
-  RTP_CHECK_VALUE(values.dim() == 2 && (values.size(1) <= 1 || values.stride(1) == 1),
+  RTP_CHECK_VALUE(values.dim() == 2 && (values.size(1) <= 1 || values.size(0) == 0 || values.stride(1) == 1),
                   "expected a matrix with contiguous rows for 8-bit codes, got shape ", values.sizes(), " and strides ",
                   values.strides());
   const int64_t columns = values.size(1);

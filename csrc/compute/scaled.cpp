@@ -90,13 +90,12 @@ Codes codes_in(const CodePlane& plane, const CodeMemory& memory, int64_t rows, i
   Codes found{memory.codes.view(dtype_of(plane.format)), memory.scales, plane.block(rows, columns)};
   if (plane.transposed) found.codes = found.codes.t();
   if (has_exponents(plane.rule)) found.scales = found.scales.view(at::kFloat8_e8m0fnu);
-  const auto [high, wide] = plane.scale_shape(rows, columns);
   if (plane.swizzled()) {
     found.scales = found.scales.view(-1);
-  } else if (found.scales.size(0) != high) {
+  } else if (plane.by_columns()) {
     found.scales = found.scales.t();
   } else {
-    found.scales = found.scales.narrow(1, 0, wide);
+    found.scales = found.scales.narrow(1, 0, plane.scale_shape(rows, columns)[1]);
   }
   return found;
 }

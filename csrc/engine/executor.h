@@ -50,7 +50,9 @@ class Executor {
   Prefetcher& prefetcher() { return prefetcher_; }
   CodeCache& codes() { return codes_; }
   // Makes codes of the current pass anew where their parameters have changed.
-  void refresh(const ShardBundle& weights) { Prefetcher::refresh(weights.codes, prefetcher_.context().watched); }
+  void refresh(const ShardBundle& weights) {
+    or_fail([&] { prefetcher_.refresh(weights.codes); });
+  }
   LateGradients& late_gradients() { return late_; }
   Sink& sink() { return sink_; }
   // Orders the compute stream after the last pass, which may have run on another one, and after hops in flight between

@@ -1,11 +1,24 @@
 #include "engine/prefetch.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/checks.h"
 #include "engine/hops/shard_codes.h"
 
 namespace rtp {
+namespace {
+
+// Nothing if it is not known.
+std::optional<int64_t> version_of(const std::vector<c10::VariableVersion>& watched, size_t parameter) {
+  return parameter < watched.size() ? std::optional<int64_t>(watched[parameter].current_version()) : std::nullopt;
+}
+
+void make_codes(const std::vector<ShardBundle::Coded>& codes, const std::vector<c10::VariableVersion>& watched) {
+  for (const ShardBundle::Coded& each : codes) each.codes->refresh(version_of(watched, each.parameter));
+}
+
+}  // namespace
 
 bool Prefetcher::Record::same(const Record& other) const {
   return serial != 0 && serial == other.serial && index == other.index && name == other.name &&
@@ -29,13 +42,13 @@ Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::op
   return record;
 }
 
-void Prefetcher::refresh(const std::vector<ShardBundle::Coded>& codes,
-                         const std::vector<c10::VariableVersion>& watched) {
-  for (const ShardBundle::Coded& each : codes) {
-    std::optional<int64_t> version;
-    if (each.parameter < watched.size()) version = watched[each.parameter].current_version();
-    each.codes->refresh(version);
-  }
+void Prefetcher::refresh(const std::vector<ShardBundle::Coded>& codes) {
+  const auto current = [&](const ShardBundle::Coded& each) {
+    return each.codes->current(version_of(context_.watched, each.parameter));
+  };
+  if (std::all_of(codes.begin(), codes.end(), current)) return;
+  drain();
+  make_codes(codes, context_.watched);
 }
 
 std::unique_ptr<PassWeights> Prefetcher::begin(const Schedule& schedule, std::optional<ShardBundle> weight,
@@ -108,7 +121,7 @@ void Prefetcher::open(size_t later) {
   const Record& record = *next.record;
   std::optional<ShardBundle> bundle;
   if (!record.layouts.empty()) {
-    refresh(record.codes, record.watched);
+    make_codes(record.codes, record.watched);
     bundle.emplace().layouts = record.layouts;
     bundle->codes = record.codes;
     for (size_t index = 0; index < record.local.size(); ++index) {

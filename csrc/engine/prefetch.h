@@ -39,8 +39,9 @@ class Prefetcher {
   // Sets how far ahead hops are posted: see LookAhead.
   void allow(bool on, std::optional<int64_t> bytes) { look_ahead_.allow(on, bytes); }
   void enter(Context context);
-  // Makes the codes of a pass with these parameters anew where they have changed.
-  static void refresh(const std::vector<ShardBundle::Coded>& codes, const std::vector<c10::VariableVersion>& watched);
+  // Makes the codes of the pass that starts now anew where their parameters have changed, after hops that may read the
+  // old ones.
+  void refresh(const std::vector<ShardBundle::Coded>& codes);
   const Context& context() const { return context_; }
   // Whether the user has captured a pass: its graph may run at any time, and uses the slots that the pass had.
   bool captured() const { return captured_; }

@@ -189,6 +189,8 @@ void bind_executor(py::module_& m) {
       .def("slots", [](Executor& e, Channel channel) { return e.pool().count(channel); })
       .def("scratch", [](Executor& e) { return e.pool().scratch_count(); })
       .def(
+          "forget_codes", [](Executor& e, const at::Tensor& shard) { e.codes().forget(shard); }, py::arg("shard"))
+      .def(
           "codes", [](Executor& e) { return std::pair(e.codes().bytes(), e.codes().made()); },
           "Bytes of the codes of local shards, and how often codes were made.")
       .def(

@@ -1,6 +1,7 @@
 """Models whose linear layers compute in 8 bits, against the same layers in one process."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import rtp_ext
 from rtp_ext.recipes import RECIPES
@@ -240,6 +242,15 @@ def test_llama(rank, ranks):
         assert ring.bytes_sent("weight") - sent == after.totals["forward_bytes"]
         assert_same(logits, plain(**inputs).logits, TOLERANCE, "logits")
     close_ring(model)
+
+
+def test_frozen_mlps_stay_bundles():
+    """Where all layers of an MLP are in blocks, no product of it is in 8 bits; a control without blocks."""
+    config = SimpleNamespace(hidden_size=64, intermediate_size=128, mlp_bias=False, hidden_act="silu")
+    model = nn.Sequential(LlamaMLP(config).requires_grad_(False), nn.Linear(64, 64))
+    for frozen, bundles in (("int8", 1), (None, 2)):
+        plan = rtp_ext.explain(model, ranks=2, rank=0, device="cpu", recipe="float8_rowwise", frozen=frozen)
+        assert len({row.bundle for row in plan.parameters if row.name.startswith("0.")}) == bundles
 
 
 @on_ranks(2)

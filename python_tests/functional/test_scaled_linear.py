@@ -1,10 +1,13 @@
 """Linear layers with products in 8 bits, against the same recipe in one process with plain torch."""
 
+import copy
+
 import pytest
 import torch
-from code_reference import dequantized, numbers, scaled_product
+from code_reference import dequantized, numbers, scaled, scaled_product
 from harness import on_ranks
-from reference import assert_same, chunk, differs, random
+from reference import assert_same, chunk, differs, full, random
+from torch import nn
 
 import rtp_ext
 from rtp_ext.functional import rotated_linear, rotated_linears
@@ -45,7 +48,7 @@ def check(rank, ranks, ring, name, dtype):
     mine = [chunk(weight, ranks, rank).clone().requires_grad_() for weight in weights]
     own_bias = chunk(bias, ranks, rank).clone().requires_grad_()
     x, dys = batch(name, rank, ranks, dtype)
-    x.requires_grad_()
+    x = x.repeat_interleave(2, 1)[:, ::2].requires_grad_()  # strided, also without tokens
     ys = rotated_linears([x], mine, [None, own_bias], ring=ring, recipe=name)
     torch.autograd.backward(ys, dys)
 
@@ -122,34 +125,41 @@ def test_bytes(rank, ranks, cases):
 
 @on_ranks(2)
 def test_codes_are_made_once_after_each_change(rank, ranks, ring, cases):
-    """Also by hops that are sent ahead, before the layer that owns the codes is called."""
+    """Also by hops that are sent ahead, before the layer that owns the codes is called. Of plain tensors, to which
+    writes may show nowhere, once in each forward."""
     executor = ring.communicator.executor
+    x = random(4, 32, dtype=torch.float32, seed=50 + rank).requires_grad_()
     for name in ("float8_rowwise", "float8_tensorwise"):
         planes = len(recipe(name).planes)
-        mine = [random(16, 32, dtype=torch.float32, seed=10 * number + rank).requires_grad_() for number in range(3)]
-        plans = [Prepared() for _ in mine]
-        x = random(4, 32, dtype=torch.float32, seed=50 + rank).requires_grad_()
-        optimizer = torch.optim.SGD(mine, lr=0.1)
-
-        def run(training=True, mine=mine, plans=plans, x=x, name=name):
-            h = x
-            for weight, plan in zip(mine, plans, strict=True):
-                h = rotated_linears([torch.cat([h, h], 1)[:, :32]], [weight], ring=ring, recipe=name, prepared=plan)[0]
-            if training:
-                h.sum().backward()
-            return h.detach()
-
-        before = executor.codes()[1]
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(3)])
+        plain = scaled(copy.deepcopy(model), name, ranks)
+        rtp_ext.fully_rotate(model, mesh=ring, recipe=name)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(4):
             with cases.case(f"{name}, step {step}"):
-                results = [run() for _ in range(3)]
-                assert executor.codes()[1] - before == planes * len(mine), "once for each plane of a weight"
-                fresh = [weight.detach().clone().requires_grad_() for weight in mine]
-                assert torch.equal(run(False, fresh, [Prepared() for _ in mine]), results[-1]), "the codes of this step"
+                before = executor.codes()[1]
+                for _ in range(3):
+                    y = model(x)
+                    y.sum().backward()
+                assert executor.codes()[1] - before == planes * len(model), "once for each plane of a weight"
+                with torch.no_grad():
+                    assert_same(y, plain(x), 6e-3, "y")
                 optimizer.step()
                 optimizer.zero_grad()
-                before = executor.codes()[1]
-                assert not torch.equal(run(False), results[-1]), "control: stale codes would give the same"
+                with torch.no_grad():
+                    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                        theirs.copy_(full(ours))
+                    assert differs(y, plain(x), 6e-3), "control: stale codes"
+        weight = random(16, 32, dtype=torch.float32, seed=rank)
+        with cases.case(f"{name}, plain tensors"):
+            before, prepared = executor.codes()[1], Prepared()
+            results = []
+            for _ in range(2):
+                results += rotated_linears([x], [weight], ring=ring, recipe=name, prepared=prepared)
+                weight.data.mul_(2.0)
+            assert executor.codes()[1] - before == 2 and torch.equal(results[1], 2 * results[0])
+    mine, plans = [weight.requires_grad_()], [Prepared()]
     with cases.case("a step after a forward is an error in its backward"):
         h = rotated_linears([x], mine[:1], ring=ring, recipe="float8_rowwise", prepared=plans[0])[0]
         with torch.no_grad():

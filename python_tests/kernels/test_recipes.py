@@ -10,7 +10,7 @@ from reference import random
 from rtp_ext._native import kernels
 from rtp_ext.recipes import RECIPES, Codes, Plane, amax, empty, quantize, quantize_into, recipe
 
-SHAPES = ((1, 1), (37, 53), (128, 256), (130, 257), (64, 96))
+SHAPES = ((1, 1), (37, 53), (128, 256), (130, 257), (64, 96), (8, 1024))
 PLANES = sorted(
     {
         plane

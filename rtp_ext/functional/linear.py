@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, ShardedParameter, expect_shape
@@ -164,6 +165,9 @@ class Linears(Operation):
     @staticmethod
     def forward(call, bundle, inputs, parameters):
         if bundle.scaled is not None:
+            for given, shard in zip(call.watched, parameters, strict=True):
+                if not isinstance(given, DTensor):  # a write through `.data` of a plain tensor shows nowhere
+                    call.ring.communicator.executor.forget_codes(shard)
             tensors = inputs[0], parameters, bundle.layers
             return call.run(_native.scaled_linear_forward, *tensors, bundle.scaled, call.options)
         return call.run(_native.linear_forward, inputs, parameters, bundle.layers, bundle.projections, call.options)

@@ -11,7 +11,7 @@ ShardCodes::ShardCodes(const at::Tensor& shard, const CodePlane& plane, at::Scal
       made_(made) {}
 
 void ShardCodes::refresh(std::optional<int64_t> version) {
-  if (versioned_ && version && version_ == version) return;
+  if (current(version)) return;
   const at::Tensor shard = shard_.lock();
   if (!shard.defined()) return;
   version_.reset();  // until all codes are made
@@ -28,6 +28,8 @@ std::shared_ptr<ShardCodes> CodeCache::of(const at::Tensor& shard, const CodePla
   std::erase_if(codes_, [](const auto& each) { return !each.second->alive(); });
   return codes_.emplace(shard.const_data_ptr(), std::make_shared<ShardCodes>(shard, plane, dtype, made_))->second;
 }
+
+void CodeCache::forget(const at::Tensor& shard) { codes_.erase(shard.const_data_ptr()); }
 
 int64_t CodeCache::bytes() const {
   int64_t bytes = 0;

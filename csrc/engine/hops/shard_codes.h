@@ -30,6 +30,7 @@ class ShardCodes {
   // Makes the codes unless those of this version of the parameter are there: nothing if it is not known, and of an
   // inference tensor it never is. Without effect if the shard's memory has been freed.
   void refresh(std::optional<int64_t> version);
+  bool current(std::optional<int64_t> version) const { return versioned_ && version && version_ == version; }
   const CodeMemory& memory() const { return memory_; }
   bool alive() const { return shard_.lock().defined(); }
   bool of(const at::Tensor& shard, const CodePlane& plane, at::ScalarType dtype) const {
@@ -51,6 +52,8 @@ class ShardCodes {
 class CodeCache {
  public:
   std::shared_ptr<ShardCodes> of(const at::Tensor& shard, const CodePlane& plane, at::ScalarType dtype);
+  // Drops the codes of a shard to which writes may show in no version counter: a new forward makes new ones.
+  void forget(const at::Tensor& shard);
   int64_t bytes() const;
   int64_t made() const { return made_; }  // how often codes were made
 

@@ -150,7 +150,7 @@ class Inspection:
                 layers = [part.get_submodule(path) for path in block.spec.paths]
                 if not self._is_free(part, layers, "layers of its MLP"):
                     continue
-                if any(map(self.scaled.of, layers)):
+                if any(map(self._recipe_name, layers)):
                     self.notes.append(f"{type(part).__name__}: layers of its MLP rotate one by one: products in 8 bits")
                     if block.spec.gate is not None:
                         found += self._joined(name, part, label, (block.spec.gate, block.spec.up))
