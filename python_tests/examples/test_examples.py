@@ -61,7 +61,7 @@ def test_float8():
         loss, sent = found.pop("bfloat16")
         assert loss < 3.0 and len(found) == 3
         for name, (other, bytes_sent) in found.items():
-            assert abs(other - loss) < 0.05 * loss and 0.5 < bytes_sent / sent < 0.55, (name, other, loss)
+            assert abs(other - loss) < 0.05 and 0.5 < bytes_sent / sent < 0.62, (name, other, loss, bytes_sent / sent)
 
 
 def _several(rank, ranks, folder):

@@ -234,7 +234,7 @@ def test_each_figure_stands_beside_its_prediction(tmp_path):
     page = written(tmp_path, lines_at(1.0))
     assert page.count("as predicted)") == 10 and "worse" not in page and "cannot be read" not in page
     page = written(tmp_path, lines_at(1.5))
-    assert page.count("(7.6 - 21.5, worse by 50 %)") == 1 and "1.50 (1.00, worse by 50 %)" in page
+    assert page.count("(7.6 - 23.2, worse by 50 %)") == 1 and "1.50 (1.00, worse by 50 %)" in page
     changes = page.split("what to change:\n")[1].splitlines()
     assert sorted(line.split(",")[0].strip() for line in changes) == sorted(expected.CHANGES)
     other = [{**line, "device": "NVIDIA L4"} for line in lines_at(1.5)]

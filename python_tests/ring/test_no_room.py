@@ -59,9 +59,9 @@ def room(what: str, more: int):
 def limits(function, what, more):
     """The function, with rank 1 limited meanwhile."""
 
-    def limited(*arguments):
+    def limited(*arguments, **options):
         with room(what, more) if dist.get_rank() == 1 else contextlib.nullcontext():
-            return function(*arguments)
+            return function(*arguments, **options)
 
     return limited
 
