@@ -172,7 +172,7 @@ class RingOptions:
         collective: where all shards are one operand (group=R, route gather, or chosen by the route planner), one
             all-gather brings the weights of an operation, and one reduce-scatter adds up its gradients and sends them
             home, in the reduce dtype and in an order that the collective chooses; gradients of other operations take
-            the chain. Transports `nccl` and `c10d`, also between hosts, of which `auto` then takes the first. A ring on
+            the chain. Transports `nccl` and `c10d`, also between hosts; `auto` takes the first that works. A ring on
             which no operation can have such a group is a ValueError.
         checksum: every hop carries a CRC-32C; a changed one raises a RotationError that names the hop. For CPUs.
         transport_options: for GPUs. `min_ctas`, `max_ctas`: SMs that NCCL may take for each of two communicators

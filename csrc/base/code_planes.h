@@ -43,7 +43,7 @@ struct CodePlane {
     auto [high, wide] = scale_shape(rows, columns);
     if (swizzled()) {
       if (block_columns == 1) std::swap(high, wide);
-      return {(high + 127) / 128, (wide + 3) / 4 * 512};
+      return {(high + 127) / 128, swizzled_bytes(1, wide)};
     }
     if (by_columns()) return {wide, high};
     return {high, padded && block_columns == 128 ? (wide + 3) / 4 * 4 : wide};

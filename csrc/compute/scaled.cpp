@@ -26,9 +26,13 @@ bool by_rows(const Codes& matrix) {
          (matrix.block[0] == 1 || matrix.block[0] >= matrix.codes.size(0));
 }
 
-// One scale for each row: that of all numbers, repeated.
+// The scales of a matrix along whose columns they do not vary: one for each row.
 at::Tensor of_rows(const Codes& matrix) {
-  return matrix.scales.expand({matrix.codes.size(0), 1}).flatten().contiguous().unsqueeze(1);
+  const int64_t rows = matrix.codes.size(0);
+  const at::Tensor scales = matrix.scales.size(0) == 1 ? matrix.scales.expand({rows, 1})
+                            : matrix.block[0] == 1     ? matrix.scales
+                                                       : matrix.scales.repeat_interleave(matrix.block[0], 0);
+  return scales.narrow(0, 0, rows).flatten().contiguous().unsqueeze(1);
 }
 
 // The operand b of a product on a GPU, whose columns are contiguous.
@@ -65,18 +69,17 @@ at::Tensor Codes::dequantized() const {
 
 Codes joined(const std::vector<Codes>& parts) {
   if (parts.size() == 1) return parts.front();
-  Extents block = parts.front().block;
-  const bool alike = std::all_of(parts.begin(), parts.end(), [&](const Codes& each) {
-    return each.block == block && each.codes.size(0) % block[0] == 0;
-  });
-  if (!alike) block[0] = 1;
+  const Codes& first = parts.front();
+  const bool by_rows = first.block[1] >= first.codes.size(1);
   std::vector<at::Tensor> codes, scales;
   for (const Codes& each : parts) {
     RTP_ASSERT(each.scales.dim() == 2, "swizzled exponents are not joined");
+    RTP_ASSERT(by_rows || (each.block == first.block && each.codes.size(0) % each.block[0] == 0), "blocks differ");
     codes.push_back(each.codes.view(at::kByte));
-    scales.push_back(alike ? each.scales : each.scales.expand({each.codes.size(0), each.scales.size(1)}));
+    scales.push_back(by_rows ? of_rows(each) : each.scales);
   }
-  return {joined_rows(codes).view(parts.front().codes.scalar_type()), at::cat(scales), block};
+  const Extents block{by_rows ? 1 : first.block[0], first.block[1]};
+  return {joined_rows(codes).view(first.codes.scalar_type()), at::cat(scales), block};
 }
 
 CodeMemory empty_codes(const CodePlane& plane, int64_t rows, int64_t columns, at::Device device) {

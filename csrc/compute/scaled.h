@@ -21,8 +21,8 @@ struct Codes {
   at::Tensor dequantized() const;  // float32; not of swizzled exponents
 };
 
-// Returns matrices one below the other as one, each with its scales: none may be swizzled, and blocks are rows, whole
-// matrices, or of equal sizes that divide the rows.
+// Returns matrices one below the other as one, each with its scales, one for each row where they do not vary along
+// columns. None may be swizzled; other blocks have equal sizes, which divide the rows.
 Codes joined(const std::vector<Codes>& parts);
 
 // Memory for codes and scales, uint8 and uint8 or float32, of plane.code_memory and plane.scale_memory.
@@ -42,7 +42,7 @@ Codes quantized(const CodePlane& plane, const at::Tensor& values);
 // a GPU by torch._scaled_mm; on CPUs too, where scales do not vary along k, else by that definition. `fast`: a GPU may
 // add up in fewer bits than float32.
 //
-// The result is bfloat16, whatever `dtype`, where a GPU multiplies by scales of rows: torch has no other.
+// The result is bfloat16 for any `dtype` where a GPU multiplies by scales of rows: torch returns no other dtype there.
 at::Tensor scaled_product(const Codes& a, const Codes& b, at::ScalarType dtype, bool fast);
 
 }  // namespace rtp

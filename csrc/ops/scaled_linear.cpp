@@ -157,26 +157,31 @@ std::vector<at::Tensor> scaled_linear_forward(Executor& executor, const at::Tens
   }
   const Codes tokens = quantized(operands.tokens, x);
   const bool joins = outputs.size() > 1 && bundle.shapes[0].codes->forward.stacks();
-  at::Tensor product;
+  const auto multiply = [&](const Codes& weight) {
+    return scaled_product(tokens, weight.t(), options.compute_dtype, true);
+  };
   ShardBundle weights = *layers.bundle();
   const Schedule& schedule = forward_schedule(executor, layers.options(), weights, {.groups = layers.groups()});
   Execution pass(executor, schedule, std::move(weights), std::nullopt, options.name + " forward");
   while (const Step* step = pass.next()) {
     const std::vector<at::Tensor> shards = pass.weight();
-    std::vector<Codes> weights;
+    std::vector<Codes> shards_in_codes;
     std::vector<at::Tensor> ys;
     for (size_t layer = 0; layer < outputs.size(); ++layer) {
       const Rows rows = layers.rows(layers.weight[layer], *step);
       if (rows.count == 0) continue;
-      weights.push_back(layers.codes(shards, layers.weight[layer], *step));
+      shards_in_codes.push_back(layers.codes(shards, layers.weight[layer], *step));
       ys.push_back(outputs[layer].narrow(1, rows.first, rows.count));
     }
-    if (joins && !weights.empty()) weights = {joined(weights)};
-    int64_t column = 0;
-    for (size_t part = 0; part < ys.size(); ++part) {
-      if (part < weights.size()) product = scaled_product(tokens, weights[part].t(), options.compute_dtype, true);
-      ys[part].copy_(joins ? product.narrow(1, column, ys[part].size(1)) : product);
-      column += ys[part].size(1);
+    if (joins && !shards_in_codes.empty()) {
+      const at::Tensor product = multiply(joined(shards_in_codes));
+      int64_t column = 0;
+      for (at::Tensor& y : ys) {
+        y.copy_(product.narrow(1, column, y.size(1)));
+        column += y.size(1);
+      }
+    } else {
+      for (size_t part = 0; part < ys.size(); ++part) ys[part].copy_(multiply(shards_in_codes[part]));
     }
     for (size_t layer = 0; layer < outputs.size(); ++layer) {
       const int bias = layers.bias[layer];

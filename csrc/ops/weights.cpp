@@ -1,7 +1,5 @@
 #include "ops/weights.h"
 
-#include <ATen/ops/cat.h>
-
 #include <algorithm>
 
 #include "base/checks.h"
@@ -159,17 +157,17 @@ Codes Weights::codes(const std::vector<at::Tensor>& shards, int parameter, const
                           shards[local_.size() + static_cast<size_t>(scales_[place])]};
   const int64_t count = rows(parameter, step).count;
   if (step.owners == 1 || !plane.single()) return codes_in(plane, memory, count, facts.shape[1]);
-  // One scale of each shard becomes one of each row.
-  std::vector<int64_t> repeats;
+  std::vector<Codes> parts;  // each shard has one scale
+  int64_t first = 0;
   for (int owner = step.owner; owner < step.owner + step.owners; ++owner) {
-    if (const int64_t of_owner = rows(parameter, owner).count; of_owner > 0) repeats.push_back(of_owner);
+    const int64_t of_owner = rows(parameter, owner).count;
+    if (of_owner == 0) continue;
+    const CodeMemory part{memory.codes.narrow(0, first, of_owner),
+                          memory.scales.narrow(0, static_cast<int64_t>(parts.size()), 1)};
+    parts.push_back(codes_in(plane, part, of_owner, facts.shape[1]));
+    first += of_owner;
   }
-  const CodePlane by_rows{.block_rows = 1, .rule = plane.rule, .format = plane.format, .padded = plane.padded};
-  std::vector<at::Tensor> scales;
-  for (size_t shard = 0; shard < repeats.size(); ++shard) {
-    scales.push_back(memory.scales.narrow(0, static_cast<int64_t>(shard), 1).expand({repeats[shard], 1}));
-  }
-  return codes_in(by_rows, {memory.codes, at::cat(scales)}, count, facts.shape[1]);
+  return joined(parts);
 }
 
 RotationOptions Weights::options() const {

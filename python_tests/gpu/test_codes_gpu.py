@@ -7,7 +7,7 @@ from reference import assert_same, differs, random
 from test_recipes import matrices, same_codes, same_scales
 
 import rtp_ext
-from rtp_ext.functional import rotated_linear
+from rtp_ext.functional import rotated_linear, rotated_linears
 from rtp_ext.recipes import RECIPES, Plane, amax, quantize, recipe
 
 ON_H100 = ("float8_tensorwise", "float8_rowwise")  # with scales of float32, of whole rows or a whole matrix
@@ -116,3 +116,17 @@ def test_linear_layers(name, group):
         if tokens:
             other = scaled_product(name, whole[2], 1.05 * whole[0], ranks) + whole[1]
             assert differs(y.float().cpu(), other.float(), tolerance), "control"
+
+
+@pytest.mark.parametrize("name", [*ON_H100, "float8_rowwise_with_gw_hp"])
+def test_layers_of_equal_sizes_with_one_input(name):
+    """Their shards are one operand of a product, with the scales of each."""
+    ranks, dtype = 2, torch.bfloat16
+    shards = [random(48, 96, dtype=dtype, seed=seed, scale=10.0**seed) for seed in (0, 1)]
+    x = random(33, 96, dtype=dtype, seed=3)
+    ring = rtp_ext.Ring.emulated(ranks, device="cuda")
+    found = rotated_linears([x.cuda()], [shard.cuda() for shard in shards], ring=ring, recipe=name)
+    expected = [scaled_product(name, x, shard.repeat(ranks, 1), ranks).float() for shard in shards]
+    for layer, y in enumerate(found):
+        assert_same(y.float().cpu(), expected[layer], 1e-2, f"y {layer}")
+        assert differs(y.float().cpu(), expected[1 - layer], 1e-2), "control"

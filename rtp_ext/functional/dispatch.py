@@ -61,7 +61,7 @@ def dispatched(
     with experts.ended_by_errors(name):  # the ranks of other experts wait for the outputs
         outputs = compute(arrived, theirs, arrived.new_ones(theirs.shape, dtype=torch.float32))
     back = _Travel.apply(outputs, experts, *reversed(sizes), name, f"outputs of {call}")
-    weights = weights.masked_fill(index == division.experts, 0)  # as where all experts rotate, whatever the weight
+    weights = weights.masked_fill(index == division.experts, 0)  # E selects no expert; a weight may be NaN
     each = back.new_zeros(len(flat), back.shape[1]).index_copy(0, rows, back).view(*index.shape, back.shape[1])
     wide = summing_dtype(back.dtype)
     return (each.to(wide) * weights.to(wide).unsqueeze(-1)).sum(1).to(back.dtype)

@@ -165,10 +165,10 @@ class Linears(Operation):
     @staticmethod
     def forward(call, bundle, inputs, parameters):
         if bundle.scaled is not None:
-            for given, shard in zip(call.watched, parameters, strict=True):
-                # a write through `.data` of a plain tensor shows nowhere; those of an emulated ring are all plain
-                if not isinstance(given, DTensor) and call.ring.mesh is not None:
-                    call.ring.communicator.executor.forget_codes(shard)
+            if call.ring.mesh is not None:  # all shards of an emulated ring are plain tensors
+                for given, shard in zip(call.watched, parameters, strict=True):
+                    if not isinstance(given, DTensor):  # a write through `.data` of a plain tensor shows nowhere
+                        call.ring.communicator.executor.forget_codes(shard)
             tensors = inputs[0], parameters, bundle.layers
             return call.run(_native.scaled_linear_forward, *tensors, bundle.scaled, call.options)
         return call.run(_native.linear_forward, inputs, parameters, bundle.layers, bundle.projections, call.options)

@@ -31,6 +31,7 @@ from rtp_ext.functional.cross_entropy import LinearCrossEntropy
 from rtp_ext.functional.linear import Linears, PartialLinear
 from rtp_ext.functional.mlp import MLP
 from rtp_ext.parameters.frozen import FrozenWeight
+from rtp_ext.recipes import Recipe
 from rtp_ext.recipes import recipe as recipe_of
 
 ROTATED, GATHERED, REPLICATED, IGNORED = "rotated", "gathered", "replicated", "ignored"
@@ -127,6 +128,10 @@ class ModulePlan:
     def in_blocks(self) -> bool:
         """Whether its weight is stored in blocks."""
         return any(each.frozen is not None for each in self.parameters)
+
+    def recipe_of(self, owned: Owned) -> Recipe | None:
+        """Returns the recipe of the products with a parameter; None: they are wide."""
+        return None if self.recipe is None or owned.key != "weight" else recipe_of(self.recipe)
 
     @property
     def cuts(self) -> dict[str, int | None]:
@@ -343,8 +348,8 @@ class RotationPlan:
             travel = facts.travel if narrow and not bias and ranks > 1 else _name(passes.compute_dtype)
             if owned.frozen is not None:
                 travel = owned.frozen.format
-            elif module.recipe is not None and owned.key == "weight":
-                travel = module.recipe
+            elif (recipe := module.recipe_of(owned)) is not None:
+                travel = recipe.name
             if facts.pulls is not None:
                 route, gradient_route = "pull" if facts.pulls else "read", None
             if facts.by_rows(passes):
@@ -438,12 +443,11 @@ def _members(module: ModulePlan, gpu: bool, divides: RingFacts | None = None) ->
                 found += [(module, owned, part)] * 3
             continue
         if owned.moved == ROTATED and owned.dim is not None:
-            shape, frozen, codes = owned.ring_shape, owned.frozen, None
+            shape, frozen, recipe = owned.ring_shape, owned.frozen, module.recipe_of(owned)
             if divides is not None:
                 shape = (divides.part(owned.shape[0]), *shape[1:])
                 frozen = frozen and frozen.with_rows(shape[0])
-            if module.recipe is not None and owned.key == "weight":
-                codes = recipe_of(module.recipe).shard_planes(gpu=gpu)
+            codes = recipe and recipe.shard_planes(gpu=gpu)
             facts = frozen and frozen.facts
             facts = facts or ParameterFacts(shape, owned.dim, trained=owned.trained, codes=codes)
             found.append((module, owned, facts))
@@ -452,10 +456,11 @@ def _members(module: ModulePlan, gpu: bool, divides: RingFacts | None = None) ->
 
 def _codes_bytes(module: ModulePlan, owned: Owned, facts: RingFacts) -> int:
     """Returns the bytes of the codes that this rank keeps of its shard of a weight."""
-    if module.recipe is None or owned.key != "weight":
+    recipe = module.recipe_of(owned)
+    if recipe is None:
         return 0
     rows, columns = ParameterFacts(owned.ring_shape, owned.dim).shard(facts.ranks, facts.rank)
-    return recipe_of(module.recipe).memory(rows, columns, gpu=facts.device == "cuda")
+    return recipe.memory(rows, columns, gpu=facts.device == "cuda")
 
 
 def _added(row: ParameterPlan, sent: Traffic) -> ParameterPlan:
