@@ -135,10 +135,10 @@ class RingOptions:
             or computes with groups of its shards, where that is fastest by prediction (its weights and gradients are at
             most what `fully_shard` holds of its block); on gradient route direct every contribution arrives in a place
             of its own, R - 1 shards in all, and one addition reads and writes the gradient once; shards are sent ahead
-            (see prefetch) up to the bytes that the largest pass receives, R - 1 shards, each counted as the largest
-            slot. `lean`: nothing; layers rotate, contributions arrive and are added group by group in one slot, and one
-            shard is ahead, in a slot that the layer before has left. A number: what takes more bytes is as with `lean`;
-            shards are ahead in what groups and contributions leave.
+            (see prefetch) up to the bytes that the largest pass receives, R - 1 shards but at least three, each counted
+            as the largest slot. `lean`: nothing; layers rotate, contributions arrive and are added group by group in
+            one slot, and one shard is ahead, in a slot that the layer before has left. A number: what takes more bytes
+            is as with `lean`; shards are ahead in what groups and contributions leave.
         embedding: how ranks get the rows of an embedding. `rotate`: the table travels, and its gradient. `rows`: every
             rank sends its ids to the owners of the table, who answer with rows, and in backward the gradients of these
             rows, by collectives of torch.distributed. `auto`: rows in converted models where they save 1 MiB at least
@@ -152,8 +152,8 @@ class RingOptions:
         gradient_halves: gradients of linear layers and bundles travel in two halves, each a chain of its own; None:
             on GPUs those of linear layers and MLPs where a gradient hop outlasts a dgrad. Not on route two-level.
         late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
-            each layer keeps its gradient slots until then. None: 1 where hops cross a network (a CPU ring over `tcp` or
-            `c10d`), and on GPUs, but for `buffers='lean'` and graphs; else 0.
+            each layer keeps its gradient slots until then. None: 2 where hops cross a network (a CPU ring over `tcp` or
+            `c10d`); on GPUs 1, but for `buffers='lean'` and graphs; else 0.
         travel: the dtype in which weights travel: None (the compute dtype), `bfloat16`, or `int8` (rounded to the
             nearest of 255 values in blocks of 128 numbers, each with a float32 scale: 1.03 bytes a number). The owner
             rounds once. Every rank, the owner included, dequantizes the weights before it computes, so that all
@@ -267,7 +267,7 @@ class RingOptions:
 
     @property
     def look_ahead(self) -> int | None:
-        """Bytes that may be sent ahead, beyond slots that are left; None: what the largest pass receives."""
+        """Bytes that may be sent ahead, beyond slots that are left; None: as `auto` of `buffers` says."""
         return {"auto": None, "lean": 0}[self.buffers] if isinstance(self.buffers, str) else self.buffers
 
     def __str__(self) -> str:

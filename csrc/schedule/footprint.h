@@ -131,7 +131,7 @@ struct StepSize {
   int64_t slot_cap = kSlotCap;
   int late = 0;                           // number of gradient reductions that may finish after their pass
   bool prefetch = true;                   // whether hops of weights are posted ahead
-  std::optional<int64_t> look_ahead = 0;  // bytes ahead: see LookAhead; nothing: what the largest pass receives
+  std::optional<int64_t> look_ahead = 0;  // bytes ahead: see LookAhead; nothing: as for `auto`
   Route route = Route::ring;
   int group = 1;  // shards in a product, at most, of operations that take groups
   int hosts = 1;  // number of hosts, for route two_level

@@ -133,9 +133,11 @@ class LookAhead {
  public:
   // At most so many slots, which the transports can tell apart.
   static constexpr int kMostSlots = 32;
+  // What the largest pass receives in a ring of two is half a block at most, and other hops wait for it.
+  static constexpr int64_t kFewestSlots = 3;
 
   // `bytes`: together with the slots of groups, and of contributions that arrive apart, of any pass so far; nothing:
-  // what the largest pass so far receives.
+  // what the largest pass so far receives, or kFewestSlots of its slots.
   void allow(bool on, std::optional<int64_t> bytes) { on_ = on, bytes_ = bytes; }
   bool on() const { return on_; }
   int64_t bytes() const { return bytes_ ? std::max<int64_t>(*bytes_ - others_, 0) : largest_; }
@@ -143,7 +145,8 @@ class LookAhead {
   void meet(const Schedule& schedule, const WeightSizes& sizes, int64_t gradient) {
     const auto contents = static_cast<int64_t>(schedule.contents.size());
     const int64_t slot = std::max(sizes.slot, sizes.staged);
-    if (contents > 0) largest_ = std::max(largest_, (contents + (sizes.staged > 0 ? 1 : 0)) * slot);
+    const int64_t received = contents + (sizes.staged > 0 ? 1 : 0);
+    if (contents > 0) largest_ = std::max(largest_, std::max(received, kFewestSlots) * slot);
     slot_ = std::max(slot_, slot);
     int64_t others = schedule.options.apart ? static_cast<int64_t>(schedule.gradient_slots.size()) * gradient : 0;
     if (schedule.options.group > 1) others += static_cast<int64_t>(schedule.weight_slots.size()) * sizes.slot;

@@ -103,7 +103,7 @@ def late_passes(options: RingOptions, device: torch.device, transport: str) -> i
     if options.late_gradients is not None:
         return options.late_gradients
     if device.type == "cpu":
-        return int(transport in NETWORKED)
+        return 2 if transport in NETWORKED else 0
     return int(options.graphs == "off" and options.buffers != "lean")
 
 

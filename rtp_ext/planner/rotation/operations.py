@@ -221,7 +221,7 @@ def rtp_bytes(
         late_gradients: of the ring: passes whose gradients may still be arriving while the next one runs, each with
             its own slots. 1 on GPUs, and on CPUs over a network.
         look_ahead: bytes that are sent ahead, beyond slots that are left: `buffers` of the ring, 0 for `lean`; None:
-            what the largest pass receives, as for `auto`.
+            what the largest pass receives, at least three slots, as for `auto`.
 
     Slots: up to two for weights (one in place) and two for gradients, each of the largest shard of the operation, its
     parts aligned to 64 bytes; one more weight slot where shards are cast, or can be sent from slots only; and those of
