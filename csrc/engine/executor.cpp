@@ -131,7 +131,7 @@ void Execution::lease_slots() {
 
 void Execution::return_slots() {
   quantizer_.reset();
-  weights_->give_back();
+  if (weights_) weights_->give_back();
   dequantized_.give_back(executor_.pool());
   sourced_.give_back(executor_.pulls());
   for (auto& slot : std::exchange(slots_, {})) executor_.pool().give_back(Channel::gradient, std::move(slot));
@@ -372,6 +372,7 @@ void Execution::end() {
   streams.order_compute_after(side_);
   sink.end(begun_);
   executor_.last_ = streams.record_compute();
+  if (weights_->keeps()) executor_.prefetcher_.end(std::move(weights_));
   return_slots();
   executor_.prefetcher_.captured() ? executor_.late_.drain() : executor_.late_.end_pass();
   range_.end();

@@ -66,6 +66,7 @@ class Executor {
   // Frees all slots, after hops in flight.
   void clear_slots() {
     drain();
+    prefetcher_.drop_kept();
     pool_.clear();
   }
   // Makes all forwards take shards from `source`, without a hop. Backwards become errors.

@@ -14,6 +14,17 @@ std::optional<int64_t> version_of(const std::vector<c10::VariableVersion>& watch
   return parameter < watched.size() ? std::optional<int64_t>(watched[parameter].current_version()) : std::nullopt;
 }
 
+// The owners of each content of a schedule, as the first one and their number.
+std::vector<std::pair<int, int>> owners_of_contents(const Schedule& schedule) {
+  std::vector<std::pair<int, int>> owners(schedule.contents.size(), {kNoOwner, 0});
+  for (const Step& step : schedule.steps) {
+    if (step.action != Action::compute || step.weight.content < 0) continue;
+    const bool all = step.owners == schedule.ranks;
+    owners[static_cast<size_t>(step.weight.content)] = {all ? 0 : step.owner, step.owners};
+  }
+  return owners;
+}
+
 void make_codes(const std::vector<ShardBundle::Coded>& codes, const std::vector<c10::VariableVersion>& watched) {
   for (const ShardBundle::Coded& each : codes) each.codes->refresh(version_of(watched, each.parameter));
 }
@@ -28,7 +39,94 @@ bool Prefetcher::Record::same(const Record& other) const {
 void Prefetcher::enter(Context context) {
   context_ = std::move(context);
   index_ = 0;
-  history().enter(context_.phase);
+  if (!history().enter(context_.phase)) return;
+  drop_kept();
+  plan_kept(context_.backward ? histories_[1].previous() : histories_[1].newest());
+}
+
+// Decides which forwards among the passes of a backward keep their weights for which of its other passes.
+void Prefetcher::plan_kept(std::vector<Record>& passes) const {
+  std::map<std::pair<int64_t, int>, size_t> forwards;  // the newest one of each parameters
+  std::vector<size_t> ends(passes.size(), 0);          // of what each keeps
+  std::vector<int64_t> bytes(passes.size(), 0);
+  for (size_t position = 0; position < passes.size(); ++position) {
+    Record& record = passes[position];
+    record.keeping = Keeping::none;
+    const std::pair key{record.serial, record.index};
+    if (record.schedule->options.pass == Pass::forward) {
+      forwards[key] = position;
+      continue;
+    }
+    const auto forward = forwards.find(key);
+    if (!keeps_ || forward == forwards.end() || !found(passes[forward->second], record)) continue;
+    const size_t begin = forward->second;
+    const Record& from = passes[begin];
+    ends[begin] = position;
+    bytes[begin] = static_cast<int64_t>(from.schedule->contents.size()) * from.sizes.slot;
+    forwards.erase(forward);
+  }
+  int64_t kept = 0;
+  for (size_t position = 0; position < passes.size(); ++position) {
+    if (passes[position].keeping == Keeping::takes) kept -= bytes[position];
+    if (ends[position] == 0 || kept + bytes[position] > look_ahead_.kept()) continue;
+    kept += bytes[position];
+    passes[position].keeping = Keeping::keeps;
+    passes[ends[position]].keeping = Keeping::takes;
+    bytes[ends[position]] = bytes[position];
+  }
+}
+
+// Whether a pass finds its weights where another one has left them. The contents of both have the same shards.
+std::optional<KeptWeights> Prefetcher::found(const Record& from, const Record& to) {
+  const ScheduleOptions &first = from.schedule->options, &second = to.schedule->options;
+  if (to.schedule->contents.empty() || first.in_place || second.in_place || first.sourced) return std::nullopt;
+  KeptWeights found;
+  const auto brought = owners_of_contents(*from.schedule);
+  for (const auto& owners : owners_of_contents(*to.schedule)) {
+    const auto content = std::find(brought.begin(), brought.end(), owners);
+    if (content == brought.end()) return std::nullopt;
+    found.contents.push_back(static_cast<int>(content - brought.begin()));
+  }
+  for (size_t tensor = 0; tensor < to.local.size(); ++tensor) {
+    size_t of = 0;
+    while (of < from.local.size() &&
+           !(from.local[of].is(to.local[tensor]) && from.layouts[of] == to.layouts[tensor])) {
+      ++of;
+    }
+    if (of == from.local.size()) return std::nullopt;
+    found.tensors.push_back(of);
+  }
+  return found;
+}
+
+// Of a pass that takes kept weights, which moves nothing: a copy of the local shard only for a product.
+WeightSizes Prefetcher::sizes_of(const Record& record) {
+  if (record.keeping != Keeping::takes) return record.sizes;
+  WeightSizes sizes = record.sizes;
+  sizes.kept = true;
+  const std::vector<Step>& steps = record.schedule->steps;
+  const bool multiplied = std::any_of(steps.begin(), steps.end(), [](const Step& step) {
+    return step.action == Action::compute && step.weight.is_home();
+  });
+  if (!multiplied) sizes.staged = 0;
+  return sizes;
+}
+
+// Returns what the plan has for the pass that starts now.
+Prefetcher::Keeping Prefetcher::planned(const Record& record) const {
+  const Record* expected = context_.backward && !captured_ ? histories_[1].upcoming(context_.phase) : nullptr;
+  return expected != nullptr && expected->same(record) ? expected->keeping : Keeping::none;
+}
+
+void Prefetcher::end(std::unique_ptr<PassWeights> weights) {
+  Kept kept = *std::exchange(keeping_, std::nullopt);
+  kept.weights = std::move(weights);
+  kept_.push_back(std::move(kept));
+}
+
+void Prefetcher::drop_kept() {
+  for (Kept& kept : kept_) kept.weights->give_back();
+  kept_.clear();
 }
 
 Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::optional<ShardBundle>& weight,
@@ -61,14 +159,32 @@ std::unique_ptr<PassWeights> Prefetcher::begin(const Schedule& schedule, std::op
   if (!look_ahead_.on() && pending_.empty()) return fresh(ring_.sizes(schedule, weight));
   const bool known = this->known();
   Record record = record_of(schedule, weight, name);
+  record.keeping = known ? planned(record) : Keeping::none;
   if (!pending_.empty() && known && valid(pending_.front(), record)) {
     weights = std::move(pending_.front().weights);
     pending_.pop_front();
     used_ += weights->hops();
-    if (weights->made() == 0) weights = fresh(record.sizes);
+    if (weights->made() == 0 || weights->kept()) weights.reset();  // nothing was posted
   } else {
     drain();
-    weights = fresh(record.sizes);
+  }
+  if (!weights) {
+    const auto left = std::find_if(kept_.begin(), kept_.end(), [&](const Kept& kept) {
+      return kept.record.serial == record.serial && kept.record.index == record.index &&
+             versions_of(kept.record.watched) == kept.versions;
+    });
+    const auto kept = left != kept_.end() && record.keeping == Keeping::takes ? found(left->record, record)
+                                                                               : std::nullopt;
+    weights = fresh(kept ? sizes_of(record) : record.sizes);
+    if (kept) {
+      weights->take(*left->weights, *kept);
+      left->weights->give_back();
+      kept_.erase(left);
+    }
+  }
+  if (record.keeping == Keeping::keeps) {
+    weights->keep();
+    keeping_ = {nullptr, record, versions_of(record.watched)};
   }
   if (known && history().size() == 0) {
     if (!context_.backward) turns_ = turned_;
@@ -101,8 +217,8 @@ void Prefetcher::look_ahead(PassWeights& current, const PassHandle& pass, int po
   for (Pending& each : pending_) post_from(*each.weights);
   const auto next = [&](size_t later) {
     const Record* record = upcoming(later).record;
-    return record ? std::pair(record->schedule, &record->sizes)
-                  : std::pair<const Schedule*, const WeightSizes*>(nullptr, nullptr);
+    return record ? std::pair(record->schedule, sizes_of(*record))
+                  : std::pair<const Schedule*, WeightSizes>(nullptr, {});
   };
   look_ahead_.run(current, position, pending_, next, [&](size_t later) {
     open(later);
@@ -133,7 +249,7 @@ void Prefetcher::open(size_t later) {
     }
   }
   auto weights =
-      std::make_unique<PassWeights>(ring_, *record.schedule, record.sizes, std::move(bundle), record.name, sent_);
+      std::make_unique<PassWeights>(ring_, *record.schedule, sizes_of(record), std::move(bundle), record.name, sent_);
   pending_.push_back({std::move(weights), record, context_.phase, next.position, versions_of(record.watched),
                       ring_.streams().capture()});
 }
@@ -146,7 +262,7 @@ bool Prefetcher::valid(const Pending& pending, const Record& record) const {
     return false;
   }
   if (!pending.record.same(record)) return false;
-  if (pending.weights->made() == 0) return true;
+  if (pending.weights->made() == 0 || pending.weights->kept()) return true;
   if (pending.record.local.size() != record.local.size()) return false;
   for (size_t index = 0; index < record.local.size(); ++index) {
     const at::Tensor local = record.local[index].lock();
@@ -162,7 +278,7 @@ void Prefetcher::drain() {
     // transport.
     PassWeights& weights = *pending_.front().weights;
     const Schedule& schedule = weights.schedule();
-    if (weights.made() == 0) {
+    if (weights.made() == 0 || weights.kept()) {
       weights.give_back();  // a copy of the local shard, if memory ran out after it
       continue;
     }
@@ -175,6 +291,6 @@ void Prefetcher::drain() {
   ring_.pool.settle(Channel::weight);
 }
 
-void Prefetcher::forget() { pending_.clear(); }
+void Prefetcher::forget() { pending_.clear(), kept_.clear(); }
 
 }  // namespace rtp

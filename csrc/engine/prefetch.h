@@ -4,12 +4,18 @@
 // previous one. If more than slots that are left may be used, the first passes of a backward are expected after the
 // last ones of a forward, if a backward followed the previous forward. Only facts that are equal on all ranks decide
 // whether a hop is prefetched, so that either all ranks send it or none does.
+//
+// [Note: kept weights]
+// A backward that computes a forward again needs the weights of the same layer twice. The forward then leaves them in
+// its slots, and the backward takes them without a hop, where the backward before had both passes and the bytes fit.
+// Both follow from the history, on all ranks; a write to the parameter between the two makes the weights travel again.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <array>
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -36,8 +42,8 @@ class Prefetcher {
  public:
   explicit Prefetcher(RingParts ring) : ring_(std::move(ring)) {}
 
-  // Sets how far ahead hops are posted: see LookAhead.
-  void allow(bool on, std::optional<int64_t> bytes) { look_ahead_.allow(on, bytes); }
+  // Sets how far ahead hops are posted, see LookAhead, and whether passes keep weights: see [Note: kept weights].
+  void allow(bool on, std::optional<int64_t> bytes, bool keeps) { look_ahead_.allow(on, bytes), keeps_ = keeps; }
   void enter(Context context);
   // Makes the codes of the pass that starts now anew where their parameters have changed, after hops that may read the
   // old ones.
@@ -56,16 +62,21 @@ class Prefetcher {
   // Makes the move at `position` of the pass that runs, unless it was made ahead.
   void make(PassWeights& current, const PassHandle& pass, int position);
   bool empty() const { return pending_.empty(); }
+  // The pass has ended: takes the weights that it keeps.
+  void end(std::unique_ptr<PassWeights> weights);
 
   // Waits for the pending prefetched hops and returns their slots.
   void drain();
   // Drops them without waiting, for a failed ring.
   void forget();
+  // Gives back what ended passes have kept.
+  void drop_kept();
 
   int64_t sent() const { return sent_; }  // prefetched hops
   int64_t used() const { return used_; }  // prefetched hops that their pass used
 
  private:
+  enum class Keeping : uint8_t { none, keeps, takes };
   struct Record {
     int64_t serial;
     int index;  // index among the passes of one call
@@ -76,6 +87,7 @@ class Prefetcher {
     std::vector<WeakTensor> local;
     std::vector<ShardBundle::Coded> codes;
     std::vector<c10::VariableVersion> watched;
+    Keeping keeping = Keeping::none;
 
     bool same(const Record& other) const;
   };
@@ -88,6 +100,12 @@ class Prefetcher {
     uint64_t capture;
   };
 
+  struct Kept {
+    std::unique_ptr<PassWeights> weights;
+    Record record;
+    std::vector<int64_t> versions;
+  };
+
   Record record_of(const Schedule& schedule, const std::optional<ShardBundle>& weight, const std::string& name);
   PassHistory<Record>& history() { return histories_[context_.backward ? 1 : 0]; }
   // A pass that is expected, and its position if it is one of the next backward.
@@ -98,6 +116,10 @@ class Prefetcher {
   Upcoming upcoming(size_t later) const;
   void open(size_t later);
   bool valid(const Pending& pending, const Record& record) const;
+  void plan_kept(std::vector<Record>& passes) const;
+  Keeping planned(const Record& record) const;
+  static std::optional<KeptWeights> found(const Record& from, const Record& to);
+  static WeightSizes sizes_of(const Record& record);
 
   bool known() const { return look_ahead_.on() && context_.phase != 0 && context_.serial != 0; }
 
@@ -111,6 +133,9 @@ class Prefetcher {
   bool turned_ = false;                           // a backward has followed the newest forward
   bool turns_ = false;                            // a backward followed the forward before the newest one
   std::deque<Pending> pending_;                   // the next passes, in order
+  bool keeps_ = false;
+  std::deque<Kept> kept_;
+  std::optional<Kept> keeping_;  // the pass that runs, if it will keep its weights
   int64_t sent_ = 0;
   int64_t used_ = 0;
 };

@@ -207,10 +207,12 @@ void bind_executor(py::module_& m) {
           py::arg("phase"), py::arg("backward"), py::arg("serial"), py::arg("watched"), py::call_guard<NoGil>())
       .def(
           "prefetch",
-          [](Executor& e, bool on, std::optional<int64_t> bytes) { e.prefetcher().allow(on && e.ranks() > 1, bytes); },
-          py::arg("on"), py::arg("bytes") = 0,
+          [](Executor& e, bool on, std::optional<int64_t> bytes, bool keeps) {
+            e.prefetcher().allow(on && e.ranks() > 1, bytes, keeps);
+          },
+          py::arg("on"), py::arg("bytes") = 0, py::arg("keeps") = false,
           "Whether hops of weights are posted ahead, and of how many bytes beyond slots that are left; None: what the "
-          "largest pass receives.")
+          "largest pass receives. keeps: whether a forward that is computed again keeps its weights for its backward.")
       .def(
           "allow_late", [](Executor& e, size_t passes) { e.late_gradients().allow(passes); }, py::arg("passes"),
           "Maximum number of gradient reductions that may finish after their pass.")

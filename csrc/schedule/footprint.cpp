@@ -274,8 +274,8 @@ class Walk {
       if (step.action == Action::compute && expected && !pass.schedule->options.in_place) {
         const auto sizes = [&](size_t count) {
           const PassSize* found = next(count);
-          return found ? std::pair(found->schedule, &found->weights)
-                       : std::pair<const Schedule*, const WeightSizes*>(nullptr, nullptr);
+          return found ? std::pair(found->schedule, found->weights)
+                       : std::pair<const Schedule*, WeightSizes>(nullptr, {});
         };
         const auto open = [&](size_t count) {
           ahead_.push_back({std::make_unique<SizedWeights>(weights_, *next(count))});

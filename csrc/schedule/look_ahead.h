@@ -16,6 +16,7 @@ namespace rtp {
 struct WeightSizes {
   int64_t slot = 0;
   int64_t staged = 0;
+  bool kept = false;  // the pass makes no moves: its weights are in the slots of an earlier one
 };
 
 // The weights of one pass: the moves of its schedule that have been made, and the slots that it holds. A content gets a
@@ -23,13 +24,17 @@ struct WeightSizes {
 class WeightMoves {
  public:
   WeightMoves(const Schedule& schedule, WeightSizes sizes)
-      : schedule_(&schedule), sizes_(sizes), held_(schedule.contents.size(), false) {}
+      : schedule_(&schedule),
+        sizes_(sizes),
+        held_(schedule.contents.size(), false),
+        made_(sizes.kept ? schedule.moves.size() : 0) {}
   WeightMoves(const WeightMoves&) = delete;
   WeightMoves& operator=(const WeightMoves&) = delete;
   virtual ~WeightMoves() = default;
 
   const Schedule& schedule() const { return *schedule_; }
   size_t made() const { return made_; }
+  bool kept() const { return sizes_.kept; }
   bool done() const { return made_ == schedule_->moves.size(); }
   bool made(int position) const { return made_ > 0 && schedule_->moves[made_ - 1] >= position; }
 
@@ -40,7 +45,7 @@ class WeightMoves {
     return (leases ? 1 : 0) + (sizes_.staged > 0 && made_ == 0 && !staged_ ? 1 : 0);
   }
   static int first_need(const Schedule& schedule, const WeightSizes& sizes) {
-    return schedule.moves.empty() ? 0 : 1 + (sizes.staged > 0 ? 1 : 0);
+    return schedule.moves.empty() || sizes.kept ? 0 : 1 + (sizes.staged > 0 ? 1 : 0);
   }
   // Returns whether the next move forwards to another slot what the newest one has brought, where that was made at
   // `time`: it would wait for the arrival.
@@ -63,7 +68,7 @@ class WeightMoves {
   }
   // Copies the local shard, if a copy travels.
   void stage() {
-    if (sizes_.staged == 0 || staged_ || made_ > 0) return;
+    if (sizes_.staged == 0 || staged_ || (made_ > 0 && !sizes_.kept)) return;
     staged_ = true;
     lease_staged(sizes_.staged);
   }
@@ -71,7 +76,7 @@ class WeightMoves {
   // made, so that they need not wait until the next rank has taken it.
   void end_step(int position) {
     for (size_t content = 0; content < held_.size(); ++content) {
-      if (held_[content] && schedule_->contents[content].last_use <= position) drop(content);
+      if (held_[content] && !keeps_ && schedule_->contents[content].last_use <= position) drop(content);
     }
     if (staged_ && done() && schedule_->last_of_home <= position) drop_staged();
   }
@@ -86,6 +91,7 @@ class WeightMoves {
   // The number of slots that are ahead of the product at `position`: no product up to it takes what they hold. A copy
   // of the local shard is ahead only until its pass begins (position >= 0).
   int ahead_of(int position) const {
+    if (sizes_.kept) return 0;
     int ahead = staged_ && position < 0 ? 1 : 0;
     for (size_t content = 0; content < held_.size(); ++content) {
       if (held_[content] && schedule_->contents[content].first_product > position) ++ahead;
@@ -94,7 +100,14 @@ class WeightMoves {
   }
   int64_t slots() const { return std::count(held_.begin(), held_.end(), true) + (staged_ ? 1 : 0); }
 
+  // Keeps all contents until they are given back, or taken.
+  void keep() { keeps_ = true; }
+  bool keeps() const { return keeps_; }
+
  protected:
+  // This pass takes its contents from another one, which loses one of its own.
+  void take_all() { held_.assign(held_.size(), true); }
+  void lose(int content) { held_[static_cast<size_t>(content)] = false; }
   // The pass begins with this schedule, which may differ in lanes from the one before.
   void take(const Schedule& schedule) { schedule_ = &schedule; }
 
@@ -117,8 +130,8 @@ class WeightMoves {
   const Schedule* schedule_;
   WeightSizes sizes_;
   std::vector<bool> held_;  // by content
-  bool staged_ = false;
   size_t made_ = 0;
+  bool staged_ = false, keeps_ = false;
   int64_t newest_ = -1;  // time of the newest move
 };
 
@@ -140,6 +153,8 @@ class LookAhead {
   // what the largest pass so far receives, or kFewestSlots of its slots.
   void allow(bool on, std::optional<int64_t> bytes) { on_ = on, bytes_ = bytes; }
   bool on() const { return on_; }
+  // Bytes of the weights that passes may keep for others: see [Note: kept weights].
+  int64_t kept() const { return bytes_ ? bytes() : 2 * largest_; }
   int64_t bytes() const { return bytes_ ? std::max<int64_t>(*bytes_ - others_, 0) : largest_; }
   // A pass begins. `gradient`: bytes of a slot of gradients.
   void meet(const Schedule& schedule, const WeightSizes& sizes, int64_t gradient) {
@@ -156,7 +171,7 @@ class LookAhead {
 
   // Called before the product at `position` of `current`. `pending`: the passes that are ahead, in order, with their
   // `weights`. Beyond them, `next(count)` returns the schedule and sizes of the `count`-th pass after `current`, or
-  // null pointers where none is expected, and `open(count)` appends it to `pending`.
+  // a null pointer where none is expected, and `open(count)` appends it to `pending`.
   template <typename Pending, typename Next, typename Open>
   void run(WeightMoves& current, int position, Pending& pending, Next&& next, Open&& open) {
     ++time_;
@@ -182,7 +197,7 @@ class LookAhead {
     for (size_t count = 0;; ++count) {
       if (count == pending.size()) {
         const auto [schedule, sizes] = next(count);
-        if (schedule == nullptr || !fits(*schedule, WeightMoves::first_need(*schedule, *sizes), true)) return;
+        if (schedule == nullptr || !fits(*schedule, WeightMoves::first_need(*schedule, sizes), true)) return;
         open(count);
       }
       if (!make_all(*pending[count].weights, true)) return;

@@ -107,6 +107,15 @@ def late_passes(options: RingOptions, device: torch.device, transport: str) -> i
     return int(options.graphs == "off" and options.buffers != "lean")
 
 
+def keeps_recomputed(options: RingOptions, ring: Communicator, transport: str) -> bool:
+    """Returns whether a forward that is computed again keeps its weights for its backward, so that they travel once."""
+    if options.buffers != "auto":
+        return options.buffers != "lean"
+    if ring.device.type == "cpu":
+        return transport in NETWORKED
+    return ring.wiring is not None and not ring.wiring.any_to_any
+
+
 def make_executor(ring: Communicator, options: RingOptions, connection: Connection, late: int) -> Any:
     """Returns the native executor of one rank. `late`: see `late_passes`."""
     native = _native.CheckedTransport(connection.native, ring.size) if options.checksum else connection.native

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from rtp_ext import _native
 from rtp_ext.compilers import keep_compilers_out
 from rtp_ext.options import ROUTES, TRANSPORTS, RingKeywords, RingOptions, check_choice, describes, takes
-from rtp_ext.ring.bootstrap import agree_on, join_ranks, late_passes, make_executor, refused_together
+from rtp_ext.ring.bootstrap import agree_on, join_ranks, keeps_recomputed, late_passes, make_executor, refused_together
 from rtp_ext.ring.cpu_offload import HostMemory, host_memory
 from rtp_ext.ring.expert_ring import ExpertRing
 from rtp_ext.ring.graphs import choose_graphs, emulated_link
@@ -264,7 +264,7 @@ class Ring:
             executor, options, ring, connection.name, late_gradients=late, tensor_parallel=self.tensor_mesh is not None
         )
         self.prefetch = options.prefetch and not self.graphs.on
-        executor.prefetch(self.prefetch, options.look_ahead)
+        executor.prefetch(self.prefetch, options.look_ahead, keeps_recomputed(options, ring, connection.name))
         self.gate.gradients, self.gate.ahead = routes.gradients, self.prefetch and options.look_ahead != 0
         self.common = Prepared()
         self.agreement = agreement(ring)

@@ -14,12 +14,14 @@ namespace rtp {
 template <typename Record>
 class PassHistory {
  public:
-  // Sets the phase of the following passes, which is shared by the passes of one forward; 0: unknown.
-  void enter(int64_t phase) {
-    if (phase == 0 || phase == phase_) return;
+  // Sets the phase of the following passes, which is shared by the passes of one forward; 0: unknown. Returns whether
+  // it is another one.
+  bool enter(int64_t phase) {
+    if (phase == 0 || phase == phase_) return false;
     phase_ = phase;
     last_ = std::exchange(now_, {});
     matches_ = true;
+    return true;
   }
   // Adds the pass that starts now.
   void add(Record record) {
@@ -45,6 +47,9 @@ class PassHistory {
   }
   // Returns a pass of the newest phase; null if it had fewer.
   const Record* recorded(size_t position) const { return position < now_.size() ? &now_[position] : nullptr; }
+  // The passes of the newest phase, and of the one before.
+  std::vector<Record>& newest() { return now_; }
+  std::vector<Record>& previous() { return last_; }
   // Returns the number of passes of the newest phase.
   size_t size() const { return now_.size(); }
 

@@ -48,11 +48,21 @@ PassWeights::PassWeights(const RingParts& ring, const Schedule& schedule, Weight
       settles_(ring.pool.settles()) {}
 
 void PassWeights::begin(const PassHandle& pass, const Schedule& schedule) {
-  take(schedule);
+  WeightMoves::take(schedule);
   begun_ = pass, begins_ = true;
   for (const EventHandle& event : std::exchange(traced_, {})) {
     if (event) event->pass = pass.traced;
   }
+}
+
+void PassWeights::take(PassWeights& from, const KeptWeights& found) {
+  for (size_t content = 0; content < contents_.size(); ++content) {
+    const int taken = found.contents[content];
+    contents_[content] = std::exchange(from.contents_[static_cast<size_t>(taken)], {});
+    from.lose(taken);
+  }
+  take_all();
+  brought_ = from.bundle_, picked_ = found.tensors;
 }
 
 Usage& PassWeights::usage(const Access& access) {
@@ -76,7 +86,12 @@ std::vector<at::Tensor> PassWeights::views(const Buffer& buffer, int owner, int 
   if (!buffer.exists()) return {};
   const bool home = buffer.is_home();
   const auto* slot = home ? nullptr : contents_[static_cast<size_t>(buffer.content)].slot.get();
-  return bundle_->views(place_of(schedule(), buffer, owner, owners), ring_.rank, slot);
+  const Place place = place_of(schedule(), buffer, owner, owners);
+  if (home || !brought_) return bundle_->views(place, ring_.rank, slot);
+  const std::vector<at::Tensor> brought = brought_->views(place, ring_.rank, slot);
+  std::vector<at::Tensor> views;
+  for (const size_t tensor : picked_) views.push_back(brought[tensor]);
+  return views;
 }
 
 void PassWeights::lease(int content, int64_t bytes) {

@@ -26,6 +26,12 @@ struct RingParts {
   WeightSizes sizes(const Schedule& schedule, const std::optional<ShardBundle>& weights) const;
 };
 
+// Which contents and tensors of one pass another pass of the same weights finds in its slots, by those of the latter.
+struct KeptWeights {
+  std::vector<int> contents;
+  std::vector<size_t> tensors;
+};
+
 // The memory of the weights of a pass, and the waits for it. Some of the moves may be made before the pass begins. The
 // local tensors are first copied into a slot of their own if their dtype differs from the travel dtype, or if the
 // transport cannot send from their memory.
@@ -37,6 +43,8 @@ class PassWeights : public WeightMoves {
 
   // The pass begins, with a schedule of the same moves.
   void begin(const PassHandle& pass, const Schedule& schedule);
+  // Takes the contents of an ended pass that has kept them.
+  void take(PassWeights& from, const KeptWeights& found);
   // The following moves are made by this step of a pass, in the trace.
   void post_from(const PassHandle& pass, int position) { poster_ = pass, poster_position_ = position; }
 
@@ -72,6 +80,8 @@ class PassWeights : public WeightMoves {
   std::string operation_;
   int64_t& sent_;
   std::vector<Content> contents_;
+  std::optional<ShardBundle> brought_;  // the tensors in slots, if another pass has brought them
+  std::vector<size_t> picked_;          // of these, by tensor of this pass
   std::shared_ptr<Slot> staged_;  // copy of the local tensors, if a copy travels
   Usage home_;                    // of the local tensors, or their copy
   int hops_made_ = 0;

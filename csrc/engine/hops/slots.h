@@ -28,6 +28,7 @@ struct TensorLayout {
   TravelFormat travel = TravelFormat::plain;
   std::optional<BlockFormat> frozen = std::nullopt;  // the local tensor itself holds blocks, which travel unchanged
 
+  bool operator==(const TensorLayout&) const = default;
   int64_t elements(int owner) const;
   bool quantized() const;                  // whether it travels in fewer bits than the compute dtype
   bool casts(at::ScalarType local) const;  // whether a local tensor of this dtype differs from the travel format

@@ -1,0 +1,186 @@
+"""A forward that backward computes again keeps its weights for that backward: the values stay, the bytes halve."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from grids import few
+from harness import on_ranks
+from models import batch_loss, make_model, mean_loss, train
+from reference import assert_same, differs, full
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+import rtp_ext
+
+TOLERANCE = 1e-9
+STEPS = 4
+ROOM = {"buffers": 1 << 20}  # bytes; over shm `auto` keeps nothing
+WAYS = (
+    {},
+    {"group": 8},
+    {"group": 8, "route": "direct"},
+    {"gradient_halves": True},
+    {"gradient_route": "direct"},
+    {"transport": "c10d", "buffers": "auto"},
+    {"transport": "c10d", "buffers": "auto", "group": 8, "collective": True},
+)
+
+
+def keeps(ring, on):
+    ring.communicator.executor.prefetch(True, ring.options.look_ahead, on)
+
+
+def totals(value):
+    total = torch.tensor(value)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def step_bytes(ring, model, rank, step):
+    """Bytes of weights that all ranks send in a forward and backward."""
+    before = ring.bytes_sent("weight")
+    batch_loss(model, rank, step).backward()
+    model.zero_grad()
+    return totals(ring.bytes_sent("weight") - before)
+
+
+@on_ranks(few([3], [2, 3, 4]))
+def test_the_plain_models_results(rank, ranks, cases):
+    plain = make_model(checkpointed=False, blocks=3)
+    train(plain, lambda step: mean_loss(plain, ranks, step), STEPS)
+    kept = [weight for block in plain.blocks for weight in (block.up.weight, block.down.weight)]
+    numbers = sum(weight.numel() for weight in kept)
+    for way in WAYS:
+        options = ROOM | way | ({"group": ranks} if "group" in way else {})
+        with cases.case(str(options)), rtp_ext.Ring(timeout=60.0, **options) as ring:
+            model = rtp_ext.fully_rotate(make_model(checkpointed=False, blocks=3), mesh=ring, bundle=False)
+            train(model, lambda step, model=model: batch_loss(model, rank, step), STEPS)
+            for name, parameter in plain.named_parameters():
+                assert_same(full(model.get_parameter(name)), parameter, TOLERANCE, name)
+            sent = []
+            for on in (True, False):
+                keeps(ring, on)
+                sent.append([step_bytes(ring, model, rank, step) for step in range(3)][-1])
+            widest = -(-plain.blocks[0].up.weight.shape[0] // ranks) * ranks  # of a collective: the largest shard
+            rows = {23: widest, 10: -(-10 // ranks) * ranks} if options.get("collective") else {23: 23, 10: 10}
+            numbers = sum(rows[weight.shape[0]] * weight.shape[1] for weight in kept)
+            assert sent[1] - sent[0] == (ranks - 1) * numbers * 8, f"{sent}: expected {numbers} numbers less"
+
+
+class Blocks(nn.Module):
+    """Checkpointed blocks; `write(step, block)` runs between the forward that is computed again and its backward."""
+
+    def __init__(self, count=3, width=12):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.between = lambda layer: None
+
+    def block(self, layer, x):
+        y = layer(x)
+        if torch._C._current_graph_task_id() == -1:
+            y.register_hook(lambda gradient: self.between(layer))
+        return torch.tanh(y)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(self.block, layer, x, use_reentrant=False)
+        return x
+
+
+def gradients_of(model, x):
+    x = x.clone().requires_grad_()
+    model(x).square().sum().backward()
+    found = [x.grad, *(full(parameter.grad) for parameter in model.parameters())]
+    model.zero_grad()
+    return found
+
+
+@on_ranks(3, **ROOM)
+def test_written_weights_and_other_orders(rank, ranks, ring, cases):
+    torch.manual_seed(0)
+    plain = Blocks().double()
+    model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=ring)
+    x = torch.randn(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = gradients_of(plain, x)
+
+    def same():
+        for ours, theirs in zip(gradients_of(model, x), expected, strict=True):
+            assert_same(ours, theirs, TOLERANCE, "gradient")
+
+    with cases.case("a write between the two passes"):
+        for _ in range(2):
+            same()
+        before = ring.bytes_sent("weight")
+        same()
+        usual = ring.bytes_sent("weight") - before
+
+        writes = []
+
+        def write(layer):
+            writes.append(layer)
+            with torch.no_grad():
+                layer.weight.mul_(1.5)
+
+        model.between = write
+        found = []
+        for on in (True, False):
+            before = ring.bytes_sent("weight")
+            found.append(gradients_of(model, x))
+            sent = ring.bytes_sent("weight") - before
+            assert sent > usual, "expected the written weights to travel"
+            for layer in reversed(writes):
+                with torch.no_grad():
+                    layer.weight.div_(1.5)
+            assert len(writes) == 3
+            writes.clear()
+            keeps(ring, on=not on)
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs)
+        assert differs(found[0][0], expected[0], TOLERANCE), "control: the written weights count"
+        model.between = lambda layer: None
+        keeps(ring, on=True)
+        for _ in range(2):
+            same()
+        before = ring.bytes_sent("weight")
+        same()
+        assert ring.bytes_sent("weight") - before == usual, "expected to keep again"
+    with cases.case("a backward that leaves what a forward kept"):
+        y = model(x.clone().requires_grad_())
+        torch.autograd.grad(y.square().sum(), model.layers[2].bias)
+        for _ in range(3):
+            same()
+    with cases.case("a budget that fits one layer"):
+        ring.communicator.executor.prefetch(True, 2 * 4 * 12 * 8 + 64, True)
+        for _ in range(3):
+            same()
+        before = ring.bytes_sent("weight")
+        same()
+        assert usual < ring.bytes_sent("weight") - before
+
+
+@on_ranks(2, **ROOM)
+def test_copies_of_the_local_shard(rank, ranks, ring):
+    """With a cast, a copy of the local shard is an operand: made again, where its own product needs it."""
+    torch.manual_seed(0)
+    plain = Blocks()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    results, sent = [], []
+    for on in (True, False):
+        model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=ring, mp_policy=policy)
+        keeps(ring, on)
+        x = torch.randn(5, 12, generator=torch.Generator().manual_seed(1 + rank))
+        before = ring.bytes_sent("weight")
+        results.append([gradients_of(model, x) for _ in range(3)])
+        sent.append(ring.bytes_sent("weight") - before)
+    assert sent[0] < sent[1]
+    for one, other in zip(*results, strict=True):
+        for ours, theirs in zip(one, other, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_wrong_values_are_refused():
+    expected = torch.ones(3, dtype=torch.float64)
+    assert differs(expected + 1e-6, expected, TOLERANCE)
