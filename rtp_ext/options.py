@@ -88,6 +88,7 @@ class RingKeywords(TypedDict, total=False):
     timeout: float | datetime.timedelta
     slot_cap: int
     prefetch: bool
+    keep_recomputed: bool | None
     gradient_halves: bool | None
     late_gradients: int | None
     gradient_route: GradientRoute
@@ -149,6 +150,11 @@ class RingOptions:
             look-ahead in bytes of `buffers`, and into a backward; the order is learned from the forward or backward
             before. Not in place. On route ring a shard that was passed on waits for its arrival, so that the look-ahead
             grows by one shard a layer.
+        keep_recomputed: whether a forward that a backward computes again (activation checkpoints that are not
+            reentrant) keeps its weights in slots until that backward takes them, which then receives none, as
+            `fully_shard` keeps what it has gathered: at most the bytes of `buffers`; with `auto` twice the look-ahead,
+            which a block fits in. Where all shards of a product are in one slot, or each in its own (group 1 or R),
+            with prefetch. None: where hops cross a network or PCIe and `buffers` is not `lean`.
         gradient_halves: gradients of linear layers and bundles travel in two halves, each a chain of its own; None:
             on GPUs those of linear layers and MLPs where a gradient hop outlasts a dgrad. Not on route two-level.
         late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
@@ -188,6 +194,7 @@ class RingOptions:
     timeout: datetime.timedelta = 600.0  # type: ignore[assignment]
     slot_cap: int = SLOT_CAP
     prefetch: bool = True
+    keep_recomputed: bool | None = None
     gradient_halves: bool | None = None
     late_gradients: int | None = None
     gradient_route: GradientRoute = "auto"
@@ -228,6 +235,9 @@ class RingOptions:
         if self.prefetch not in (False, True):
             raise ValueError(f"Ring: expected prefetch True or False, got {self.prefetch!r}")
         object.__setattr__(self, "prefetch", bool(self.prefetch))
+        if self.keep_recomputed and (not self.prefetch or self.buffers == "lean"):
+            why = "prefetch=False" if not self.prefetch else "buffers='lean'"
+            raise ValueError(f"Ring: expected keep_recomputed None or False with {why}, got {self.keep_recomputed!r}")
         late = self.late_gradients
         if late is not None and (isinstance(late, bool) or late < 0):
             raise ValueError(f"Ring: expected late_gradients >= 0 or None, got {late!r}")

@@ -89,8 +89,7 @@ std::optional<KeptWeights> Prefetcher::found(const Record& from, const Record& t
   }
   for (size_t tensor = 0; tensor < to.local.size(); ++tensor) {
     size_t of = 0;
-    while (of < from.local.size() &&
-           !(from.local[of].is(to.local[tensor]) && from.layouts[of] == to.layouts[tensor])) {
+    while (of < from.local.size() && !(from.local[of].is(to.local[tensor]) && from.layouts[of] == to.layouts[tensor])) {
       ++of;
     }
     if (of == from.local.size()) return std::nullopt;
@@ -173,8 +172,8 @@ std::unique_ptr<PassWeights> Prefetcher::begin(const Schedule& schedule, std::op
       return kept.record.serial == record.serial && kept.record.index == record.index &&
              versions_of(kept.record.watched) == kept.versions;
     });
-    const auto kept = left != kept_.end() && record.keeping == Keeping::takes ? found(left->record, record)
-                                                                               : std::nullopt;
+    const auto kept =
+        left != kept_.end() && record.keeping == Keeping::takes ? found(left->record, record) : std::nullopt;
     weights = fresh(kept ? sizes_of(record) : record.sizes);
     if (kept) {
       weights->take(*left->weights, *kept);

@@ -150,7 +150,7 @@ class LookAhead {
   static constexpr int64_t kFewestSlots = 3;
 
   // `bytes`: together with the slots of groups, and of contributions that arrive apart, of any pass so far; nothing:
-  // what the largest pass so far receives, or kFewestSlots of its slots.
+  // what the largest pass so far receives, or kFewestSlots slots of one shard.
   void allow(bool on, std::optional<int64_t> bytes) { on_ = on, bytes_ = bytes; }
   bool on() const { return on_; }
   // Bytes of the weights that passes may keep for others: see [Note: kept weights].
@@ -161,7 +161,8 @@ class LookAhead {
     const auto contents = static_cast<int64_t>(schedule.contents.size());
     const int64_t slot = std::max(sizes.slot, sizes.staged);
     const int64_t received = contents + (sizes.staged > 0 ? 1 : 0);
-    if (contents > 0) largest_ = std::max(largest_, std::max(received, kFewestSlots) * slot);
+    const int64_t fewest = schedule.options.group > 1 ? 1 : kFewestSlots;
+    if (contents > 0) largest_ = std::max(largest_, std::max(received, fewest) * slot);
     slot_ = std::max(slot_, slot);
     int64_t others = schedule.options.apart ? static_cast<int64_t>(schedule.gradient_slots.size()) * gradient : 0;
     if (schedule.options.group > 1) others += static_cast<int64_t>(schedule.weight_slots.size()) * sizes.slot;

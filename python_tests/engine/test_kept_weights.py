@@ -14,18 +14,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import rtp_ext
+from rtp_ext.options import RingOptions
 
 TOLERANCE = 1e-9
 STEPS = 4
-ROOM = {"buffers": 1 << 20}  # bytes; over shm `auto` keeps nothing
+ROOM = {"buffers": 1 << 20, "keep_recomputed": True}  # over shm the default is to keep nothing
+NETWORK = {"transport": "c10d", "buffers": "auto", "keep_recomputed": None}
 WAYS = (
     {},
     {"group": 8},
     {"group": 8, "route": "direct"},
     {"gradient_halves": True},
     {"gradient_route": "direct"},
-    {"transport": "c10d", "buffers": "auto"},
-    {"transport": "c10d", "buffers": "auto", "group": 8, "collective": True},
+    NETWORK,
+    NETWORK | {"group": 8, "collective": True},
 )
 
 
@@ -146,7 +148,8 @@ def test_written_weights_and_other_orders(rank, ranks, ring, cases):
             same()
         before = ring.bytes_sent("weight")
         same()
-        assert ring.bytes_sent("weight") - before == usual, "expected to keep again"
+        sent = ring.bytes_sent("weight") - before
+        assert sent == usual, f"expected to keep again: {sent}, {usual}"
     with cases.case("a backward that leaves what a forward kept"):
         y = model(x.clone().requires_grad_())
         torch.autograd.grad(y.square().sum(), model.layers[2].bias)
@@ -179,6 +182,12 @@ def test_copies_of_the_local_shard(rank, ranks, ring):
     for one, other in zip(*results, strict=True):
         for ours, theirs in zip(one, other, strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_what_no_ring_can_keep():
+    for options, said in (({"buffers": "lean"}, "buffers='lean'"), ({"prefetch": False}, "prefetch=False")):
+        with pytest.raises(ValueError, match=f"keep_recomputed None or False with {said}, got True"):
+            RingOptions(keep_recomputed=True, **options)
 
 
 def test_wrong_values_are_refused():

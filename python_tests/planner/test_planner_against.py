@@ -241,7 +241,7 @@ def test_plans_use_what_is_built_unless_they_say_otherwise():
     model = ModelSpec.preset("llama-3-8b", seq=4096)
     assert all(not plan.to_come for _, plan in contenders(64))
     today = Strategy(rtp=8, fused_loss=True)
-    assert frozenset({"joined", "rows", "groups", "halves", "ahead", "direct", "collective"}) == family.BUILT
+    assert frozenset({"joined", "rows", "groups", "halves", "ahead", "direct", "collective", "kept"}) == family.BUILT
     assert StageClock(model, H100, today, CONSTANTS).block.plan.groups == (8,) * 3
     for asked in ({"gradient_route": "direct"}, {"in_place": True}):
         plan = dataclasses.replace(today, **asked)
@@ -263,7 +263,7 @@ def test_plans_use_what_is_built_unless_they_say_otherwise():
     ):
         with pytest.raises(ValueError, match=said):
             estimate_time(model, H100, Strategy(**{"rtp": 8, "dp": 8 // wrong.get("rtp", 8), **wrong}), 8)
-    assert "NOT BUILT" in name_of(dataclasses.replace(today, to_come="kept"))
+    assert "NOT BUILT" in name_of(dataclasses.replace(today, to_come="head"))
     assert not any("BUILT" in name_of(dataclasses.replace(today, to_come=built)) for built in ("", "rows", "ahead"))
     for asked, size in ((1, 1), (2, 2), (99, 8)):
         plan = dataclasses.replace(today, group=asked)

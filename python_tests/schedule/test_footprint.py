@@ -82,7 +82,7 @@ def test_the_pool_keeps_slots_and_small_ones_make_way():
     assert footprint(sized(32), ranks=2, look_ahead=64) == ([64, 64], [128], 128, 128), "the backward's, sent ahead"
     assert footprint(sized(32), ranks=2, look_ahead=64, prefetch=False) == one
     whole = footprint(sized(*[32] * 6), look_ahead=None)
-    assert whole == footprint(sized(*[32] * 6), look_ahead=2 * 64) == ([64] * 3, [128, 128], 192, 256), "of a layer"
+    assert whole == footprint(sized(*[32] * 6), look_ahead=3 * 64) == ([64] * 4, [128, 128], 256, 256), "three slots"
     assert footprint(sized(*[32] * 6), ranks=4, look_ahead=None, route="direct")[0] == [64] * 4
     cast = footprint(sized(*[32] * 6), cast=True, look_ahead=None)[0]
     assert len(cast) == 1 + 3, "a shard in use, and two shards and a staged copy ahead"

@@ -109,8 +109,10 @@ def late_passes(options: RingOptions, device: torch.device, transport: str) -> i
 
 def keeps_recomputed(options: RingOptions, ring: Communicator, transport: str) -> bool:
     """Returns whether a forward that is computed again keeps its weights for its backward, so that they travel once."""
-    if options.buffers != "auto":
-        return options.buffers != "lean"
+    if options.keep_recomputed is not None:
+        return options.keep_recomputed
+    if options.buffers == "lean":
+        return False
     if ring.device.type == "cpu":
         return transport in NETWORKED
     return ring.wiring is not None and not ring.wiring.any_to_any

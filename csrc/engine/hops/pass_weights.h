@@ -82,8 +82,8 @@ class PassWeights : public WeightMoves {
   std::vector<Content> contents_;
   std::optional<ShardBundle> brought_;  // the tensors in slots, if another pass has brought them
   std::vector<size_t> picked_;          // of these, by tensor of this pass
-  std::shared_ptr<Slot> staged_;  // copy of the local tensors, if a copy travels
-  Usage home_;                    // of the local tensors, or their copy
+  std::shared_ptr<Slot> staged_;        // copy of the local tensors, if a copy travels
+  Usage home_;                          // of the local tensors, or their copy
   int hops_made_ = 0;
   int64_t settles_;  // of the pool when it was made: other passes may end while this one runs
   PassHandle begun_;

@@ -44,9 +44,10 @@ from rtp_ext.planner.time.work import traffic_s
 # gradients of every operation in two chains. ahead: hops of the next operations and blocks. direct: contributions
 # straight to the owner, and one kernel that adds them, up to one block late. rows: an embedding's rows travel instead
 # of its table. collective: one gather over NCCL for each operation, of groups of all shards, and one scatter of its
-# gradients, as of `Ring(collective=True)`. levels: groups, halves and direct on rings of two levels. kept: weights of a
-# recomputed block, and of the head, stay for its backward, as in `fully_shard`.
-PIECES = ("joined", "rows", "groups", "halves", "ahead", "direct", "collective", "levels", "kept")
+# gradients, as of `Ring(collective=True)`. kept: weights of a recomputed block stay for its backward, as in
+# `fully_shard` (`Ring(keep_recomputed=)`). levels: groups, halves and direct on rings of two levels. head: the head's
+# weights stay from forward to backward.
+PIECES = ("joined", "rows", "groups", "halves", "ahead", "direct", "collective", "kept", "levels", "head")
 BUILT = frozenset(PIECES[:-2])  # what the engine runs
 _ALONE = frozenset({"joined", "rows"})  # what needs no plan of a whole block
 
@@ -66,7 +67,8 @@ def pieces_of(to_come: str) -> frozenset[str]:
 def pieces_on(strategy: Strategy, group: Group, hosts: int) -> frozenset[str]:
     """Returns what plans on this ring may use. hosts: of two levels, else 1. Weights in another format have no
     groups. Collectives are for groups of all shards (`Ring(collective=)`), on any number of hosts; codes of 8 bits have
-    no such groups in backward, and their gradients no halves."""
+    no such groups in backward, and their gradients no halves; forward and backward have codes of their own, so that
+    none are kept."""
     pieces = pieces_of(strategy.to_come)
     if hosts > 1 and "levels" not in pieces:
         pieces -= {"groups", "halves", "direct"}
@@ -74,7 +76,7 @@ def pieces_on(strategy: Strategy, group: Group, hosts: int) -> frozenset[str]:
     if strategy.collective == "no" or fewer or strategy.buffers == "lean" or strategy.route == "two-level":
         pieces -= {"collective"}
     if strategy.recipe:
-        pieces -= {"collective", "halves"}
+        pieces -= {"collective", "halves", "kept"}
     return pieces - ({"groups", "collective"} if strategy.travel else set())
 
 
@@ -110,7 +112,7 @@ class BlockPlan:
             in forward where they stack, and one in backward.
         gradients: `chain`, `halves`, `direct` or `scatter` (`rtp_ext.cost.Operation`).
         ahead: blocks whose weights fit into the look-ahead; with collectives 0, one operation.
-        kept: a block that is computed again keeps its weights for the backward that follows.
+        kept: a block that is computed again keeps its weights for the backward that follows; None: none is.
         collective: one gather for each operation brings its weights, and one scatter takes its gradients home.
         late: operations whose gradients may still be on their way.
         slot_cap: with collectives: of the ring, below which the shards of a head are not, so that no slot has all.
@@ -119,7 +121,7 @@ class BlockPlan:
     groups: tuple[int, ...]
     gradients: str
     ahead: int
-    kept: bool = False
+    kept: bool | None = None
     collective: bool = False
     late: int = 1
     slot_cap: int = SLOT_CAP
@@ -134,6 +136,8 @@ class BlockPlan:
             found = {"gradient_route": "direct"}
         if hosts == 1 and group.nodes > 1 and group.local > 1:
             found = {"route": "ring", **found}
+        if self.kept is not None and self.kept != (group.nodes > 1 or not group.reaches_all):
+            found["keep_recomputed"] = self.kept
         if self.late != 1:
             found["late_gradients"] = self.late
         if self.slot_cap != SLOT_CAP:
@@ -185,7 +189,7 @@ def block_plans(
 ) -> list[BlockPlan]:
     """Returns the plans to choose from. lean: slots of one shard. Attention and MLP have groups of their own. again:
     backward computes blocks again. group: as of `Strategy`. collective: plans with collectives alone, and slot_cap."""
-    keeps = [False, *([True] if again and "kept" in pieces else [])]
+    keeps = [False, True] if again and "kept" in pieces else [None]
     if collective:
         whole, count = (ranks,) * len(operations), len(operations)
         late = sorted({1, max(1, count - 1), count})
@@ -196,7 +200,8 @@ def block_plans(
     sizes = sorted({1, max(1, ranks // 4), ranks}) if "groups" in pieces else [1]
     sizes = [min(group, ranks)] if group and "groups" in pieces else sizes
     routes = ["chain", *(name for name in ("halves", "direct") if name in pieces)]
-    ahead = [(0, False), *((1, keep) for keep in keeps if "ahead" in pieces)]
+    ahead = [(0, keeps[0]), *((1, keep) for keep in keeps if "ahead" in pieces)]
+    kept_by = {1, ranks}  # shards of a product: forward and backward have other groups in between
     return [
         BlockPlan(
             tuple(mlp if each.bundle else attention for each in operations),
@@ -204,6 +209,7 @@ def block_plans(
             late=max(1, len(operations) - 1) if route == "direct" else 1,
         )
         for attention, mlp, route, more in itertools.product(sizes, sizes if bundles else [1], routes, ahead)
+        if not more[1] or kept_by.issuperset({attention, mlp} if bundles else {attention})
     ]
 
 

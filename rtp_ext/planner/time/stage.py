@@ -334,7 +334,7 @@ class StageClock:
                 )
             ways = [True]
         found = []
-        for collective, head_bytes in itertools.product(ways, (0.0, *([kept] if "kept" in pieces else []))):
+        for collective, head_bytes in itertools.product(ways, (0.0, *([kept] if "head" in pieces else []))):
             group = dataclasses.replace(ring, nccl=collective and ring.nodes == 1)
             block = family.fastest_block(
                 rotations,
