@@ -355,7 +355,8 @@ def test_the_committed_list_of_cells():
     counts = {row[0]: row[1:] for row in rows if len(row) == 3}
     cells = [row for row in rows if len(row) == 9 and re.match(r"(gpt|llama)-", row[0])]
     assert len(cells) == 45
-    assert counts["the engine as it is"][0] == f"{sum(float(row[3]) <= 1 for row in cells)} of 45"
+    today = sum(float(row[3]) <= 1 for row in cells)
+    assert counts["the engine as it is"][0] == f"{today} of 45" and today >= 30
     built = sum(float(row[5]) <= 1 for row in cells)
     assert counts[f"+ {TO_COME[-1]}"][0] == f"{built} of 45" and built >= 32
     for row in cells:
