@@ -93,9 +93,9 @@ def test_shards_travel_while_tokens_do(rank, ranks, cases):
 class Reads(TorchFunctionMode):
     """Counts the reads of values by the host, for which it waits on a GPU."""
 
-    NAMES = frozenset(
-        ["tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__contains__", "cpu", "numpy", "equal"]
-        + ["nonzero", "bincount", "masked_select", "unique", "repeat_interleave", "allclose"]
+    NAMES = (
+        *("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__contains__", "cpu", "numpy", "equal"),
+        *("nonzero", "bincount", "masked_select", "unique", "repeat_interleave", "allclose"),
     )
 
     def __init__(self):
