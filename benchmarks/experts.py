@@ -26,6 +26,7 @@ results/MACHINE/experts.jsonl.
 
 import argparse
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,7 @@ from shared.contestant import balanced_orders
 from shared.hosts import add_host_options, complete_hosts
 from shared.launch import Place, add_launch_options, gather, is_first, launch
 from shared.memory import PROBED_STEPS, MemoryProbe
-from shared.table import Columns, Row, Table, console, last_of_each, mebibytes, median, named, number, told
+from shared.table import Columns, Row, Table, console, last_of_each, mebibytes, median, named, number
 from shared.wire import Counter
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -51,6 +52,7 @@ from torch.distributed.fsdp import fully_shard
 import rtp_ext
 from rtp_ext import Ring, RotationDims
 from rtp_ext.nn import RotatedExperts, RotatedLinear
+from rtp_ext.words import Budget, Channel
 
 RANKS, CLOSE = 4, 1e-4  # of losses, relative
 WAYS = ("rtp-4x1", "rtp-1x4", "rtp-2x2", "rtp-2x2-lean", "fsdp2-4x1", "fsdp2-2x2")
@@ -89,7 +91,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class PlainExperts(nn.Module):
-    """Gated experts of rows that are chosen already: rows [n, width], number of an expert for each [n] -> [n, width]."""
+    """Gated experts of chosen rows: rows [n, width], the number of an expert for each [n] -> [n, width]."""
 
     def __init__(self, experts: int, width: int, inner: int) -> None:
         super().__init__()
@@ -168,6 +170,10 @@ def plain_parts(args: argparse.Namespace) -> list[tuple[nn.Linear, PlainExperts]
     return [(nn.Linear(*sizes[0]), PlainExperts(*sizes[1])) for _ in range(args.layers)]
 
 
+def _load(state: dict[str, torch.Tensor], layer: nn.Module) -> None:
+    layer.load_state_dict(state)
+
+
 class Way:
     """A way to train the stack, on one rank, as `MemoryProbe` observes trainers."""
 
@@ -175,26 +181,23 @@ class Way:
         self.name = name
         self.ring: Ring | None = None
         self.rows, self.parts = (int(size) for size in name.split("-")[1].split("x"))
-        sizes = {"mesh_shape": (self.rows, self.parts), "mesh_dim_names": ("ring", "expert")}
-        mesh = init_device_mesh(place.device.type, **sizes)
+        sizes = (self.rows, self.parts)
+        mesh = init_device_mesh(place.device.type, sizes, mesh_dim_names=("ring", "expert"))
         make = self._rotated if name.startswith("rtp") else self._gathered
         self.model = make(args, place, mesh)
         kinds = [self.model.dense.parameters(), self.model.experts.parameters()]  # on meshes of their own
         self.optimizers = [torch.optim.AdamW(kind, lr=1e-3) for kind in kinds]
 
     def _rotated(self, args: argparse.Namespace, place: Place, mesh: DeviceMesh) -> Stack:
-        buffers = "lean" if self.name.endswith("lean") else "auto"
+        buffers: Budget = "lean" if self.name.endswith("lean") else "auto"
         self.ring = ring = Ring(mesh, dims=RotationDims(ring="ring", expert="expert"), buffers=buffers)
         blocks = []
         for dense, experts in plain_parts(args):
-            pair = (
-                RotatedLinear(args.width, args.width, ring=ring),
-                RotatedExperts(args.experts, args.width, args.inner, ring=ring),
-            )
-            for layer, plain in zip(pair, (dense, experts), strict=True):
-                state = plain.state_dict()
-                rtp_ext.init_weights(layer, lambda part, state=state: part.load_state_dict(state))
-            blocks.append(pair)
+            linear = RotatedLinear(args.width, args.width, ring=ring)
+            rotated = RotatedExperts(args.experts, args.width, args.inner, ring=ring)
+            for layer, plain in ((linear, dense), (rotated, experts)):
+                rtp_ext.init_weights(layer, functools.partial(_load, plain.state_dict()))
+            blocks.append((linear, rotated))
         return Stack(blocks)
 
     def _gathered(self, args: argparse.Namespace, place: Place, mesh: DeviceMesh) -> Stack:
@@ -204,9 +207,9 @@ class Way:
             for name, parameter in list(experts.named_parameters()):
                 part = parameter.detach()[own * mine : own * (mine + 1)].clone()
                 setattr(experts, name, nn.Parameter(part))
-            fully_shard(experts, mesh=mesh["ring"])
-            experts.set_gradient_divide_factor(float(place.ranks))  # type: ignore[attr-defined]
-            experts.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined]  # Gloo has no other
+            unit = fully_shard(experts, mesh=mesh["ring"])
+            unit.set_gradient_divide_factor(float(place.ranks))
+            unit.set_force_sum_reduction_for_comms(True)  # Gloo has no other
             fully_shard(dense, mesh=place.mesh)
             blocks.append((dense, Gathered(experts, mesh["expert"] if self.parts > 1 else None)))
         model = Stack(blocks)
@@ -256,7 +259,8 @@ class Way:
         """Bytes of tokens and of shards that this rank has sent; a ring counts them."""
         if self.ring is None:
             return 0, 0
-        shards = sum(ring.bytes_sent(what) for ring in self.ring.rings for what in ("weight", "gradient"))
+        channels: tuple[Channel, ...] = ("weight", "gradient")
+        shards = sum(ring.bytes_sent(channel) for ring in self.ring.rings for channel in channels)
         return (0 if self.ring.experts is None else self.ring.experts.bytes_sent), shards
 
     def close(self) -> None:
@@ -288,7 +292,7 @@ def busiest(args: argparse.Namespace, way: Way) -> float:
     for layer in range(args.layers):
         loads = torch.zeros(RANKS)
         for rank, routing in enumerate(routings):
-            place, part = divmod(rank, way.parts)
+            place = rank // way.parts
             if way.ring is None or way.ring.experts is None:
                 owners = routing[layer][0] // (args.experts // way.parts)
             else:
@@ -347,9 +351,8 @@ def _memory(name: str, args: argparse.Namespace, place: Place) -> dict[str, int]
         for step in range(PROBED_STEPS):
             probe.step(way, *batch(args, place.rank, step, PROBED))  # type: ignore[arg-type]
         found = probe.memory(way).row()  # type: ignore[arg-type]
-        kinds = ("weight", "gradient")
-        rings = () if way.ring is None else way.ring.rings
-        found["slot_bytes"] = sum(ring.slot_count(kind).peak_bytes for ring in rings for kind in kinds)
+        counts = [ring.slot_count for ring in way.ring.rings] if way.ring is not None else []
+        found["slot_bytes"] = sum(slots("weight").peak_bytes + slots("gradient").peak_bytes for slots in counts)
         way.close()
     keys = list(found)
     every = gather([float(found[key]) for key in keys], place)  # [ranks, keys]
@@ -425,10 +428,8 @@ def last_ways(lines: list[Row], _: list[str]) -> list[Row]:
 
 def _note(rows: list[Row]) -> str:
     first, worst = rows[0], max(row["difference"] for row in rows)
-    note = (
-        f" {first['shape']}; {first['tokens']} tokens a rank, Zipf exponent {first['zipf']:g}, {first['ranks']} ranks "
-    )
-    return f"{note}with {told('threads')(first)} threads each. Largest relative difference of losses: {worst:.0e}."
+    note = f" {first['shape']}; {first['tokens']} tokens a rank, Zipf exponent {first['zipf']:g}, {first['ranks']} "
+    return f"{note}ranks with {first['threads']} threads each. Largest relative difference of losses: {worst:.0e}."
 
 
 TABLE = Table("experts", COLUMNS, last_ways, _note)

@@ -30,5 +30,5 @@ def test_a_wrong_loss_is_an_error(monkeypatch):
     monkeypatch.setattr(experts, "gather", lambda value, place: torch.as_tensor(value))
     way = argparse.Namespace(name="rtp-2x2")
     losses = {experts.WAYS[0]: [1.0, 0.9], "rtp-2x2": [1.0, 0.91]}
-    with pytest.raises(RuntimeError, match="rtp-2x2: losses differ by 1.1e-02"):
+    with pytest.raises(RuntimeError, match="rtp-2x2: losses differ by 1"):
         experts._row(argparse.Namespace(), None, way, {}, losses, 1.0, {}, {}, {})
