@@ -29,6 +29,7 @@ results/ and TABLE one of:
     muon            strategies with Muon, of the last run for each number of ranks, on one host; `muon hosts`: between
                     made hosts, for each rate
     forwards equal, forwards unequal   forwards alone, of the last command of forwards.py
+    experts         the last line of each way of experts.py
     growth SWEEP    the last run of a sweep of growth/growth.py
     where MODEL TRAVEL   where the time of a step goes: the last run of compare.py --where with this --travel or `exact`
     calls           calls of the driver as gpu/driver_calls.py counted them last
@@ -43,6 +44,7 @@ Columns without values are left out. A block of most tables is empty as long as 
 import argparse
 from pathlib import Path
 
+import experts
 import forwards
 import outer
 from compatibility import compiled, frameworks, third_party_optimizers, versions
@@ -68,6 +70,7 @@ TABLES: dict[str, Table] = {
     **reports.TABLES,
     "outer": outer.TABLE,
     "forwards": forwards.TABLE,
+    "experts": experts.TABLE,
     "growth": growth.TABLE,
     "calls": driver_calls.TABLE,
     "overheads": calls.TABLE,

@@ -102,6 +102,7 @@ class Operation:
             free.
         late: operations whose gradients may still be on their way at the end of this one, on routes `direct` and
             `scatter`; None: those of a block.
+        hosts: of its ring; None: those of the block.
     """
 
     before: float
@@ -119,6 +120,12 @@ class Operation:
     gradient_call: float = 0.0
     together: bool = False
     late: int | None = None
+    hosts: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Of its ring: experts that are divided have a smaller one."""
+        return sum(self.groups)
 
     @property
     def calls(self) -> int:
@@ -140,8 +147,6 @@ def block_ends(operations: Sequence[Operation], look_ahead: float, hosts: int = 
     of its group are there. A chain adds to what arrived: its wgrads wait for each other's hops. On two levels the first
     shard of a phase comes from another host, and so do the phases' sums of gradients.
     """
-    ranks = sum(operations[0].groups)
-    per_host = ranks // hosts
     waits = look_ahead == 0
     largest = max(max(each.groups) * each.shard_bytes for each in operations)
     look_ahead = max(look_ahead, 2 * largest)
@@ -161,6 +166,7 @@ def block_ends(operations: Sequence[Operation], look_ahead: float, hosts: int = 
 
     for _ in range(blocks):
         for each in operations:
+            ranks, per_host = each.ranks, each.ranks // (each.hosts or hosts)
             before, begun = begun, compute + each.before
             compute = begun
             ready, shard, phase = [0.0, 0.0], 0, 0.0
@@ -221,11 +227,14 @@ _BLOCKS, _FIRST = 4, 1  # simulated; from the second on they are alike
 
 def block_seconds(operations: Sequence[Operation], look_ahead: float, hosts: int = 1) -> float:
     """Returns the seconds of one of many equal blocks of a pass (`block_ends`). Both kinds of hops share a link."""
-    ranks = sum(operations[0].groups)
     ends = block_ends(operations, look_ahead, hosts, _BLOCKS)
-    inner = sum((ranks - hosts) * (each.hop + each.gradient_hop * bool(each.gradients)) for each in operations)
+    inner = sum(
+        (each.ranks - (each.hosts or hosts)) * (each.hop + each.gradient_hop * bool(each.gradients))
+        for each in operations
+    )
     inner += sum(each.calls * (each.call + each.gradient_call) for each in operations)
     between = sum(
-        (hosts - 1) * (each.outer_hop + each.outer_gradient_hop * bool(each.gradients)) for each in operations
+        ((each.hosts or hosts) - 1) * (each.outer_hop + each.outer_gradient_hop * bool(each.gradients))
+        for each in operations
     )
     return max((ends[-1] - ends[_FIRST]) / (_BLOCKS - 1 - _FIRST), inner, between)

@@ -107,6 +107,21 @@ def test_muon_beats_adamw_at_equal_steps():
         assert sent > 0
 
 
+def _moe(rank, ranks):
+    return [_call(rank, ranks, "moe", [["--expert", str(each), "--steps", "12"]])[1] for each in (1, 2, 4)]
+
+
+def test_moe_sends_other_bytes_and_learns_the_same():
+    pytest.importorskip("transformers")
+    for whole, both, divided in run_ranks(_moe, 4):
+        for losses, _, _ in (both, divided):
+            assert torch.allclose(torch.tensor(losses), torch.tensor(whole[0]), rtol=1e-3)
+        assert whole[0][-1] < 0.9 * whole[0][0], whole[0]
+        assert whole[1] == 0 < both[1] < divided[1], "tokens"
+        experts = 4 * 3 * 2 * 8 * 3 * 64 * 128 // 4  # of a shard: 2 layers; hops of forward, backward, and gradients
+        assert whole[2] - both[2] == 2 * experts and whole[2] - divided[2] == 3 * experts, "1 and 3 hops fewer"
+
+
 def test_they_are_short_and_named_where_a_reader_looks():
     which = (FOLDER.parent / "docs" / "which.md").read_text()
     examples = sorted(FOLDER.rglob("*.py"))

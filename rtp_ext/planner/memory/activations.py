@@ -148,6 +148,8 @@ def _experts(model: ModelSpec, strategy: Strategy) -> list[Saved]:
     if not (strategy.rtp > 1 and strategy.bundle == "recompute"):
         tensors.append(Saved("experts", "up and gate", k * model.ffn * (2 if model.gated else 1), compute, "tp"))
         tensors.append(Saved("experts", "product", k * model.ffn, compute, "tp"))
+    if strategy.rtp > 1 and strategy.ep > 1:  # rtp_ext/functional/dispatch.py
+        tensors.append(Saved("experts", "outputs that came back, float32", k * model.hidden, 4))
     return [*tensors, Saved("experts", "outputs by expert", k * model.hidden, compute)]
 
 

@@ -257,7 +257,7 @@ def _rotated_loss_terms(model: ModelSpec, strategy: Strategy, tokens: int) -> li
 def _outside_terms(strategy: Strategy) -> list[Term]:
     name = "context_and_communicators"
     degrees = (strategy.dp, strategy.tp, strategy.pp, strategy.cp, strategy.ep)
-    communicators = sum(degree > 1 for degree in degrees) + 2 * (strategy.rtp > 1)
+    communicators = sum(degree > 1 for degree in degrees) + 2 * (strategy.rtp > 1) * (1 + (strategy.ep > 1))
     terms = [term(name, "CUDA context", "constants.json", bytes=memory_constant("cuda_context_bytes"))]
     if communicators:
         size = memory_constant("communicator_bytes")

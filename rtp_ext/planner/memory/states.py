@@ -59,7 +59,7 @@ def parameter_counts(model: ModelSpec, strategy: Strategy, stage: int) -> list[T
         if not model.tied or strategy.pp > 1:
             counts.append(term("count", "vocabulary head", "", [tp], vocabulary=vocab, hidden=h))
     if model.experts:
-        over = [tp, ("ep", strategy.ep)]
+        over = [tp, *([("ep", strategy.ep)] if strategy.rtp == 1 else [])]  # shards of a ring are of all experts
         counts.append(term("count", "experts", "", over, layers=layers, parameters_of_a_layer=model.mlp_parameters))
     if strategy.lora_rank:
         adapters = model.adapter_parameters(strategy.lora_rank)
@@ -90,9 +90,8 @@ def rotation_bytes(model: ModelSpec, strategy: Strategy, stage: int, hosts: int 
     ways = (strategy.travel, strategy.gradient_route, strategy.gradient_travel)
     ahead = (strategy.late_passes, strategy.buffers != "lean")
     frozen = (strategy.frozen, strategy.lora_rank, strategy.planes)
-    return _rotation_bytes(
-        model, sizes, strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends, hosts, ways, ahead, frozen
-    )
+    every = (strategy.bundle, strategy.fused_loss, strategy.in_place, layers, ends, hosts, ways, ahead, frozen)
+    return _rotation_bytes(model, sizes, *every, strategy.ep)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -108,6 +107,7 @@ def _rotation_bytes(
     ways: tuple[str | None, str, str | None],
     ahead: tuple[int, bool],
     frozen: tuple[str | None, int, Recipe | None],
+    parts: int,
 ) -> RotationBytes:
     """Returns `rtp_bytes`, computed from a few layers: further layers add their shards and need no further slots."""
     ranks, tp, param_bytes, reduce_bytes, moments = sizes
@@ -126,11 +126,11 @@ def _rotation_bytes(
             lora_rank=frozen[1],
             recipe=frozen[2],
             ranks=ranks,
+            parts=parts,
         )
-        return rtp_bytes(
-            rotations,
-            ranks,
-            others=others,
+        whole = [each for each in rotations if each.parts == 1]
+        bytes_of = functools.partial(
+            rtp_bytes,
             param_bytes=4,
             frozen_bytes=param_bytes,
             compute_bytes=param_bytes,
@@ -145,6 +145,13 @@ def _rotation_bytes(
             look_ahead=0,  # plans of whole blocks count their own
             gradients_apart=ahead[1],
         )
+        found = bytes_of(whole, ranks, others=others)
+        if parts == 1:
+            return found
+        hosts_of_part = hosts if ranks // hosts >= 2 * parts else 1  # with one rank on each host a ring is flat
+        divided = bytes_of([each for each in rotations if each.parts > 1], ranks // parts, hosts=hosts_of_part)
+        names = [field.name for field in dataclasses.fields(RotationBytes)]
+        return RotationBytes(**{name: getattr(found, name) + getattr(divided, name) for name in names})
 
     if layers <= _FEW_LAYERS:
         return held(layers)

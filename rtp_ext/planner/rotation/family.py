@@ -77,6 +77,8 @@ def pieces_on(strategy: Strategy, group: Group, hosts: int) -> frozenset[str]:
         pieces -= {"collective"}
     if strategy.recipe:
         pieces -= {"collective", "halves", "kept"}
+    if strategy.ep > 1:
+        pieces -= {"collective"}
     return pieces - ({"groups", "collective"} if strategy.travel else set())
 
 
@@ -320,14 +322,16 @@ def block_time(
     """Predicts `forwards` forwards and one backward of one block among many. between_s: seconds of other kernels before
     every operation, in the order of forward, and of backward, which is reversed. simulated: False: a lower bound, in
     which no hop is exposed. last: the head, whose slots count where the engine tells them (collectives)."""
-    ranks, hosts, cluster = group.ranks, 1 if plan.collective else sizes.hosts, group.cluster
-    inside = dataclasses.replace(group, ranks=ranks // hosts)
-    between = dataclasses.replace(group, ranks=hosts, stride=group.stride * inside.ranks)
+    cluster = group.cluster
     weight_bytes = travel_bytes(sizes.travel, sizes.compute_bytes)
     direct = plan.gradients in ("direct", "scatter")  # contributions of whole groups leave
-    forward, backward, casts, buffers, most = [], [], [0.0, 0.0], 0.0, 0.0
-    products = [0.0, 0.0]
+    forward, backward, rings, casts, products = [], [], [], [0.0, 0.0], [0.0, 0.0]
+    pools: dict[int, _Pool] = {}  # of the rings, by parts
     for place, (rotation, size) in enumerate(zip(operations, plan.groups, strict=True)):
+        own, inside, between = rings_of(rotation, group, 1 if plan.collective else sizes.hosts)
+        ranks, hosts, pool = own.ranks, between.ranks, pools.setdefault(rotation.parts, _Pool())
+        rings.append((inside, between))
+        size = min(size, ranks)
         values, back = shard_values(rotation.weights, ranks), size
         of_weights = of_back = values * weight_bytes
         if rotation.recipe is not None:
@@ -341,7 +345,7 @@ def block_time(
         of_gradients = values * sizes.reduce_bytes if rotation.trains else 0.0
 
         streams = back == 1 and hosts == 1 and rotation.trains and two_lanes(rotation, tokens, ranks, cluster)[1]
-        of_shards = functools.partial(products_s, rotation, tokens, group, constants, sizes, beside=streams)
+        of_shards = functools.partial(products_s, rotation, tokens, own, constants, sizes, beside=streams)
 
         def of(
             count: int, first: bool, adds: bool = False, *, alone: bool = alone, of_shards: Any = of_shards
@@ -363,7 +367,7 @@ def block_time(
         of_forward, of_dgrad = tuple(step["forward"] for step in ahead), tuple(step["dgrad"] for step in steps)
         call, hop = _weights_s(inside, of_weights, constants, plan, hosts)
         outer = hop_s(between, of_weights, constants) if hosts > 1 else 0.0
-        called: dict[str, Any] = {"call": call, "together": plan.collective}
+        called: dict[str, Any] = {"call": call, "together": plan.collective, "hosts": hosts}
         forward.append(Operation(between_s[0][place] + cast[0], groups, of_forward, hop, of_weights, outer, **called))
         if of_back != of_weights:
             called["call"], hop = _weights_s(inside, of_back, constants, plan, hosts)
@@ -400,43 +404,48 @@ def block_time(
             if plan.collective:  # the own sum is copied home
                 ways["add"] = traffic_s(2 * of_gradients, cluster, constants)
             elif direct:
-                ways["add"] = _add_s(of_gradients, ranks, hosts, group, constants)
+                ways["add"] = _add_s(of_gradients, ranks, hosts, own, constants)
             products[1] += len(back_groups) if direct else ranks * (2 if route == "halves" else 1)
         backward.append(
             Operation(between_s[1][place] + cast[1], back_groups, of_dgrad, hop, of_back, outer, **called, **ways)
         )
         products[0] += len(groups)
         products[1] += len(back_groups)
-        most = max(most, 2 * size * of_weights, 2 * back * of_back)
+        pool.weights = max(pool.weights, 2 * size * of_weights, 2 * back * of_back)
+        pool.received += (ranks - 1) * of_weights
         if direct:  # contributions of the others, and of up to two groups that are being sent, of a block
             arriving = ranks - 1 if hosts == 1 else inside.ranks + hosts - 2
             leaving = min(len(back_groups) - (back_groups[-1] == 1), 2) * back
-            buffers += (arriving + leaving) * of_gradients
+            pool.gradients += (arriving + leaving) * of_gradients
         else:
-            buffers = max(buffers, 2 * of_gradients)
-    look_ahead = plan.ahead * sum(each.shard_bytes for each in forward) * (ranks - 1)
+            pool.gradients = max(pool.gradients, 2 * of_gradients)
+    received = sum(each.received for each in pools.values())
+    look_ahead = plan.ahead * received
+    buffers = sum(max(each.weights, plan.ahead * each.received) + each.gradients for each in pools.values())
     if plan.collective:
-        most, buffers = 0.0, _collective_bytes((*operations, *operations, *last), ranks, sizes, plan)
+        buffers = _collective_bytes((*operations, *operations, *last), group.ranks, sizes, plan)
     if plan.kept:
-        buffers += sum(each.shard_bytes for each in forward) * (ranks - 1)
+        buffers += received
     backward.reverse()
     others = tuple(sum(between_s[index]) + casts[index] for index in (0, 1))
-    passes = [(forward, others[0], forwards), (backward, others[1], 1)]
+    passes = [(forward, rings, others[0], forwards), (backward, rings[::-1], others[1], 1)]
     if plan.kept:
         again = [dataclasses.replace(each, hop=0.0, outer_hop=0.0, call=0.0) for each in backward]
-        passes = [(*passes[0][:2], forwards - 1), (forward + again, sum(others), 1)]
+        passes = [(*passes[0][:3], forwards - 1), (forward + again, rings + rings[::-1], sum(others), 1)]
     work = exposed = lost = 0.0
-    for each, beside, count in passes:
+    for each, places, beside, count in passes:
         computes = sum(operation.computes for operation in each)
         work += count * computes
         if not simulated:
             continue
-        shown = max(0.0, block_seconds(each, look_ahead, hosts) - computes - beside)
+        shown = max(0.0, block_seconds(each, look_ahead) - computes - beside)
         exposed += count * shown
-        lost += count * max(0.0, _taken_s(each, inside, between, hosts, computes, constants) - shown)
-    # hops for all weights or gradients
-    rounds = (0.0, 1.0) if plan.collective else (float(ranks - hosts), float(hosts - 1))
-    one, one_s = (len(operations) * each for each in hops_host(*rounds, inside, constants))
+        lost += count * max(0.0, _taken_s(each, places, computes, constants) - shown)
+    one = one_s = 0.0  # of hops for all weights or gradients
+    for inside, between in rings:
+        rounds = (0.0, 1.0) if plan.collective else ((inside.ranks - 1.0) * between.ranks, between.ranks - 1.0)
+        calls, seconds = hops_host(*rounds, inside, constants)
+        one, one_s = one + calls, one_s + seconds
     computed = forwards * products[0] + products[1]
     moved, of_computes = forwards + (not plan.kept) + 1, computed * host_constant("compute_calls")
     return BlockTime(
@@ -447,8 +456,28 @@ def block_time(
         lost,
         moved * one_s + of_computes * constants.driver_call_s + computed * constants.engine_product_s,
         moved * one + of_computes,
-        max(most, look_ahead) + buffers,
+        buffers,
     )
+
+
+@dataclass
+class _Pool:
+    """Bytes of the slots of a ring: of weights, of gradients, and of all shards that a block receives."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    received: float = 0.0
+
+
+def rings_of(rotation: RotatedOperation, group: Group, hosts: int) -> tuple[Group, Group, Group]:
+    """Returns the ring of an operation, its part inside a host, and that between hosts. hosts: of the whole ring. The
+    ranks of a part of divided experts are `parts` apart."""
+    parts = rotation.parts
+    own = dataclasses.replace(group, ranks=group.ranks // parts, stride=group.stride * parts)
+    if parts > 1:
+        hosts = own.nodes if hosts > 1 and own.local > 1 else 1
+    inside = dataclasses.replace(own, ranks=own.ranks // hosts)
+    return own, inside, dataclasses.replace(own, ranks=hosts, stride=own.stride * inside.ranks)
 
 
 def _add_s(gradient_bytes: float, ranks: int, hosts: int, group: Group, constants: TimeConstants) -> float:
@@ -504,18 +533,16 @@ def _weights_s(
 
 
 def _taken_s(
-    operations: Sequence[Operation],
-    inside: Group,
-    between: Group,
-    hosts: int,
-    work: float,
-    constants: TimeConstants,
+    operations: Sequence[Operation], rings: Sequence[tuple[Group, Group]], work: float, constants: TimeConstants
 ) -> float:
-    inner = (inside.ranks - 1) * hosts * sum(each.hop + each.gradient_hop for each in operations)
-    inner *= not inside.over_ce
-    outer = sum((hosts - 1) * (each.outer_hop + each.outer_gradient_hop) for each in operations)
-    taken = taken_s(inside, min(inner, work), constants)
-    return taken + (taken_s(between, min(outer, work), constants) if hosts > 1 else 0.0)
+    """rings: of every operation, inside hosts and between them."""
+    busy: dict[Group, float] = {}
+    for each, (inside, between) in zip(operations, rings, strict=True):
+        inner = (inside.ranks - 1) * between.ranks * (each.hop + each.gradient_hop) * (not inside.over_ce)
+        busy[inside] = busy.get(inside, 0.0) + inner
+        outer = (between.ranks - 1) * (each.outer_hop + each.outer_gradient_hop)
+        busy[between] = busy.get(between, 0.0) + outer
+    return sum(taken_s(group, min(seconds, work), constants) for group, seconds in busy.items())
 
 
 def rows_seconds(

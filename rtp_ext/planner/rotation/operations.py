@@ -98,12 +98,15 @@ class RotatedOperation:
     gradients need intermediate results of their input gradients) or `head` (vocabulary head and loss in one).
     input_gradient: whether backward computes one; the first layer of a model does not.
     shared: an earlier operation has the same weights (a tied head); they count once among the states.
+    parts: of experts that are divided over so many ranks, of which `weights` are those of one: they rotate over a ring
+        of ranks / parts.
     """
 
     kind: str
     weights: tuple[Weight, ...]
     input_gradient: bool = True
     shared: bool = False
+    parts: int = 1
 
     def __post_init__(self) -> None:
         check_known("kind of rotation", self.kind, KINDS)
@@ -308,6 +311,7 @@ def rotations_of(
     recipe: Recipe | None = None,
     ranks: int = 1,
     gpu: bool = True,
+    parts: int = 1,
 ) -> tuple[list[RotatedOperation], list[Weight]]:
     """Returns the rotations that `fully_rotate` makes of a model, in the order of forward, and the other parameters.
 
@@ -318,6 +322,7 @@ def rotations_of(
     without `fused_loss` are not stored in blocks.
     recipe: of linear layers whose sizes and cuts fit it on a ring of `ranks`; MLPs rotate layer by layer, gate and up
     together. gpu: as of `Weight`.
+    parts: ranks that experts are divided over.
 
     Raises:
         ValueError: a recipe that no layer fits.
@@ -357,7 +362,8 @@ def rotations_of(
     scaled = recipe is not None and any(linear(*each)[0].recipe for each in (*into, out))
     if model.experts:
         gates = 2 if model.gated else 1
-        layer.append(RotatedOperation("bundle", (experts(model.experts, gates * f, h), experts(model.experts, h, f))))
+        own = model.experts // parts
+        layer.append(RotatedOperation("bundle", (experts(own, gates * f, h), experts(own, h, f)), parts=parts))
     elif bundled and not scaled:
         up = linear(f, h, model.mlp_bias)
         down = (weight(h, f, dim=1), *((weight(h),) if model.mlp_bias else ()))

@@ -274,7 +274,7 @@ def casts_s(
     """Returns the seconds of casts and copies in forward and backward: casts of the float32 local shards that are sent,
     and of the `sums` of products with several shards, if there are any (csrc/compute/gemm, ProductSum); copies of the
     results of `joined` layers, and of their gradients, from and to one matrix (csrc/compute/joined.h)."""
-    if ranks == 1:
+    if ranks == rotation.parts == 1:
         return 0.0, 0.0
     matrices = [weight for weight in rotation.weights if len(weight.shape) == 2]
     forward = backward = 0.0

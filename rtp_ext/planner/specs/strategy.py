@@ -51,7 +51,8 @@ class Strategy:
         pp: pipeline stages, run by `schedule`; `interleave` is the number of model chunks of a stage (above 1 needs
             the interleaved schedule). At most 1024 stages.
         cp: context-parallel ranks, which share the tokens of a sample.
-        ep: ranks among the data-parallel ones that share the experts of a mixture.
+        ep: ranks among the data-parallel ones that share the experts of a mixture. With rtp: ranks of the ring that
+            experts are divided over, next to each other; they rotate over rtp / ep (`RotationDims(expert=)`).
         rtp: ranks of a rotation ring, at most 1024; every rank has its own batch.
         zero: sharded states: 0 none, 1 optimizer state, 2 also gradients, 3 also parameters (`fully_shard`).
         micro_batch: samples of one forward of one replica.
@@ -193,8 +194,11 @@ class Strategy:
             )
         if self.schedule == "interleaved" and self.pp == 1:
             raise ValueError("strategy: the interleaved schedule needs pp of at least 2, got 1")
-        if self.dp % self.ep:
-            raise ValueError(f"strategy: expected dp divisible by ep, got {self.dp} and {self.ep}")
+        sharing = "rtp" if self.rtp > 1 else "dp"
+        if getattr(self, sharing) % self.ep:
+            raise ValueError(
+                f"strategy: expected {sharing} divisible by ep, got {getattr(self, sharing)} and {self.ep}"
+            )
         if self.rtp > 1 and (self.zero or self.stack == "megatron"):
             raise ValueError(
                 f"strategy: rtp shards states by itself, and runs on torch: expected zero=0 and stack 'auto' or "
@@ -264,13 +268,18 @@ class Strategy:
             )
         plain: dict[str, Any] = {"in_place": False, "gradient_travel": None, "frozen": None, "lora_rank": 0, "tp": 1}
         alone = {"to_come": "", "offload": False, "gradient_route": "chain"}
-        for option, fixed in (("to_come", {**plain, "recipe": None}), ("recipe", {**plain, **alone})):
-            for name, value in fixed.items() if getattr(self, option) else ():
+        divided = {**plain, "offload": False, "gradient_route": "chain"}
+        asked = {"to_come": self.to_come, "recipe": self.recipe, "ep of a ring": self.rtp > 1 and self.ep > 1}
+        fixed = ({**plain, "recipe": None}, {**plain, **alone}, divided)
+        for (option, given), values in zip(asked.items(), fixed, strict=True):
+            for name, value in values.items() if given else ():
                 if getattr(self, name) != value:
                     raise ValueError(
                         f"strategy: expected {name} {value!r} with {option}, whose plans are of plain training, got "
                         f"{getattr(self, name)!r}"
                     )
+        if self.rtp > 1 and self.ep > 1 and self.outer not in ("allreduce", "zero"):
+            raise ValueError(f"strategy: expected outer allreduce or zero with ep of a ring, got {self.outer!r}")
         if self.recipe and (self.outer == "zero" or self.collective == "yes"):
             raise ValueError(
                 f"strategy: expected collective auto or no, and no outer zero, with recipe {self.recipe}, got "
@@ -430,8 +439,11 @@ class Strategy:
             raise ValueError(f"strategy: {model.layers} layers are too few for {chunks} pipeline chunks")
         if self.stage_layers and sum(self.stage_layers) != model.layers:
             raise ValueError(f"strategy: expected stage_layers of {model.layers} layers, got {sum(self.stage_layers)}")
-        if self.ep > 1 and (not model.experts or model.experts % self.ep):
-            raise ValueError(f"strategy: expected experts divisible by ep, got {model.experts} and {self.ep}")
+        name, ranks = ("rtp", self.rtp) if self.rtp > 1 else ("ep", self.ep)
+        if self.ep > 1 and (not model.experts or model.experts % ranks):
+            raise ValueError(f"strategy: expected experts divisible by {name}, got {model.experts} and {ranks}")
+        if self.ep > 1 and self.rtp > 1 and cluster.cpus:
+            raise ValueError(f"strategy: expected ep 1 with a ring of CPUs, which has no model of time, got {self.ep}")
         self.micro_batches(global_batch)
 
     def to_dict(self) -> dict[str, Any]:

@@ -170,6 +170,17 @@ def gather_s(group: Group, size_bytes: float, constants: TimeConstants) -> float
     return ring_latency_s(group, constants, 1) + wire
 
 
+def exchange_s(group: Group, size_bytes: float, constants: TimeConstants) -> float:
+    """Returns the time of an all-to-all of `size_bytes` of every rank, evenly spread: what leaves a node takes the
+    rank's own network port, the rest the links inside the node meanwhile (nccl-tests, PERFORMANCE.md)."""
+    if group.nodes == 1:
+        return gather_s(group, size_bytes, constants)
+    inside = (group.local - 1) / group.ranks * size_bytes / group.cluster.nccl_ring_bytes_per_s
+    port = group.cluster.nic_bytes_per_s * constants.network_fraction
+    across = (group.ranks - group.local) / group.ranks * size_bytes / port
+    return message_latency_s(group, constants) + max(inside, across)
+
+
 def send_s(cluster: Cluster, size_bytes: float, constants: TimeConstants, *, across_nodes: bool) -> float:
     """Returns the time of one message: latency, and bytes over one link (nccl-tests, PERFORMANCE.md)."""
     if across_nodes:

@@ -15,7 +15,7 @@ from rtp_ext.planner.rotation.seconds import RotationTime, rotation_seconds
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.specs.model import ModelSpec
 from rtp_ext.planner.specs.strategy import Strategy
-from rtp_ext.planner.time.links import Group, all_reduce_s, gather_s, send_s, taken_s
+from rtp_ext.planner.time.links import Group, all_reduce_s, exchange_s, gather_s, send_s, taken_s
 from rtp_ext.planner.time.work import Seconds, gathers_codes, head_seconds, layer_seconds, traffic_s
 
 
@@ -163,7 +163,7 @@ class StageClock:
         exchanged = 0.0
         if strategy.ep > 1:
             group = Group(self.cluster, strategy.ep, strategy.tp * strategy.cp)
-            exchanged = 2 * passes * gather_s(group, hidden * model.experts_per_token, constants)
+            exchanged = 2 * passes * exchange_s(group, hidden * model.experts_per_token, constants)
         return {
             "tensor_parallel": parallel,
             "context_parallel": (passes + 1) * gather_s(self.groups.cp, keys, constants),
@@ -398,6 +398,7 @@ class StageClock:
             lora_rank=strategy.lora_rank,
             recipe=strategy.planes,
             ranks=strategy.rtp,
+            parts=strategy.ep,
         )
         return made
 
