@@ -1,4 +1,5 @@
-"""Schedules with gradients on the direct route, for R = 1..16, in `make test` for some of them: against the mathematics, for races, slots, footprint."""
+"""Schedules with gradients on the direct route, for R = 1..16 (in `make test` for some of them): against the
+mathematics, for races, slots, footprint."""
 
 from itertools import product
 

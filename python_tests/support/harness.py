@@ -52,6 +52,7 @@ PRELOADED = [
     "rtp_ext.convert",
     "rtp_ext.nn",
     "rtp_ext.parameters.loading",
+    "rtp_ext.observe",
     "rtp_ext.planner",
     "peft",
     "transformers.models.gpt2.modeling_gpt2",

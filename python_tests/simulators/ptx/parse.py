@@ -49,7 +49,8 @@ class Kernel:
 
 @functools.cache
 def parse(text: str) -> dict[str, Kernel]:
-    """Returns the kernels of a PTX file by name, the same ones each time. Raises ValueError for functions and variables outside of kernels."""
+    """Returns the kernels of a PTX file by name, the same ones each time. Raises ValueError for functions and variables
+    outside of kernels."""
     text = _COMMENT.sub("", text)
     if found := re.search(r"\.(func|const)\b", text):
         raise ValueError(f"PTX: expected kernels alone, got .{found[1]}")
