@@ -19,6 +19,7 @@ WIDTH, HIDDEN = 6, 9
 PLAIN = {"prefetch": False}
 LEAN = {"buffers": "lean"}
 AHEAD = {"buffers": 1500}
+EVERY = [PLAIN, LEAN, AHEAD, {}]
 
 
 class PlantedError(Exception):
@@ -208,11 +209,10 @@ def _compare(cases, what, rank, make, rings, dtype=torch.float32, **options):
 
 @on_ranks(few([3], [2, 3]))
 def test_one_ring(rank, cases):
-    _compare(
-        cases, "float32", rank, functools.partial(rtp_ext.Ring, timeout=60.0, transport="tcp"), [PLAIN, LEAN, AHEAD, {}]
-    )
+    ring = functools.partial(rtp_ext.Ring, timeout=60.0, transport="tcp")
+    _compare(cases, "float32", rank, ring, few([PLAIN, LEAN, {}], EVERY))
     ring = functools.partial(rtp_ext.Ring, timeout=60.0, transport="shm", travel="int8", slot_cap=200)
-    _compare(cases, "int8", rank, ring, [PLAIN, LEAN, AHEAD, {}], bundle="recompute")
+    _compare(cases, "int8", rank, ring, few([PLAIN, AHEAD, {}], EVERY), bundle="recompute")
 
 
 @on_ranks(4)
@@ -220,7 +220,7 @@ def test_replicas_and_two_levels(rank, cases):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ring"))
     dims = rtp_ext.RotationDims(ring="ring", replicate="replicas")
     ring = functools.partial(rtp_ext.Ring, mesh, dims=dims, timeout=60.0, travel="int8")
-    _compare(cases, "replicas", rank, ring, [PLAIN, LEAN, AHEAD, {}], dtype=torch.bfloat16)
+    _compare(cases, "replicas", rank, ring, few([PLAIN, AHEAD, {}], EVERY), dtype=torch.bfloat16)
     pretend_hosts(rank, 2)
     ring = functools.partial(rtp_ext.Ring, timeout=60.0, route="two-level", travel="int8")
-    _compare(cases, "two levels", rank, ring, [PLAIN, LEAN, AHEAD, {}])
+    _compare(cases, "two levels", rank, ring, few([PLAIN, LEAN, {}], EVERY))

@@ -47,7 +47,7 @@ def test_bytes_and_memory_are_the_engine_s(name):
     with rtp_ext.Ring.emulated(ranks) as ring:
         rtp_ext.fully_rotate(model, mesh=ring, recipe=name, loss_head="fused")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for _ in range(3):
+        for _ in range(6):
             before = ring.bytes_sent("weight")
             model(input_ids=ids, labels=ids).loss.backward()
             sent = ring.bytes_sent("weight") - before

@@ -154,7 +154,7 @@ def _squares(model):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_slots_of_layers_that_take_three_steps_to_settle(ranks):
-    """On rings of two a larger slot replaces one that the step before left free."""
+    """A larger slot replaces one that the step before left free."""
     from rtp_ext import Ring
 
     later = []
@@ -168,7 +168,7 @@ def test_slots_of_layers_that_take_three_steps_to_settle(ranks):
             held = rtp_bytes(rotations, ranks, compute_bytes=2 if low else 4)
             assert found[1] == found[2] == _predicted(held), (widths, low)
             later.append(found[0] != found[1])
-    assert any(later) == (ranks == 2), "control: two steps are too few there"
+    assert any(later), "control: two steps are too few for some"
 
 
 RAGGED = {

@@ -52,10 +52,14 @@ PRELOADED = [
     "rtp_ext.convert",
     "rtp_ext.nn",
     "rtp_ext.parameters.loading",
+    "rtp_ext.observe",
+    "rtp_ext.planner",
     "peft",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
-    "python_tests.support.huge_pages",  # found where tests are started in the root
+    "transformers.models.mixtral.modeling_mixtral",
+    "python_tests.support.shared",  # these two are found where tests are started in the root
+    "python_tests.support.huge_pages",
 ]
 
 

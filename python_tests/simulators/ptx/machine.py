@@ -165,7 +165,7 @@ class Machine:
             if operand not in self.registers or not self.written[operand][lanes].all():
                 raise Fault(f"{operand} is read before it is written")
             values = self.registers[operand][lanes]
-            return values if kind == "pred" else values.astype(UNSIGNED[dtype.itemsize]).view(dtype)
+            return values if kind == "pred" else values.astype(UNSIGNED[dtype.itemsize], copy=False).view(dtype)
         if found := re.fullmatch(r"0([fd])([0-9A-Fa-f]+)", operand):
             bits = np.array(int(found[2], 16), np.uint32 if found[1] == "f" else np.uint64)
             return np.full(lanes.size, bits.view(np.float32 if found[1] == "f" else np.float64), dtype)
@@ -185,7 +185,7 @@ class Machine:
             self.written[register] = np.zeros(self.threads, bool)
         into = self.registers[register]
         if values.dtype.kind == "i":
-            values = values.astype(f"i{into.dtype.itemsize}")
+            values = values.astype(f"i{into.dtype.itemsize}", copy=False)
         if values.dtype.kind != "b":
             values = values.view(UNSIGNED[values.dtype.itemsize])
         into[lanes] = values

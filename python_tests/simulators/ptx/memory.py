@@ -55,8 +55,9 @@ class Space:
                 f"{self.name} address {int(addresses[wrong][0]):#x} is no multiple of the {width} bytes accessed"
             )
         owners = np.searchsorted(self.bases, addresses, "right") - 1
-        for owner in np.unique(owners):
-            which = np.flatnonzero(owners == owner)
+        alone = owners.size > 0 and (owners == owners[0]).all()
+        for owner in owners[:1] if alone else np.unique(owners):
+            which = np.arange(owners.size) if alone else np.flatnonzero(owners == owner)
             buffer = self.buffers[owner]
             first = addresses[which].astype(np.int64) - buffer.base
             if owner < 0 or (outside := first + width > buffer.data.size).any():

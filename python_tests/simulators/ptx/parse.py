@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 
@@ -46,8 +47,10 @@ class Kernel:
         return max((offset + size for offset, size in self.parameters.values()), default=0)
 
 
+@functools.cache
 def parse(text: str) -> dict[str, Kernel]:
-    """Returns the kernels of a PTX file by name. Raises ValueError for functions and variables outside of kernels."""
+    """Returns the kernels of a PTX file by name, the same ones each time. Raises ValueError for functions and variables
+    outside of kernels."""
     text = _COMMENT.sub("", text)
     if found := re.search(r"\.(func|const)\b", text):
         raise ValueError(f"PTX: expected kernels alone, got .{found[1]}")
