@@ -121,7 +121,7 @@ def _converted(rank, ranks):
                 model(input_ids=ids, labels=ids).loss.backward()
                 optimizer.step()
             rotations, others = rotations_of(spec, frozen=frozen, lora_rank=RANK, fused_loss=fused)
-            reach = {"receives_anywhere": transport != "shm", "late_gradients": int(transport == "c10d")}
+            reach = {"receives_anywhere": transport != "shm", "late_gradients": 2 * (transport == "c10d")}
             planned = rtp_bytes(rotations, ranks, rank=rank, others=others, **reach)
             counts = [ring.slot_count(channel).peak_bytes for channel in ("weight", "gradient", "scratch")]
             assert counts == [planned.weight_slots_bytes, planned.gradient_slots_bytes, planned.scratch_bytes]

@@ -150,7 +150,7 @@ def test_time_and_memory_of_a_ring():
         times = [seconds(plan, link, tokens) for tokens in (1024, 2048, 4096, 8192, 16384)]
         assert times == sorted(times)
     few = seconds(plan, "PCIe", 1024) / seconds(plain, "PCIe", 1024)
-    assert 0.6 < few < 0.8, "half the bytes of weights; gradients are in float32"
+    assert 0.85 < few < 0.95, "half the bytes of weights, but for a backward what its forward kept in 16 bits"
     assert seconds(plan, "PCIe", 16384) > seconds(plain, "PCIe", 16384), "control: products, not hops"
 
     scaled, wide = (estimate_memory(LLAMA, H100, dataclasses.replace(each, bundle=False), 8) for each in (plan, plain))

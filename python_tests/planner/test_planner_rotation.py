@@ -24,7 +24,7 @@ def _counted(ring):
     return tuple(ring.slot_count(channel).peak_bytes for channel in ("weight", "gradient"))
 
 
-def _train(model, ring, loss_of, low=False, steps=3, **options):
+def _train(model, ring, loss_of, low=False, steps=5, **options):
     """Steps of AdamW, enough for slots to settle. Bytes of slots, parameters, gradients, moments and step counters."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -168,7 +168,7 @@ def test_slots_of_layers_that_take_three_steps_to_settle(ranks):
             held = rtp_bytes(rotations, ranks, compute_bytes=2 if low else 4)
             assert found[1] == found[2] == _predicted(held), (widths, low)
             later.append(found[0] != found[1])
-    assert any(later), "control: two steps are too few for some"
+    assert any(later) == (ranks in (2, 3)), "control: two steps are too few there"
 
 
 RAGGED = {
