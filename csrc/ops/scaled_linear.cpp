@@ -1,10 +1,6 @@
 #include "ops/scaled_linear.h"
 
-#include <ATen/ops/add.h>
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/zeros.h>
 
 #include <utility>
 
@@ -38,11 +34,6 @@ at::Tensor padded(const at::Tensor& values, int64_t multiple) {
   return more == 0 ? values : at::constant_pad_nd(values, {0, 0, 0, more});
 }
 
-// out = in + alpha * values, or alpha * values if `in` is undefined.
-void add_scaled(at::Tensor out, const at::Tensor& in, const at::Tensor& values, double alpha) {
-  in.defined() ? at::add_out(out, in, values, alpha) : at::mul_out(out, values, at::scalar_tensor(alpha));
-}
-
 class ScaledBackward {
  public:
   ScaledBackward(Executor& executor, const std::vector<at::Tensor>& dys, const at::Tensor& x,
@@ -56,7 +47,9 @@ class ScaledBackward {
         weights_(executor, options, Pass::backward, bundle, parameters, needs_x),
         gradients_(executor, options, weights_, needs_parameter),
         of_dx_(dys.size()),
-        of_dw_(dys.size()) {
+        of_dw_(dys.size()),
+        joins_(bundle.shapes[0].codes->backward.stacks(/*summed=*/true)) {
+    if (needs_x) dx_.emplace(x.size(0), x.size(1), x.options());
     bool trained = false;
     for (size_t layer = 0; layer < dys.size(); ++layer) {
       if (!dys[layer].defined()) continue;
@@ -69,18 +62,18 @@ class ScaledBackward {
     if (trained) tokens_ = quantized((*operands.weight_gradients)[1], padded(x, operands.rows));
   }
 
-  std::vector<at::Tensor> run(bool needs_x) {
+  std::vector<at::Tensor> run() {
     std::optional<ShardBundle> weights = weights_.bundle(), gradients = gradients_.bundle(weights_);
-    const BackwardNeeds needs{.dgrad = weights.has_value(), .wgrad = gradients.has_value()};
+    const BackwardNeeds needs{.dgrad = weights.has_value(),
+                              .wgrad = gradients.has_value(),
+                              .permits = {.groups = weights_.groups()}};
     const Schedule& schedule = backward_schedule(executor_, weights_.options(), weights, needs);
     Execution pass(executor_, schedule, std::move(weights), std::move(gradients), options_.name + " backward");
     while (const Step* step = pass.next()) {
-      for (size_t layer = 0; layer < dys_.size(); ++layer) {
-        step->compute == Compute::wgrad ? wgrad(layer, *step, pass) : dgrad(layer, *step, pass);
-      }
+      if (step->compute == Compute::dgrad) dgrad(*step, pass);
+      for (size_t layer = 0; layer < dys_.size() && step->compute == Compute::wgrad; ++layer) wgrad(layer, *step, pass);
     }
-    if (needs_x && !dx_.defined()) dx_ = at::zeros(x_.sizes(), x_.options());
-    std::vector<at::Tensor> result{dx_.defined() ? executor_.results().of(dx_, options_.compute_dtype) : at::Tensor()};
+    std::vector<at::Tensor> result{dx_ ? executor_.results().of(dx_->result(), options_.compute_dtype) : at::Tensor()};
     for (at::Tensor& gradient : gradients_.result()) result.push_back(std::move(gradient));
     return result;
   }
@@ -89,19 +82,20 @@ class ScaledBackward {
   // Whether scales of slices of dy are made with the slices, since those of the whole cannot be cut.
   bool swizzles() const { return (*operands_.weight_gradients)[0].swizzled(); }
 
-  void dgrad(size_t layer, const Step& step, Execution& pass) {
-    const Rows rows = weights_.rows(weights_.weight[layer], step);
+  void dgrad(const Step& step, Execution& pass) {
     const std::vector<at::Tensor> shards = pass.weight();
-    if (rows.count == 0 || !dys_[layer].defined()) return;
-    const std::optional<Codes>& whole = of_dx_[layer];
-    const Codes dy = whole ? whole->columns(rows.first, rows.count)
-                           : quantized(operands_.gradients, dys_[layer].narrow(1, rows.first, rows.count));
-    const Codes weight = weights_.codes(shards, weights_.weight[layer], step);
-    const at::Tensor product = scaled_product(dy, weight, accumulation_dtype(options_.compute_dtype), false);
-    if (!dx_.defined()) {
-      dx_ = product.to(accumulation_dtype(options_.compute_dtype));
-    } else {
-      dx_.add_(product);
+    std::vector<Codes> dys, weights;
+    for (size_t layer = 0; layer < dys_.size(); ++layer) {
+      const Rows rows = weights_.rows(weights_.weight[layer], step);
+      if (rows.count == 0 || !dys_[layer].defined()) continue;
+      const std::optional<Codes>& whole = of_dx_[layer];
+      dys.push_back(whole ? whole->columns(rows.first, rows.count)
+                          : quantized(operands_.gradients, dys_[layer].narrow(1, rows.first, rows.count)));
+      weights.push_back(weights_.codes(shards, weights_.weight[layer], step));
+    }
+    if (joins_ && !dys.empty()) dys = {joined_columns(dys)}, weights = {joined(weights, /*summed=*/true)};
+    for (size_t part = 0; part < dys.size(); ++part) {
+      dx_->add([&](const at::Tensor& out, const at::Tensor& in) { scaled_gemm(out, in, dys[part], weights[part]); });
     }
   }
 
@@ -121,7 +115,7 @@ class ScaledBackward {
         const Codes dy = of_dw_[layer]
                              ? of_dw_[layer]->columns(rows.first, rows.count)
                              : quantized(plane, padded(whole.narrow(1, rows.first, rows.count), operands_.rows));
-        add_scaled(out, arrived, scaled_product(dy.t(), *tokens_, at::kFloat, false), sums.scale());
+        scaled_gemm(out, arrived, dy.t(), *tokens_, sums.scale());
       }
     }
     if (!sums.wants(bias) || rows.count == 0) return;
@@ -141,7 +135,8 @@ class ScaledBackward {
   Gradients gradients_;
   std::vector<std::optional<Codes>> of_dx_, of_dw_;  // of dy, by layer
   std::optional<Codes> tokens_;                      // of x, for dW
-  at::Tensor dx_;
+  bool joins_;  // the shards of all layers are one operand of dx
+  std::optional<ProductSum> dx_;
 };
 
 }  // namespace
@@ -156,7 +151,7 @@ std::vector<at::Tensor> scaled_linear_forward(Executor& executor, const at::Tens
     outputs.push_back(executor.results().empty({x.size(0), shape.out_features}, x.options()));
   }
   const Codes tokens = quantized(operands.tokens, x);
-  const bool joins = outputs.size() > 1 && bundle.shapes[0].codes->forward.stacks();
+  const bool joins = outputs.size() > 1 && bundle.shapes[0].codes->forward.stacks(/*summed=*/false);
   const auto multiply = [&](const Codes& weight) {
     return scaled_product(tokens, weight.t(), options.compute_dtype, true);
   };
@@ -198,7 +193,7 @@ std::vector<at::Tensor> scaled_linear_backward(Executor& executor, const std::ve
                                                const LinearBundle& bundle, const ScaledOperands& operands, bool needs_x,
                                                const std::vector<bool>& needs_parameter,
                                                const RotationOptions& options) {
-  return ScaledBackward(executor, dys, x, parameters, bundle, operands, needs_x, needs_parameter, options).run(needs_x);
+  return ScaledBackward(executor, dys, x, parameters, bundle, operands, needs_x, needs_parameter, options).run();
 }
 
 }  // namespace rtp
