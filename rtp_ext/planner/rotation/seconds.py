@@ -17,7 +17,7 @@ from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.time.links import Group, hop_bytes_per_s, hop_s, taken_s
 from rtp_ext.planner.time.work import Product, product_s, traffic_s
-from rtp_ext.recipe_planes import Plane, Recipe
+from rtp_ext.recipe_planes import Plane
 
 if TYPE_CHECKING:
     from rtp_ext.observe.timeline import Lockstep
@@ -404,29 +404,16 @@ def step_seconds(
         product = Product("shard", rows, outputs, inputs, experts, 1 if recipe else element_bytes)
         dgrad, wgrad = product.backward()
         if recipe is not None:
-            bytes_of = scaled_sums(recipe, element_bytes, of_inputs, of_weights)
+            bytes_of = (3.0 * element_bytes, of_inputs, of_weights)  # y is copied to its place
             wgrad = wgrad if recipe.weight_gradient else dataclasses.replace(wgrad, element_bytes=element_bytes)
         by_outputs = weight.dim == 0 and len(weight.shape) == 2
         by_inputs = weight.dim == 1 and len(weight.shape) == 2
         ways: dict[str, Any] = {"cluster": cluster, "constants": constants, "beside": beside}
         forward = product_s(product, **ways, result_bytes=bytes_of[0] if by_inputs or recipe else None)
-        more = constants.kernel_s if recipe else 0.0  # of the kernel that copies or adds
-        seconds["forward"] += forward + more
-        seconds["dgrad"] += more + product_s(dgrad, **ways, result_bytes=bytes_of[1] if by_outputs else None)
-        seconds["wgrad"] += more + product_s(wgrad, **ways, result_bytes=bytes_of[2])
+        seconds["forward"] += forward + (constants.kernel_s if recipe else 0.0)  # of the kernel that copies
+        seconds["dgrad"] += product_s(dgrad, **ways, result_bytes=bytes_of[1] if by_outputs else None)
+        seconds["wgrad"] += product_s(wgrad, **ways, result_bytes=bytes_of[2])
         hidden = rotation.kind == "bundle" and recompute and index < len(matrices) - 1
         if hidden or (rotation.kind == "head" and recompute is not None):
             seconds["dgrad"] += forward  # hidden slices or logits are computed again before their gradients
     return seconds
-
-
-def scaled_sums(
-    recipe: Recipe, compute_bytes: int, of_inputs: float | None, of_weights: float | None
-) -> tuple[float, float | None, float | None]:
-    """Returns the bytes that products of 8 bits move for each number of y, dx and dW. Each has a result of its own: y
-    in the compute dtype, others in float32 (csrc/ops/scaled_linear.cpp): y is copied to its place, the first dx is the
-    sum, and others are added to theirs; weight gradients of 16 bits are added in their product. of_inputs, of_weights:
-    of the sums, as of `step_seconds`."""
-    of_dx = of_inputs and (of_inputs if of_inputs <= 4 else 4.0 + 4.0 + of_inputs)
-    of_dw = of_weights if of_weights is None or recipe.weight_gradient is None else 4.0 + 4.0 + of_weights
-    return 3.0 * compute_bytes, of_dx, of_dw
