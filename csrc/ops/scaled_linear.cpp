@@ -6,6 +6,7 @@
 
 #include "base/checks.h"
 #include "compute/gemm/gemm.h"
+#include "compute/joined.h"
 #include "compute/scaled.h"
 
 namespace rtp {
@@ -64,14 +65,12 @@ class ScaledBackward {
 
   std::vector<at::Tensor> run() {
     std::optional<ShardBundle> weights = weights_.bundle(), gradients = gradients_.bundle(weights_);
-    const BackwardNeeds needs{.dgrad = weights.has_value(),
-                              .wgrad = gradients.has_value(),
-                              .permits = {.groups = weights_.groups()}};
+    const BackwardNeeds needs{
+        .dgrad = weights.has_value(), .wgrad = gradients.has_value(), .permits = {.groups = weights_.groups()}};
     const Schedule& schedule = backward_schedule(executor_, weights_.options(), weights, needs);
     Execution pass(executor_, schedule, std::move(weights), std::move(gradients), options_.name + " backward");
     while (const Step* step = pass.next()) {
-      if (step->compute == Compute::dgrad) dgrad(*step, pass);
-      for (size_t layer = 0; layer < dys_.size() && step->compute == Compute::wgrad; ++layer) wgrad(layer, *step, pass);
+      step->compute == Compute::wgrad ? wgrad(*step, pass) : dgrad(*step, pass);
     }
     std::vector<at::Tensor> result{dx_ ? executor_.results().of(dx_->result(), options_.compute_dtype) : at::Tensor()};
     for (at::Tensor& gradient : gradients_.result()) result.push_back(std::move(gradient));
@@ -99,30 +98,42 @@ class ScaledBackward {
     }
   }
 
-  void wgrad(size_t layer, const Step& step, const Execution& pass) {
+  void wgrad(const Step& step, const Execution& pass) {
     const Gradients::Sums sums(gradients_, pass);
-    const int weight = weights_.weight[layer], bias = weights_.bias[layer];
-    const Rows rows = weights_.rows(weight, step);
-    const at::Tensor& whole = dys_[layer];
-    if (sums.wants(weight) && rows.count > 0) {
-      const at::Tensor out = sums.out(weight), arrived = sums.arrived(weight);
+    std::vector<at::Tensor> outs, ins;
+    std::vector<Codes> dys;
+    for (size_t layer = 0; layer < dys_.size(); ++layer) {
+      const int weight = weights_.weight[layer], bias = weights_.bias[layer];
+      const Rows rows = weights_.rows(weight, step);
+      const at::Tensor& whole = dys_[layer];
+      if (rows.count == 0) continue;
       if (!whole.defined()) {
-        copy_or_zero(out, arrived);
-      } else if (!operands_.weight_gradients) {
-        gemm(out, arrived, whole.narrow(1, rows.first, rows.count).t(), x_, sums.scale());
-      } else {
-        const CodePlane& plane = (*operands_.weight_gradients)[0];
-        const Codes dy = of_dw_[layer]
-                             ? of_dw_[layer]->columns(rows.first, rows.count)
-                             : quantized(plane, padded(whole.narrow(1, rows.first, rows.count), operands_.rows));
-        scaled_gemm(out, arrived, dy.t(), *tokens_, sums.scale());
+        for (const int each : {weight, bias}) {
+          if (sums.wants(each)) copy_or_zero(sums.out(each), sums.arrived(each));
+        }
+        continue;
       }
+      const at::Tensor dy = whole.narrow(1, rows.first, rows.count);
+      if (sums.wants(weight) && !operands_.weight_gradients) {
+        gemm(sums.out(weight), sums.arrived(weight), dy.t(), x_, sums.scale());
+      } else if (sums.wants(weight)) {
+        const CodePlane& plane = (*operands_.weight_gradients)[0];
+        outs.push_back(sums.out(weight)), ins.push_back(sums.arrived(weight));
+        dys.push_back((of_dw_[layer] ? of_dw_[layer]->columns(rows.first, rows.count)
+                                     : quantized(plane, padded(dy, operands_.rows)))
+                          .t());
+      }
+      if (sums.wants(bias)) column_sum(sums.out(bias), sums.arrived(bias), dy, sums.scale());
     }
-    if (!sums.wants(bias) || rows.count == 0) return;
-    if (whole.defined()) {
-      column_sum(sums.out(bias), sums.arrived(bias), whole.narrow(1, rows.first, rows.count), sums.scale());
+    if (dys.size() > 1 && (*operands_.weight_gradients)[0].joins()) {
+      const Codes left = joined(dys);
+      add_joined(outs, ins, [&](const at::Tensor& out, const at::Tensor& in) {
+        scaled_gemm(out, in, left, *tokens_, sums.scale());
+      });
     } else {
-      copy_or_zero(sums.out(bias), sums.arrived(bias));
+      for (size_t part = 0; part < dys.size(); ++part) {
+        scaled_gemm(outs[part], ins[part], dys[part], *tokens_, sums.scale());
+      }
     }
   }
 
@@ -135,7 +146,7 @@ class ScaledBackward {
   Gradients gradients_;
   std::vector<std::optional<Codes>> of_dx_, of_dw_;  // of dy, by layer
   std::optional<Codes> tokens_;                      // of x, for dW
-  bool joins_;  // the shards of all layers are one operand of dx
+  bool joins_;                                       // the shards of all layers are one operand of dx
   std::optional<ProductSum> dx_;
 };
 

@@ -45,6 +45,7 @@ void bind_footprint(py::module_& m) {
            py::arg("rule"), py::arg("transposed"), py::arg("format"), py::arg("padded"))
       .def_property_readonly("by_columns", &CodePlane::by_columns)
       .def("stacks", &CodePlane::stacks, py::arg("summed"))
+      .def("joins", &CodePlane::joins)
       .def("scale_shape", &CodePlane::scale_shape, py::arg("rows"), py::arg("columns"))
       .def("scale_memory", &CodePlane::scale_memory, py::arg("rows"), py::arg("columns"))
       .def("bytes", &CodePlane::bytes, py::arg("rows"), py::arg("columns"));

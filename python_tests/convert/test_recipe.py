@@ -267,7 +267,7 @@ def test_explain_says_why_a_product_has_one_shard():
         alone = rtp_ext.explain(nn.Linear(256, 256, bias=False), group=1, **options)
         assert alone.parameters[0].apart is None, "control"
     options |= {"device": "cuda"}
-    plan = rtp_ext.explain(nn.Linear(256, 256, bias=False), group=2, **options)
+    plan = rtp_ext.explain(nn.Linear(256, 256, bias=False, device="meta"), group=2, **options)
     assert plan.parameters[0].apart == f"1 in forward: exponents of a shard lie in tiles, 1 in backward: {lies}"
 
 

@@ -116,12 +116,13 @@ def test_products_of_a_backward(group):
     they do not."""
     ranks, groups = 4, -(-4 // group)
     x, shards = torch.ones(128, 256), [torch.ones(128, 256), torch.ones(256, 256)]
-    for name, of_dx, of_dw in (("float8_blockwise", groups, groups), ("float8_rowwise", 2 * ranks, ranks)):
+    expected = {"float8_blockwise": (groups, groups), "float8_rowwise": (2 * ranks, ranks)}
+    for name, (of_dx, of_dw) in (expected | {"float8_tensorwise": (2 * ranks, 2 * ranks)}).items():
         ring = rtp_ext.Ring.emulated(ranks, group=group, gradient_route="direct")
         found = ran(ring, name, x.clone().requires_grad_(), shards)
         assert found["aten::addmm"] == of_dx and not found["aten::add"] + found["aten::add_"] + found["aten::mm"]
         found = ran(ring, name, x, [shard.clone().requires_grad_() for shard in shards])
-        assert found["aten::addmm"] == 2 * of_dw and not found["aten::mm"]
+        assert found["aten::addmm"] == of_dw and not found["aten::mm"]
 
 
 def test_the_pool_is_the_footprint():

@@ -330,15 +330,9 @@ bool gemm_epilogue(const at::Tensor& out, const at::Tensor& before, const at::Te
   // the bias has one number per row of D, and D is the transpose of out
   if (!layout || !layout->left_is_b) return false;
   if (bias.defined() && bias.size(0) > 1 && bias.stride(0) != 1) return false;
-  Product product{*layout,
-                  b.const_data_ptr(),
-                  a.const_data_ptr(),
-                  out.data_ptr(),
-                  out.data_ptr(),
-                  layout->out_stride,
-                  data_type(dtype),
-                  data_type(dtype),
-                  data_type(dtype),
+  Product product{*layout,          b.const_data_ptr(), a.const_data_ptr(),
+                  out.data_ptr(),   out.data_ptr(),     layout->out_stride,
+                  data_type(dtype), data_type(dtype),   data_type(dtype),
                   /*factor=*/1.0f,
                   /*keep=*/0.0f};
   product.epilogue = !gelu_tanh          ? CUBLASLT_EPILOGUE_BIAS

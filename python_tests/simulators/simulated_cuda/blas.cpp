@@ -1,6 +1,6 @@
 // A cuBLAS and a cuBLASLt in host memory, limited to the calls of the engine: products of 16-bit operands in float32,
-// products with an epilogue, and products of codes of 8 bits. Calls that the real libraries reject fail; violated promises about strides or
-// alignments are reported as mistakes.
+// products with an epilogue, and products of codes of 8 bits. Calls that the real libraries reject fail; violated
+// promises about strides or alignments are reported as mistakes.
 #include <torch/csrc/utils/pybind.h>
 
 #include <cmath>
@@ -56,8 +56,9 @@ struct Matrix {
   float at(int64_t row, int64_t column) const {
     const int64_t index = transpose ? column + row * stride : row + column * stride;
     if (eight_bits()) {
-      const float code = type == CUDA_R_8F_E4M3 ? static_cast<float>(static_cast<const c10::Float8_e4m3fn*>(data)[index])
-                                                : static_cast<float>(static_cast<const c10::Float8_e5m2*>(data)[index]);
+      const float code = type == CUDA_R_8F_E4M3
+                             ? static_cast<float>(static_cast<const c10::Float8_e4m3fn*>(data)[index])
+                             : static_cast<float>(static_cast<const c10::Float8_e5m2*>(data)[index]);
       return code * (right ? scale(column, row) : scale(row, column));
     }
     if (type == CUDA_R_16BF) return static_cast<const c10::BFloat16*>(data)[index];
@@ -328,13 +329,13 @@ void bind_blas(pybind11::module_& m) {
   m.def("gemm_widening",
         [](const at::Tensor& out, const std::optional<at::Tensor>& in, const at::Tensor& a, const at::Tensor& b,
            double alpha) { rtp::gemm_to_wider(out, in.value_or(at::Tensor()), a, b, alpha); });
-  m.def("gemm_scaled", [](const at::Tensor& out, const std::optional<at::Tensor>& in, const at::Tensor& a,
-                          const at::Tensor& of_a, int kind_a, const at::Tensor& b, const at::Tensor& of_b, int kind_b,
-                          double alpha) {
-    using Scales = rtp::ScaledMatrix::Scales;
-    return rtp::gemm_scaled(out, in.value_or(at::Tensor()), {a, of_a, static_cast<Scales>(kind_a)},
-                            {b, of_b, static_cast<Scales>(kind_b)}, alpha);
-  });
+  m.def("gemm_scaled",
+        [](const at::Tensor& out, const std::optional<at::Tensor>& in, const at::Tensor& a, const at::Tensor& of_a,
+           int kind_a, const at::Tensor& b, const at::Tensor& of_b, int kind_b, double alpha) {
+          using Scales = rtp::ScaledMatrix::Scales;
+          return rtp::gemm_scaled(out, in.value_or(at::Tensor()), {a, of_a, static_cast<Scales>(kind_a)},
+                                  {b, of_b, static_cast<Scales>(kind_b)}, alpha);
+        });
   m.def("gemm_epilogue",
         [](const at::Tensor& out, const std::optional<at::Tensor>& before, const std::optional<at::Tensor>& bias,
            const at::Tensor& a, const at::Tensor& b, bool gelu_tanh) {
