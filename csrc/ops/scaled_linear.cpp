@@ -125,7 +125,8 @@ class ScaledBackward {
       }
       if (sums.wants(bias)) column_sum(sums.out(bias), sums.arrived(bias), dy, sums.scale());
     }
-    if (dys.size() > 1 && (*operands_.weight_gradients)[0].joins()) {
+    // codes of no tokens have no scales to join
+    if (dys.size() > 1 && x_.size(0) > 0 && (*operands_.weight_gradients)[0].joins()) {
       const Codes left = joined(dys);
       add_joined(outs, ins, [&](const at::Tensor& out, const at::Tensor& in) {
         scaled_gemm(out, in, left, *tokens_, sums.scale());
