@@ -48,7 +48,7 @@ BUDGET = {
     "python_tests/optimizers": 651,
     "python_tests/outer": 4160,
     "python_tests/parameters": 2390,
-    "python_tests/planner": 4208,
+    "python_tests/planner": 4223,
     "python_tests/ring": 4129,
     "python_tests/schedule": 2587,
     "python_tests/simulators": 5622,

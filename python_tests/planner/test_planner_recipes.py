@@ -121,6 +121,21 @@ def test_groups_are_of_passes_whose_planes_stack():
     assert launches("mxfp8") == 8 + 8 + 8
 
 
+def test_layers_with_one_input_are_one_product_where_their_codes_join():
+    def seconds(name, *outputs, joined=True):
+        weights = tuple(Weight((each, 4096), recipe=recipe(name)) for each in outputs)
+        ways = (8192, 8, H100, CONSTANTS, False, 2, 0, (8.0, 8.0))
+        return step_seconds(RotatedOperation("linear", weights), *ways, joined=joined)
+
+    joins = {"float8_blockwise": "all", "float8_rowwise": "forward, wgrad", "float8_tensorwise": "forward", "mxfp8": ""}
+    for name, kinds in joins.items():
+        both, one, wide = seconds(name, 8192, 8192), seconds(name, 8192), seconds(name, 16384)
+        for kind, time in both.items():
+            expected = wide if kinds == "all" or kind in kinds else {kind: 2 * one[kind]}
+            assert time == pytest.approx(expected[kind]) != 2 * wide[kind], (name, kind)
+            assert seconds(name, 8192, 8192, joined=False)[kind] == pytest.approx(2 * one[kind])
+
+
 def test_rates_are_near_those_that_were_measured():
     """Whole weights within 10 % of the measured ratio to 16 bits; products of a shard within 45 %, and none is faster
     in 8 bits than in 16 where it was not."""
