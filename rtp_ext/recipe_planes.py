@@ -91,6 +91,21 @@ class Recipe:
         """Returns the bytes of codes and scales that the owner of a shard [rows, columns] keeps beside it."""
         return sum(plane.bytes(rows, columns, gpu=gpu) for plane in self.planes)
 
+    def apart(self, *, backward: bool, gpu: bool = False) -> str | None:
+        """Returns why a product of one pass has one shard; None: it takes several."""
+        plane = self.planes[-1 if backward else 0]
+        if plane.native(gpu=gpu).stacks(backward):
+            return None
+        if plane.block[0] is None:
+            return "a shard has one scale" if plane.block[1] is None else "each column of a shard has a scale"
+        return "columns of a shard lie together" if plane.transposed else "exponents of a shard lie in tiles"
+
+    def joins(self, product: str, *, gpu: bool = False) -> bool:
+        """Whether layers with one input are one operand of a product: "forward", "dgrad" or "wgrad"."""
+        if product == "wgrad":
+            return self.weight_gradient is not None and bool(self.weight_gradient[0].native(gpu=gpu).joins())
+        return self.apart(backward=product == "dgrad", gpu=gpu) is None
+
     def refusal(self, outputs: int, inputs: int, cuts: tuple[int, ...] = (), *, gpu: bool = False) -> str | None:
         """Returns why a weight [outputs, inputs] stays wide, or None.
 

@@ -54,8 +54,11 @@ struct CodePlane {
   }
   bool operator==(const CodePlane&) const = default;
   bool single() const { return block_rows == 0 && block_columns == 0; }
-  // Whether a product can take matrices that lie one below the other at once, each with scales of its own.
-  bool stacks() const { return !transposed && (block_rows > 0 || single()) && !swizzled(); }
+  // Whether a product can take matrices that lie one below the other at once, each with scales of its own. `summed`:
+  // one that sums over their rows, along which a scale of a whole matrix or column would vary.
+  bool stacks(bool summed) const { return !transposed && (block_rows > 0 || (single() && !summed)) && !swizzled(); }
+  // Whether a product that sums over rows can take matrices that lie side by side at once.
+  bool joins() const { return transposed && block_columns == 1 && !swizzled(); }
 };
 
 // The planes in which a weight travels in both passes.

@@ -44,6 +44,25 @@ at::Tensor joined_biases(std::vector<at::Tensor> parts, const std::vector<at::Te
   return joined_rows(parts);
 }
 
+void add_joined(const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& ins,
+                const std::function<void(const at::Tensor& out, const at::Tensor& in)>& product) {
+  const bool starts = !ins.front().defined();
+  const at::Tensor out = joined_view(outs, 0), in = starts ? at::Tensor() : joined_view(ins, 0);
+  if (out.defined() && (starts || in.defined())) return product(out, in);
+  int64_t rows = 0;
+  for (const at::Tensor& each : outs) rows += each.size(0);
+  const auto dtype = accumulation_dtype(outs.front().scalar_type());
+  const at::Tensor made = at::empty({rows, outs.front().size(1)}, outs.front().options().dtype(dtype));
+  product(made, at::Tensor());
+  int64_t row = 0;
+  for (size_t i = 0; i < outs.size(); ++i) {
+    at::Tensor sum = outs[i];
+    const at::Tensor part = made.narrow(0, row, sum.size(0));
+    starts ? sum.copy_(part) : at::add_out(sum, ins[i], part);
+    row += sum.size(0);
+  }
+}
+
 void add_products(const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& ins,
                   const std::vector<at::Tensor>& lefts, const at::Tensor& right, double alpha, bool joined) {
   const at::Tensor left = joined ? joined_view(lefts, 1) : at::Tensor();
@@ -51,22 +70,7 @@ void add_products(const std::vector<at::Tensor>& outs, const std::vector<at::Ten
     for (size_t i = 0; i < outs.size(); ++i) gemm(outs[i], ins[i], lefts[i].t(), right, alpha);
     return;
   }
-  const bool starts = !ins.front().defined();
-  const at::Tensor out = joined_view(outs, 0), in = starts ? at::Tensor() : joined_view(ins, 0);
-  if (out.defined() && (starts || in.defined())) {
-    gemm(out, in, left.t(), right, alpha);
-    return;
-  }
-  const auto dtype = accumulation_dtype(outs.front().scalar_type());
-  const at::Tensor product = at::empty({left.size(1), right.size(1)}, outs.front().options().dtype(dtype));
-  gemm(product, at::Tensor(), left.t(), right, alpha);
-  int64_t row = 0;
-  for (size_t i = 0; i < outs.size(); ++i) {
-    at::Tensor sum = outs[i];
-    const at::Tensor part = product.narrow(0, row, sum.size(0));
-    starts ? sum.copy_(part) : at::add_out(sum, ins[i], part);
-    row += sum.size(0);
-  }
+  add_joined(outs, ins, [&](const at::Tensor& out, const at::Tensor& in) { gemm(out, in, left.t(), right, alpha); });
 }
 
 void JoinedColumns::add(size_t result, int64_t count) {

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 namespace rtp {
@@ -16,6 +17,10 @@ at::Tensor joined_rows(const std::vector<at::Tensor>& parts);
 // Returns biases of so many `rows` each, as above; undefined ones are zeros. Undefined if all are.
 at::Tensor joined_biases(std::vector<at::Tensor> parts, const std::vector<at::Tensor>& weights);
 
+// product(out, in) adds as gemm() does, to the rows of all outs and ins; all or none of `ins` are defined. It is
+// computed apart from those that do not lie one after the other.
+void add_joined(const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& ins,
+                const std::function<void(const at::Tensor& out, const at::Tensor& in)>& product);
 // outs[i] = ins[i] + alpha * lefts[i].T @ right; all or none of `ins` are defined. One product if `joined`, where lefts
 // lie side by side; it is computed apart from outs and ins that do not.
 void add_products(const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& ins,

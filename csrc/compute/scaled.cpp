@@ -1,9 +1,12 @@
 #include "compute/scaled.h"
 
 #include <ATen/ops/_scaled_mm.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -11,6 +14,7 @@
 
 #include "base/checks.h"
 #include "compute/codes.h"
+#include "compute/gemm/gemm.h"
 #include "compute/joined.h"
 
 namespace rtp {
@@ -48,6 +52,25 @@ Codes in_columns(Codes b) {
   return b;
 }
 
+ScaledMatrix::Scales kind_of(const Codes& matrix) {
+  using Scales = ScaledMatrix::Scales;
+  if (matrix.scales.scalar_type() != at::kFloat) return Scales::of_32;
+  return matrix.block[0] == 128 && matrix.block[1] == 128 ? Scales::of_128x128 : Scales::of_128;
+}
+
+// The operands of a product as torch._scaled_mm and cuBLASLt take them.
+std::pair<ScaledMatrix, ScaledMatrix> operands(const Codes& a, const Codes& b) {
+  const bool on_gpu = a.codes.is_cuda();
+  const Codes right = on_gpu ? in_columns(b) : b;
+  const at::Tensor left = on_gpu && a.codes.stride(1) != 1 ? a.codes.contiguous() : a.codes;
+  if (!by_rows(a) || !by_rows(b.t())) return {{left, a.scales, kind_of(a)}, {right.codes, right.scales, kind_of(b)}};
+  using Scales = ScaledMatrix::Scales;
+  if (a.scales.numel() == 1 && b.scales.numel() == 1) {
+    return {{left, a.scales, Scales::one}, {right.codes, b.scales, Scales::one}};
+  }
+  return {{left, of_rows(a), Scales::outer}, {right.codes, of_rows(b.t()).t(), Scales::outer}};
+}
+
 }  // namespace
 
 Codes Codes::columns(int64_t first, int64_t count) const {
@@ -67,10 +90,10 @@ at::Tensor Codes::dequantized() const {
   return codes.to(at::kFloat).mul_(wide);
 }
 
-Codes joined(const std::vector<Codes>& parts) {
+Codes joined(const std::vector<Codes>& parts, bool summed) {
   if (parts.size() == 1) return parts.front();
   const Codes& first = parts.front();
-  const bool by_rows = first.block[1] >= first.codes.size(1);
+  const bool by_rows = !summed && first.block[1] >= first.codes.size(1);
   std::vector<at::Tensor> codes, scales;
   for (const Codes& each : parts) {
     RTP_ASSERT(each.scales.dim() == 2, "swizzled exponents are not joined");
@@ -80,6 +103,18 @@ Codes joined(const std::vector<Codes>& parts) {
   }
   const Extents block{by_rows ? 1 : first.block[0], first.block[1]};
   return {joined_rows(codes).view(first.codes.scalar_type()), at::cat(scales), block};
+}
+
+Codes joined_columns(const std::vector<Codes>& parts) {
+  if (parts.size() == 1) return parts.front();
+  const Codes& first = parts.front();
+  std::vector<at::Tensor> codes, scales;
+  for (const Codes& each : parts) {
+    RTP_ASSERT(each.block == first.block && each.codes.size(1) % each.block[1] == 0, "blocks differ");
+    codes.push_back(each.codes.view(at::kByte));
+    scales.push_back(each.scales.t());  // in the order of columns: see CodePlane::by_columns
+  }
+  return {at::cat(codes, 1).view(first.codes.scalar_type()), at::cat(scales).t(), first.block};
 }
 
 CodeMemory empty_codes(const CodePlane& plane, int64_t rows, int64_t columns, at::Device device) {
@@ -121,16 +156,22 @@ at::Tensor scaled_product(const Codes& a, const Codes& b, at::ScalarType dtype, 
   }
   const bool in_blocks = !by_rows(a) || !by_rows(b.t()), on_gpu = a.codes.is_cuda();
   if (in_blocks && !on_gpu) return at::mm(a.dequantized(), b.dequantized()).to(dtype);
-  at::Tensor of_a = a.scales, of_b = b.scales;
-  const Codes right = on_gpu ? in_columns(b) : b;
-  const at::Tensor left = on_gpu && a.codes.stride(1) != 1 ? a.codes.contiguous() : a.codes;
-  if (!in_blocks && (a.scales.numel() > 1 || b.scales.numel() > 1)) {
-    of_a = of_rows(a), of_b = of_rows(b.t()).t();
-    if (on_gpu) dtype = at::kBFloat16;
-  } else if (in_blocks) {
-    of_b = right.scales;
+  const auto [left, right] = operands(a, b);
+  if (on_gpu && left.kind == ScaledMatrix::Scales::outer) dtype = at::kBFloat16;
+  return at::_scaled_mm(left.codes, right.codes, left.scales, right.scales, std::nullopt, std::nullopt, dtype, fast);
+}
+
+void scaled_gemm(const at::Tensor& out, const at::Tensor& in, const Codes& a, const Codes& b, double alpha) {
+  if (a.codes.is_cpu()) return gemm(out, in, a.dequantized(), b.dequantized(), alpha);
+#ifdef RTP_WITH_CUDA
+  if (out.numel() > 0 && a.codes.size(1) > 0) {
+    const auto [left, right] = operands(a, b);
+    if (gemm_scaled(out, in, left, right, alpha)) return;
   }
-  return at::_scaled_mm(left, right.codes, of_a, of_b, std::nullopt, std::nullopt, dtype, fast);
+#endif
+  at::Tensor result = out;
+  const at::Tensor product = scaled_product(a, b, at::kFloat, false);
+  in.defined() ? at::add_out(result, in, product, alpha) : at::mul_out(result, product, at::scalar_tensor(alpha));
 }
 
 }  // namespace rtp

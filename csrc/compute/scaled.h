@@ -22,8 +22,11 @@ struct Codes {
 };
 
 // Returns matrices one below the other as one, each with its scales, one for each row where they do not vary along
-// columns. None may be swizzled; other blocks have equal sizes, which divide the rows.
-Codes joined(const std::vector<Codes>& parts);
+// columns and the product is not `summed` over rows. None may be swizzled; other blocks have equal sizes, which divide
+// the rows.
+Codes joined(const std::vector<Codes>& parts, bool summed = false);
+// Returns matrices side by side as one. Their blocks have equal sizes, which divide the columns.
+Codes joined_columns(const std::vector<Codes>& parts);
 
 // Memory for codes and scales, uint8 and uint8 or float32, of plane.code_memory and plane.scale_memory.
 struct CodeMemory {
@@ -44,5 +47,9 @@ Codes quantized(const CodePlane& plane, const at::Tensor& values);
 //
 // The result is bfloat16 for any `dtype` where a GPU multiplies by scales of rows: torch returns no other dtype there.
 at::Tensor scaled_product(const Codes& a, const Codes& b, at::ScalarType dtype, bool fast);
+
+// out = in + alpha * a @ b, or alpha * a @ b if `in` is undefined, as gemm() of dequantized numbers, which it is on
+// CPUs. On a GPU by one call of cuBLASLt; where that has no kernel, scaled_product() is added.
+void scaled_gemm(const at::Tensor& out, const at::Tensor& in, const Codes& a, const Codes& b, double alpha = 1.0);
 
 }  // namespace rtp

@@ -1,15 +1,12 @@
 #include "ops/scaled_linear.h"
 
-#include <ATen/ops/add.h>
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/zeros.h>
 
 #include <utility>
 
 #include "base/checks.h"
 #include "compute/gemm/gemm.h"
+#include "compute/joined.h"
 #include "compute/scaled.h"
 
 namespace rtp {
@@ -38,11 +35,6 @@ at::Tensor padded(const at::Tensor& values, int64_t multiple) {
   return more == 0 ? values : at::constant_pad_nd(values, {0, 0, 0, more});
 }
 
-// out = in + alpha * values, or alpha * values if `in` is undefined.
-void add_scaled(at::Tensor out, const at::Tensor& in, const at::Tensor& values, double alpha) {
-  in.defined() ? at::add_out(out, in, values, alpha) : at::mul_out(out, values, at::scalar_tensor(alpha));
-}
-
 class ScaledBackward {
  public:
   ScaledBackward(Executor& executor, const std::vector<at::Tensor>& dys, const at::Tensor& x,
@@ -56,7 +48,9 @@ class ScaledBackward {
         weights_(executor, options, Pass::backward, bundle, parameters, needs_x),
         gradients_(executor, options, weights_, needs_parameter),
         of_dx_(dys.size()),
-        of_dw_(dys.size()) {
+        of_dw_(dys.size()),
+        joins_(bundle.shapes[0].codes->backward.stacks(/*summed=*/true)) {
+    if (needs_x) dx_.emplace(x.size(0), x.size(1), x.options());
     bool trained = false;
     for (size_t layer = 0; layer < dys.size(); ++layer) {
       if (!dys[layer].defined()) continue;
@@ -69,18 +63,16 @@ class ScaledBackward {
     if (trained) tokens_ = quantized((*operands.weight_gradients)[1], padded(x, operands.rows));
   }
 
-  std::vector<at::Tensor> run(bool needs_x) {
+  std::vector<at::Tensor> run() {
     std::optional<ShardBundle> weights = weights_.bundle(), gradients = gradients_.bundle(weights_);
-    const BackwardNeeds needs{.dgrad = weights.has_value(), .wgrad = gradients.has_value()};
+    const BackwardNeeds needs{
+        .dgrad = weights.has_value(), .wgrad = gradients.has_value(), .permits = {.groups = weights_.groups()}};
     const Schedule& schedule = backward_schedule(executor_, weights_.options(), weights, needs);
     Execution pass(executor_, schedule, std::move(weights), std::move(gradients), options_.name + " backward");
     while (const Step* step = pass.next()) {
-      for (size_t layer = 0; layer < dys_.size(); ++layer) {
-        step->compute == Compute::wgrad ? wgrad(layer, *step, pass) : dgrad(layer, *step, pass);
-      }
+      step->compute == Compute::wgrad ? wgrad(*step, pass) : dgrad(*step, pass);
     }
-    if (needs_x && !dx_.defined()) dx_ = at::zeros(x_.sizes(), x_.options());
-    std::vector<at::Tensor> result{dx_.defined() ? executor_.results().of(dx_, options_.compute_dtype) : at::Tensor()};
+    std::vector<at::Tensor> result{dx_ ? executor_.results().of(dx_->result(), options_.compute_dtype) : at::Tensor()};
     for (at::Tensor& gradient : gradients_.result()) result.push_back(std::move(gradient));
     return result;
   }
@@ -89,46 +81,60 @@ class ScaledBackward {
   // Whether scales of slices of dy are made with the slices, since those of the whole cannot be cut.
   bool swizzles() const { return (*operands_.weight_gradients)[0].swizzled(); }
 
-  void dgrad(size_t layer, const Step& step, Execution& pass) {
-    const Rows rows = weights_.rows(weights_.weight[layer], step);
+  void dgrad(const Step& step, Execution& pass) {
     const std::vector<at::Tensor> shards = pass.weight();
-    if (rows.count == 0 || !dys_[layer].defined()) return;
-    const std::optional<Codes>& whole = of_dx_[layer];
-    const Codes dy = whole ? whole->columns(rows.first, rows.count)
-                           : quantized(operands_.gradients, dys_[layer].narrow(1, rows.first, rows.count));
-    const Codes weight = weights_.codes(shards, weights_.weight[layer], step);
-    const at::Tensor product = scaled_product(dy, weight, accumulation_dtype(options_.compute_dtype), false);
-    if (!dx_.defined()) {
-      dx_ = product.to(accumulation_dtype(options_.compute_dtype));
-    } else {
-      dx_.add_(product);
+    std::vector<Codes> dys, weights;
+    for (size_t layer = 0; layer < dys_.size(); ++layer) {
+      const Rows rows = weights_.rows(weights_.weight[layer], step);
+      if (rows.count == 0 || !dys_[layer].defined()) continue;
+      const std::optional<Codes>& whole = of_dx_[layer];
+      dys.push_back(whole ? whole->columns(rows.first, rows.count)
+                          : quantized(operands_.gradients, dys_[layer].narrow(1, rows.first, rows.count)));
+      weights.push_back(weights_.codes(shards, weights_.weight[layer], step));
+    }
+    if (joins_ && !dys.empty()) dys = {joined_columns(dys)}, weights = {joined(weights, /*summed=*/true)};
+    for (size_t part = 0; part < dys.size(); ++part) {
+      dx_->add([&](const at::Tensor& out, const at::Tensor& in) { scaled_gemm(out, in, dys[part], weights[part]); });
     }
   }
 
-  void wgrad(size_t layer, const Step& step, const Execution& pass) {
+  void wgrad(const Step& step, const Execution& pass) {
     const Gradients::Sums sums(gradients_, pass);
-    const int weight = weights_.weight[layer], bias = weights_.bias[layer];
-    const Rows rows = weights_.rows(weight, step);
-    const at::Tensor& whole = dys_[layer];
-    if (sums.wants(weight) && rows.count > 0) {
-      const at::Tensor out = sums.out(weight), arrived = sums.arrived(weight);
+    std::vector<at::Tensor> outs, ins;
+    std::vector<Codes> dys;
+    for (size_t layer = 0; layer < dys_.size(); ++layer) {
+      const int weight = weights_.weight[layer], bias = weights_.bias[layer];
+      const Rows rows = weights_.rows(weight, step);
+      const at::Tensor& whole = dys_[layer];
+      if (rows.count == 0) continue;
       if (!whole.defined()) {
-        copy_or_zero(out, arrived);
-      } else if (!operands_.weight_gradients) {
-        gemm(out, arrived, whole.narrow(1, rows.first, rows.count).t(), x_, sums.scale());
-      } else {
-        const CodePlane& plane = (*operands_.weight_gradients)[0];
-        const Codes dy = of_dw_[layer]
-                             ? of_dw_[layer]->columns(rows.first, rows.count)
-                             : quantized(plane, padded(whole.narrow(1, rows.first, rows.count), operands_.rows));
-        add_scaled(out, arrived, scaled_product(dy.t(), *tokens_, at::kFloat, false), sums.scale());
+        for (const int each : {weight, bias}) {
+          if (sums.wants(each)) copy_or_zero(sums.out(each), sums.arrived(each));
+        }
+        continue;
       }
+      const at::Tensor dy = whole.narrow(1, rows.first, rows.count);
+      if (sums.wants(weight) && !operands_.weight_gradients) {
+        gemm(sums.out(weight), sums.arrived(weight), dy.t(), x_, sums.scale());
+      } else if (sums.wants(weight)) {
+        const CodePlane& plane = (*operands_.weight_gradients)[0];
+        outs.push_back(sums.out(weight)), ins.push_back(sums.arrived(weight));
+        dys.push_back((of_dw_[layer] ? of_dw_[layer]->columns(rows.first, rows.count)
+                                     : quantized(plane, padded(dy, operands_.rows)))
+                          .t());
+      }
+      if (sums.wants(bias)) column_sum(sums.out(bias), sums.arrived(bias), dy, sums.scale());
     }
-    if (!sums.wants(bias) || rows.count == 0) return;
-    if (whole.defined()) {
-      column_sum(sums.out(bias), sums.arrived(bias), whole.narrow(1, rows.first, rows.count), sums.scale());
+    // codes of no tokens have no scales to join
+    if (dys.size() > 1 && x_.size(0) > 0 && (*operands_.weight_gradients)[0].joins()) {
+      const Codes left = joined(dys);
+      add_joined(outs, ins, [&](const at::Tensor& out, const at::Tensor& in) {
+        scaled_gemm(out, in, left, *tokens_, sums.scale());
+      });
     } else {
-      copy_or_zero(sums.out(bias), sums.arrived(bias));
+      for (size_t part = 0; part < dys.size(); ++part) {
+        scaled_gemm(outs[part], ins[part], dys[part], *tokens_, sums.scale());
+      }
     }
   }
 
@@ -141,7 +147,8 @@ class ScaledBackward {
   Gradients gradients_;
   std::vector<std::optional<Codes>> of_dx_, of_dw_;  // of dy, by layer
   std::optional<Codes> tokens_;                      // of x, for dW
-  at::Tensor dx_;
+  bool joins_;                                       // the shards of all layers are one operand of dx
+  std::optional<ProductSum> dx_;
 };
 
 }  // namespace
@@ -156,7 +163,7 @@ std::vector<at::Tensor> scaled_linear_forward(Executor& executor, const at::Tens
     outputs.push_back(executor.results().empty({x.size(0), shape.out_features}, x.options()));
   }
   const Codes tokens = quantized(operands.tokens, x);
-  const bool joins = outputs.size() > 1 && bundle.shapes[0].codes->forward.stacks();
+  const bool joins = outputs.size() > 1 && bundle.shapes[0].codes->forward.stacks(/*summed=*/false);
   const auto multiply = [&](const Codes& weight) {
     return scaled_product(tokens, weight.t(), options.compute_dtype, true);
   };
@@ -198,7 +205,7 @@ std::vector<at::Tensor> scaled_linear_backward(Executor& executor, const std::ve
                                                const LinearBundle& bundle, const ScaledOperands& operands, bool needs_x,
                                                const std::vector<bool>& needs_parameter,
                                                const RotationOptions& options) {
-  return ScaledBackward(executor, dys, x, parameters, bundle, operands, needs_x, needs_parameter, options).run(needs_x);
+  return ScaledBackward(executor, dys, x, parameters, bundle, operands, needs_x, needs_parameter, options).run();
 }
 
 }  // namespace rtp

@@ -44,6 +44,8 @@ void bind_footprint(py::module_& m) {
       .def(py::init<int64_t, int64_t, ScaleRule, bool, CodeFormat, bool>(), py::arg("rows"), py::arg("columns"),
            py::arg("rule"), py::arg("transposed"), py::arg("format"), py::arg("padded"))
       .def_property_readonly("by_columns", &CodePlane::by_columns)
+      .def("stacks", &CodePlane::stacks, py::arg("summed"))
+      .def("joins", &CodePlane::joins)
       .def("scale_shape", &CodePlane::scale_shape, py::arg("rows"), py::arg("columns"))
       .def("scale_memory", &CodePlane::scale_memory, py::arg("rows"), py::arg("columns"))
       .def("bytes", &CodePlane::bytes, py::arg("rows"), py::arg("columns"));

@@ -85,7 +85,7 @@ bool OperationFacts::late() const {
 
 bool OperationFacts::takes_groups(Pass pass) const {
   return kind.groups && std::none_of(parameters.begin(), parameters.end(), [&](const ParameterFacts& each) {
-           return each.frozen || (each.codes && (pass == Pass::backward || !each.plane(pass).stacks()));
+           return each.frozen || (each.codes && !each.plane(pass).stacks(pass == Pass::backward));
          });
 }
 

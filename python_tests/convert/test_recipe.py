@@ -253,6 +253,24 @@ def test_frozen_mlps_stay_bundles():
         assert len({row.bundle for row in plan.parameters if row.name.startswith("0.")}) == bundles
 
 
+def test_explain_says_why_a_product_has_one_shard():
+    column = "each column of a shard has a scale"
+    whole, lies = "a shard has one scale", "columns of a shard lie together"
+    backward = dict.fromkeys(RECIPES, column) | {"float8_blockwise": None, "mxfp8": lies, "mxfp8_rceil": lies}
+    backward |= dict.fromkeys(("float8_tensorwise", "float8_rowwise_with_gw_hp"), whole)
+    for name, why in backward.items():
+        options = {"ranks": 2, "rank": 0, "device": "cpu", "recipe": name}
+        plan = rtp_ext.explain(nn.Linear(256, 256, bias=False), group=2, **options)
+        expected = None if why is None else f"1 in backward: {why}"
+        assert plan.parameters[0].apart == expected
+        assert f"2 shards a product{f' ({expected})' if expected else ''}, slots" in " ".join(str(plan).split())
+        alone = rtp_ext.explain(nn.Linear(256, 256, bias=False), group=1, **options)
+        assert alone.parameters[0].apart is None, "control"
+    options |= {"device": "cuda"}
+    plan = rtp_ext.explain(nn.Linear(256, 256, bias=False, device="meta"), group=2, **options)
+    assert plan.parameters[0].apart == f"1 in forward: exponents of a shard lie in tiles, 1 in backward: {lies}"
+
+
 @on_ranks(2)
 def test_refusals(rank, ranks, cases):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "ring"))

@@ -1,13 +1,17 @@
 """Linear layers with products in 8 bits, against the same recipe in one process with plain torch."""
 
 import copy
+from collections import Counter
+from itertools import product
 
 import pytest
 import torch
 from code_reference import dequantized, numbers, scaled, scaled_product
 from harness import on_ranks
+from live_bytes import assert_pool
 from reference import assert_same, chunk, differs, full, random
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import rtp_ext
 from rtp_ext.functional import rotated_linear, rotated_linears
@@ -43,14 +47,15 @@ def wrong_scales(codes):
     return Codes(codes.plane, codes.codes, (scales.roll(1, 0) if len(scales) > 1 else scales.roll(1, 1)) * 1.07)
 
 
-def check(rank, ranks, ring, name, dtype):
+def check(rank, ranks, ring, name, dtype, first=0):
+    """first: of the layers whose outputs have gradients."""
     weights, bias = layers(name, ranks, dtype)
     mine = [chunk(weight, ranks, rank).clone().requires_grad_() for weight in weights]
     own_bias = chunk(bias, ranks, rank).clone().requires_grad_()
     x, dys = batch(name, rank, ranks, dtype)
     x = x.repeat_interleave(2, 1)[:, ::2].requires_grad_()  # strided, also without tokens
     ys = rotated_linears([x], mine, [None, own_bias], ring=ring, recipe=name)
-    torch.autograd.backward(ys, dys)
+    torch.autograd.backward(ys[first:], dys[first:])
 
     whole = [weight.clone().float().requires_grad_() for weight in weights]
     whole_bias = bias.clone().float().requires_grad_()
@@ -59,7 +64,7 @@ def check(rank, ranks, ring, name, dtype):
         x_of = x_of.float().requires_grad_()
         expected = [scaled_product(name, x_of, weight, ranks) for weight in whole]
         expected[1] = expected[1] + whole_bias
-        torch.autograd.backward(expected, [dy.float() for dy in dys_of])
+        torch.autograd.backward(expected[first:], [dy.float() for dy in dys_of[first:]])
         if other == rank:
             for layer, (y, wanted) in enumerate(zip(ys, expected, strict=True)):
                 assert_same(y.float(), wanted, TOLERANCE[dtype], f"y {layer}")
@@ -68,7 +73,7 @@ def check(rank, ranks, ring, name, dtype):
                 control = numbers(recipe(name).tokens, x_of) @ wrong.t()
                 assert differs(ys[0].float(), control, 0.01), "control: other scales"
             assert_same(x.grad.float(), x_of.grad, TOLERANCE[dtype], "dx")
-    for layer, weight in enumerate(whole):
+    for layer, weight in [*enumerate(whole)][first:]:
         assert_same(mine[layer].grad.float(), chunk(weight.grad / ranks, ranks, rank), TOLERANCE[dtype], f"dW {layer}")
     assert_same(own_bias.grad.float(), chunk(whole_bias.grad / ranks, ranks, rank), TOLERANCE[dtype], "db")
 
@@ -84,6 +89,63 @@ def test_parity(rank, ranks, cases):
                 for dtype in TOLERANCE:
                     with cases.case(f"{name}, {dtype}, {options}"):
                         check(rank, ranks, ring, name, dtype)
+
+
+@on_ranks([2, 3, 4])
+def test_groups_in_backward(rank, ranks, cases):
+    """Of the recipe whose backward plane stacks; also where one output has no gradient."""
+    rings = [{"group": group, "gradient_route": way} for group in range(2, ranks + 1) for way in ("chain", "direct")]
+    for options in (*rings, {"group": ranks, "transport": "c10d", "collective": True}):
+        with rtp_ext.Ring(timeout=30.0, **options) as ring:
+            for first in (0, 1):
+                with cases.case(f"{options}, from {first}"):
+                    check(rank, ranks, ring, "float8_blockwise", torch.bfloat16, first)
+
+
+def ran(ring, name, inputs, weights):
+    """Returns how often operators ran in a backward of two layers with one input."""
+    ys = rotated_linears([inputs], weights, ring=ring, recipe=name)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
+    return Counter(event.name for event in seen.events())
+
+
+@pytest.mark.parametrize("group", (1, 2, 3, 4))
+def test_products_of_a_backward(group):
+    """Each adds to its sum. One for both layers and all shards of a group, where the planes stack; a control where
+    they do not."""
+    ranks, groups = 4, -(-4 // group)
+    x, shards = torch.ones(128, 256), [torch.ones(128, 256), torch.ones(256, 256)]
+    expected = {"float8_blockwise": (groups, groups), "float8_rowwise": (2 * ranks, ranks)}
+    for name, (of_dx, of_dw) in (expected | {"float8_tensorwise": (2 * ranks, 2 * ranks)}).items():
+        ring = rtp_ext.Ring.emulated(ranks, group=group, gradient_route="direct")
+        found = ran(ring, name, x.clone().requires_grad_(), shards)
+        assert found["aten::addmm"] == of_dx and not found["aten::add"] + found["aten::add_"] + found["aten::mm"]
+        found = ran(ring, name, x, [shard.clone().requires_grad_() for shard in shards])
+        assert found["aten::addmm"] == of_dw and not found["aten::mm"]
+
+
+def test_the_pool_is_the_footprint():
+    """To the byte, and a control: slots of groups in backward have other sizes."""
+    native, ranks, seen = rtp_ext._native, 4, set()
+    for name, group, gradients in product(RECIPES, (1, 2, 3, 4), ("chain", "direct")):
+        ring = rtp_ext.Ring.emulated(ranks, group=group, gradient_route=gradients)
+        layers = (nn.Linear(512, 512, bias=False) for _ in range(2))
+        model = rtp_ext.fully_rotate(nn.Sequential(*layers), mesh=ring, recipe=name)
+        for _ in range(4):
+            model(torch.ones(3, 512, requires_grad=True)).sum().backward()
+        planes = recipe(name).shard_planes()
+        facts = native.OperationFacts("linear", [native.ParameterFacts((512, 512), codes=planes)])
+        planned = native.footprint(
+            [facts] * 2,
+            **dict(ranks=ranks, in_place=False, sends_anywhere=True, receives_anywhere=True, slot_cap=0, cast=False),
+            **dict(compute_bytes=4, reduce_bytes=4, gradient_route=gradients, gradients_apart=True),
+            **dict(group=group, look_ahead=None),
+        )
+        assert_pool(ring, planned, f"{name}, group {group}, {gradients}")
+        if group == 4 and gradients == "chain":
+            seen.add((facts.takes_groups("backward"), planned.gradient.peak_bytes))
+    assert len(seen) == 2, seen
 
 
 @on_ranks(2)

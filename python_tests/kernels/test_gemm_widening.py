@@ -2,15 +2,19 @@
 arrives elsewhere than it goes is added without a copy; rows of the logits start at multiples of 16 bytes."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import simulated_cuda
 import torch
+from code_reference import dequantized
+from reference import random
 from simulated_cuda import skip_without_headers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rtp_ext
 from rtp_ext.functional import rotated_linear_cross_entropy
+from rtp_ext.recipes import quantize, recipe
 from rtp_ext.ring.links import transports
 from rtp_ext.ring.routes import route_planner
 
@@ -98,6 +102,54 @@ def test_a_kernel_that_cublaslt_refuses_is_not_tried_again(sim_blas):
         assert torch.equal(out, torch.arange(45.0).view(5, 9) + 3)
     assert [each["cublasLtMatmul"] for each in counted] == [1, 0]
     assert [each["cublasGemmEx_64"] for each in counted] == [1, 1]
+
+
+ONE, OUTER, OF_32, OF_128, OF_128X128 = range(5)
+KINDS = {"float8_tensorwise": (ONE, ONE), "float8_rowwise": (OUTER, OUTER), "float8_blockwise": (OF_128, OF_128X128)}
+KINDS |= {"float8_rowwise_with_gw_hp": (OUTER, OUTER), "mxfp8": (OF_32, OF_32)}
+
+
+def test_products_of_codes_add_to_their_sums(sim_blas):
+    """dx = dy W of each recipe, with scales in the layouts of a GPU, in one call; a control with another scale."""
+    for name, dtype, (m, k, n) in product(KINDS, (torch.float32, torch.bfloat16), ((7, 256, 384), (130, 640, 128))):
+        chosen = recipe(name)
+        dy, weight = random(m, k, dtype=torch.float32, seed=m), random(k, n, dtype=torch.float32, seed=n)
+        left, right = quantize(chosen.gradients, dy, gpu=True), quantize(chosen.planes[-1], weight, gpu=True)
+        exact = dequantized(left).double() @ dequantized(right).double()
+        before, kinds = random(m, n, dtype=dtype, seed=1), KINDS[name]
+        of_a, of_b = left.scales, right.scales
+        if kinds[1] == OUTER:
+            of_b = of_b.expand(1, n).contiguous()
+        elif kinds[1] == OF_128X128:  # by columns of blocks, each of a multiple of four
+            of_b = torch.nn.functional.pad(of_b.t(), (0, -of_b.shape[0] % 4))
+        b = right.codes if chosen.planes[-1].transposed else right.codes.t().contiguous().t()
+        for given, alpha in ((None, 1.0), (before, 1.0), (before.clone(), 0.25)):
+            out = before if given is before else torch.full((m, n), CANARY, dtype=dtype)
+            expected = alpha * exact + (0 if given is None else given.double())
+            counted = Counter(sim_blas.calls())
+            with Seen() as seen:
+                assert sim_blas.gemm_scaled(out, given, left.codes, of_a, kinds[0], b, of_b, kinds[1], alpha), name
+            assert (Counter(sim_blas.calls()) - counted)["cublasLtMatmul"] == 1 and not seen.calls["aten::add"]
+            rounding = {"atol": 1e-3, "rtol": 2.0**-8 if dtype == torch.bfloat16 else 1e-5}
+            torch.testing.assert_close(out.double(), expected, **rounding)
+            assert not torch.allclose(out.double(), expected + 0.1 * exact, **rounding), "control"
+
+
+def test_products_of_codes_without_a_kernel(sim_blas):
+    """Are refused without side effects: codes that are not contiguous along what is summed, scales of two kinds, and
+    a cuBLASLt that lacks them."""
+    left, right, deep = (torch.ones(16, k).to(torch.float8_e4m3fn) for k in (16, 16, 32))
+    out, one = torch.full((16, 16), CANARY), torch.ones(1)
+
+    def refused(a, b, kind=ONE):
+        found = sim_blas.gemm_scaled(out, None, a, one, ONE, b, one, kind, 1.0)
+        return not found and bool((out == CANARY).all())
+
+    assert refused(left, right) and refused(left, right.t(), OUTER)
+    sim_blas.controls.lacks_products = True
+    assert refused(deep, deep.t())
+    sim_blas.controls.lacks_products = False
+    assert not refused(left, right.t())
 
 
 def test_epilogues_add_the_bias_and_apply_the_gelu(sim_blas):

@@ -80,7 +80,8 @@ def _operation(outputs, inputs, name):
 
 
 def test_products_of_a_shard_by_hand():
-    """float8_rowwise, 8 ranks, [14336, 4096] and 8192 tokens: y is copied, dx and dW are added, at 70 % of 3.35 TB."""
+    """float8_rowwise, 8 ranks, [14336, 4096] and 8192 tokens: y is copied, products add to dx and dW, at 70 % of 3.35
+    TB."""
     tokens, ranks, outputs, inputs, shard = 8192, 8, 14336, 4096, 1792
     launches = dataclasses.replace(CONSTANTS, kernel_s=4e-6)
     bandwidth = 3.35e12 * 0.7
@@ -89,14 +90,14 @@ def test_products_of_a_shard_by_hand():
 
     def product(rows, columns, depth, moved):
         alone = product_s(Product("", rows, columns, depth, element_bytes=1), H100, launches)
-        return alone + 4e-6 + (moved - 2) * rows * columns / bandwidth
+        return alone + (moved - 2) * rows * columns / bandwidth
 
-    assert found["forward"] == pytest.approx(product(tokens, shard, inputs, 2 + 2 + 2))
-    assert found["dgrad"] == pytest.approx(product(tokens, inputs, shard, 4 + 4 + 8))
-    assert found["wgrad"] == pytest.approx(product(shard, inputs, tokens, 4 + 4 + 8))
+    assert found["forward"] == pytest.approx(product(tokens, shard, inputs, 2 + 2 + 2) + 4e-6)
+    assert found["dgrad"] == pytest.approx(product(tokens, inputs, shard, 8))
+    assert found["wgrad"] == pytest.approx(product(shard, inputs, tokens, 8))
     wide = step_seconds(_operation(outputs, inputs, "float8_rowwise_with_gw_hp"), *ways)["wgrad"]
     plain = step_seconds(_operation(outputs, inputs, None), *ways)["wgrad"]
-    assert wide == pytest.approx(plain + 4e-6), "16 bits"
+    assert wide == pytest.approx(plain), "16 bits"
     made = casts_s(_operation(outputs, inputs, "float8_rowwise"), tokens, ranks, 2, True, H100, CONSTANTS)
     # codes of x; of dy twice, and of x again, for dW; each value is read twice; the sum of dx is cast
     assert made[0] == pytest.approx(5 * tokens * inputs / bandwidth)
@@ -105,7 +106,7 @@ def test_products_of_a_shard_by_hand():
     assert turned[1] - made[1] == pytest.approx(2 * outputs * inputs / bandwidth), "codes are transposed on arrival"
 
 
-def test_groups_are_of_forwards_whose_planes_stack():
+def test_groups_are_of_passes_whose_planes_stack():
     def launches(name):
         operations, group = (_operation(4096, 4096, name),), Group(H100, 8)
         plan = BlockPlan((8,), "chain", 0)
@@ -115,8 +116,24 @@ def test_groups_are_of_forwards_whose_planes_stack():
 
     # forward, dgrad, wgrad
     assert launches(None) == 1 + 1 + 8
-    assert launches("float8_rowwise") == launches("float8_blockwise") == launches("float8_tensorwise") == 1 + 8 + 8
+    assert launches("float8_blockwise") == 1 + 1 + 8
+    assert launches("float8_rowwise") == launches("float8_tensorwise") == 1 + 8 + 8
     assert launches("mxfp8") == 8 + 8 + 8
+
+
+def test_layers_with_one_input_are_one_product_where_their_codes_join():
+    def seconds(name, *outputs, joined=True):
+        weights = tuple(Weight((each, 4096), recipe=recipe(name)) for each in outputs)
+        ways = (8192, 8, H100, CONSTANTS, False, 2, 0, (8.0, 8.0))
+        return step_seconds(RotatedOperation("linear", weights), *ways, joined=joined)
+
+    joins = {"float8_blockwise": "all", "float8_rowwise": "forward, wgrad", "float8_tensorwise": "forward", "mxfp8": ""}
+    for name, kinds in joins.items():
+        both, one, wide = seconds(name, 8192, 8192), seconds(name, 8192), seconds(name, 16384)
+        for kind, time in both.items():
+            expected = wide if kinds == "all" or kind in kinds else {kind: 2 * one[kind]}
+            assert time == pytest.approx(expected[kind]) != 2 * wide[kind], (name, kind)
+            assert seconds(name, 8192, 8192, joined=False)[kind] == pytest.approx(2 * one[kind])
 
 
 def test_rates_are_near_those_that_were_measured():
@@ -150,8 +167,8 @@ def test_time_and_memory_of_a_ring():
         times = [seconds(plan, link, tokens) for tokens in (1024, 2048, 4096, 8192, 16384)]
         assert times == sorted(times)
     few = seconds(plan, "PCIe", 1024) / seconds(plain, "PCIe", 1024)
-    assert 0.85 < few < 0.95, "half the bytes of weights, but for a backward what its forward kept in 16 bits"
-    assert seconds(plan, "PCIe", 16384) > seconds(plain, "PCIe", 16384), "control: products, not hops"
+    assert 0.75 < few < 0.95, "half the bytes of weights, but for a backward what its forward kept in 16 bits"
+    assert seconds(plan, "NVLink", 16384) > seconds(plain, "NVLink", 16384), "control: products, not hops"
 
     scaled, wide = (estimate_memory(LLAMA, H100, dataclasses.replace(each, bundle=False), 8) for each in (plan, plain))
     values = sum(outputs * inputs for outputs, inputs in LLAMA.linear_shapes) * LLAMA.layers / 8

@@ -67,8 +67,7 @@ ProductSum::ProductSum(int64_t rows, int64_t columns, at::TensorOptions operands
                      operands.dtype(accumulation_dtype(c10::typeMetaToScalarType(operands.dtype()))))) {}
 
 void ProductSum::add(const at::Tensor& a, const at::Tensor& b) {
-  gemm(sum_, started_ ? sum_ : at::Tensor(), a, b);
-  started_ = true;
+  add([&](const at::Tensor& out, const at::Tensor& in) { gemm(out, in, a, b); });
 }
 
 at::Tensor ProductSum::result() {

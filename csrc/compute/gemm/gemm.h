@@ -20,6 +20,19 @@ void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, cons
 // dtype, and any `in` where cuBLASLt has no kernel, is first copied into `out`.
 void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, const at::Tensor& b, double alpha);
 
+// An operand of 8 bits on a GPU: float8 codes, and scales as they lie in memory for cuBLASLt.
+struct ScaledMatrix {
+  // One; one for each row of `a` or column of `b`; or for blocks along what is summed, in its layouts.
+  enum class Scales { one, outer, of_32, of_128, of_128x128 };
+  at::Tensor codes, scales;
+  Scales kind;
+};
+
+// gemm() for operands of 8 bits on a GPU, in one call of cuBLASLt: the sum is kept in float32, `out` and `in` have one
+// of 16 bits or float32. Returns false, without side effects, where cuBLASLt has no kernel.
+bool gemm_scaled(const at::Tensor& out, const at::Tensor& in, const ScaledMatrix& a, const ScaledMatrix& b,
+                 double alpha);
+
 // out = a @ b + bias, or its tanh-approximated GELU, in one cuBLASLt call on a GPU; all tensors have one 16-bit dtype.
 // If `before` is defined, it receives the input of the GELU. The result is rounded once. `bias` may be undefined for a
 // GELU. Returns false, without side effects, if cuBLASLt does not support these matrices or has no kernel for them.
@@ -43,6 +56,12 @@ class ProductSum {
   ProductSum(int64_t rows, int64_t columns, at::TensorOptions operands);
 
   void add(const at::Tensor& a, const at::Tensor& b);
+  // Adds what product(out, in) adds to `in`, or writes if that is undefined.
+  template <typename Product>
+  void add(const Product& product) {
+    product(sum_, started_ ? sum_ : at::Tensor());
+    started_ = true;
+  }
   // Returns the sum, still in the accumulation dtype; zeros if no product was added.
   at::Tensor result();
 

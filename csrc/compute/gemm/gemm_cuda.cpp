@@ -38,8 +38,20 @@ at::Tensor as_blas_matrix(const at::Tensor& operand) {
 }
 
 cudaDataType data_type(at::ScalarType dtype) {
-  RTP_ASSERT(dtype == at::kBFloat16 || dtype == at::kHalf, "expected bfloat16 or float16 operands, got ", dtype);
-  return dtype == at::kBFloat16 ? CUDA_R_16BF : CUDA_R_16F;
+  switch (dtype) {
+    case at::kBFloat16:
+      return CUDA_R_16BF;
+    case at::kHalf:
+      return CUDA_R_16F;
+    case at::kFloat:
+      return CUDA_R_32F;
+    case at::kFloat8_e4m3fn:
+      return CUDA_R_8F_E4M3;
+    case at::kFloat8_e5m2:
+      return CUDA_R_8F_E5M2;
+    default:
+      RTP_ASSERT(false, "no product of cuBLAS has operands of ", dtype);
+  }
 }
 
 // Calls torch's determinism check (some versions require a workspace setting) if this version of torch has it.
@@ -54,12 +66,15 @@ struct Product {
   const void *left, *right, *c;
   void* d;
   int64_t c_stride;
-  cudaDataType operands, sums;  // types of left and right; of C and D
+  cudaDataType left_type, right_type, sums;  // `sums`: of C and D
   float factor, keep;
   cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
   const void* bias = nullptr;  // one number per row of D, in the type of D
   void* before = nullptr;      // receives the input of the activation, in the type of D
   int64_t before_stride = 0;
+  // Of operands of 8 bits, whose kinds of scales are cublasLtMatmulMatrixScale_t.
+  const void *left_scales = nullptr, *right_scales = nullptr;
+  int32_t left_kind = 0, right_kind = 0;
 };
 
 // Owner of an opaque cuBLASLt object.
@@ -86,7 +101,7 @@ uint32_t alignment(const void* address) {
 }
 
 // The cuBLASLt heuristic takes longer than a launch, so its result is cached per kind of product.
-using ProductKey = std::array<int64_t, 20>;
+using ProductKey = std::array<int64_t, 23>;
 
 ProductKey key_of(const Product& product, int device, size_t workspace, int32_t multiprocessors) {
   const GemmLayout& layout = product.layout;
@@ -99,8 +114,11 @@ ProductKey key_of(const Product& product, int device, size_t workspace, int32_t 
           product.c_stride,
           layout.transpose_left,
           layout.transpose_right,
-          product.operands,
+          product.left_type,
+          product.right_type,
           product.sums,
+          product.left_scales != nullptr,
+          product.left_kind * 8 + product.right_kind,
           product.keep != 0,
           product.epilogue,
           alignment(product.bias) * 512 + alignment(product.before),
@@ -140,9 +158,22 @@ bool multiply_and_add(const Product& product, int device) {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, product.before);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, product.before_stride);
   }
-  const Layout left = make_lt_layout(product.operands, layout.transpose_left, layout.m, layout.k, layout.left_stride);
+#if CUDART_VERSION >= 12090
+  if (product.left_scales != nullptr) {
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, product.left_scales);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, product.right_scales);
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, product.left_kind);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, product.right_kind);
+  }
+#endif
+  // an operand, kind of scales or sum that a GPU does not combine is an invalid value, not always an unsupported one
+  const auto refused = [&](cublasStatus_t status) {
+    return status == CUBLAS_STATUS_NOT_SUPPORTED ||
+           (product.left_scales != nullptr && status == CUBLAS_STATUS_INVALID_VALUE);
+  };
+  const Layout left = make_lt_layout(product.left_type, layout.transpose_left, layout.m, layout.k, layout.left_stride);
   const Layout right =
-      make_lt_layout(product.operands, layout.transpose_right, layout.k, layout.n, layout.right_stride);
+      make_lt_layout(product.right_type, layout.transpose_right, layout.k, layout.n, layout.right_stride);
   const Layout c = make_lt_layout(product.sums, false, layout.m, layout.n, product.c_stride);
   const Layout d = make_lt_layout(product.sums, false, layout.m, layout.n, layout.out_stride);
 
@@ -171,7 +202,7 @@ bool multiply_and_add(const Product& product, int device) {
       int count = 0;
       const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, made, left.get(), right.get(), c.get(),
                                                                    d.get(), made_preference, 1, &best, &count);
-      if (status != CUBLAS_STATUS_NOT_SUPPORTED) RTP_CUBLAS_CHECK(status);
+      if (!refused(status)) RTP_CUBLAS_CHECK(status);
       const bool some = status == CUBLAS_STATUS_SUCCESS && count > 0 && best.state == CUBLAS_STATUS_SUCCESS;
       found = known.emplace(key, some ? std::optional(best.algo) : std::nullopt).first;
     }
@@ -182,7 +213,7 @@ bool multiply_and_add(const Product& product, int device) {
       cublasLtMatmul(handle, made, &product.factor, product.left, left.get(), product.right, right.get(), &product.keep,
                      product.c, c.get(), product.d, d.get(), &*algorithm, at::cuda::getCUDABlasLtWorkspace(), workspace,
                      c10::cuda::getCurrentCUDAStream().stream());
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED) {  // the heuristic was wrong; nothing has been computed
+  if (refused(status)) {  // the heuristic was wrong; nothing has been computed
     const std::lock_guard lock(mutex);
     known[key] = std::nullopt;
     return false;
@@ -226,6 +257,7 @@ void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor
                             out.data_ptr(),
                             *stride,
                             data_type(left.scalar_type()),
+                            data_type(left.scalar_type()),
                             CUDA_R_32F,
                             factor,
                             /*keep=*/1.0f};
@@ -244,6 +276,50 @@ void gemm_to_wider(const at::Tensor& out, const at::Tensor& in, const at::Tensor
       out.data_ptr(), CUDA_R_32F, layout->out_stride, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
 }
 
+bool gemm_scaled(const at::Tensor& out, const at::Tensor& in, const ScaledMatrix& a, const ScaledMatrix& b,
+                 double alpha) {
+#if CUDART_VERSION < 12090
+  return false;
+#else
+  const auto layout = gemm_layout(layout_of(out), layout_of(a.codes), layout_of(b.codes));
+  // cuBLASLt multiplies codes that are contiguous along what is summed
+  if (!layout || !layout->left_is_b || !layout->transpose_left || layout->transpose_right) return false;
+  const at::Tensor& summand = in.defined() ? in : out;
+  const auto stride = summand_stride(*layout, layout_of(summand));
+  if (!stride || summand.scalar_type() != out.scalar_type()) return false;
+  const auto kind = [](const ScaledMatrix& matrix) -> int32_t {
+    switch (matrix.kind) {
+      case ScaledMatrix::Scales::one:
+        return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+      case ScaledMatrix::Scales::outer:
+        return CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+      case ScaledMatrix::Scales::of_32:
+        return CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+      case ScaledMatrix::Scales::of_128:
+        return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+      default:
+        return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    }
+  };
+  Product product{*layout,
+                  b.codes.const_data_ptr(),
+                  a.codes.const_data_ptr(),
+                  summand.const_data_ptr(),
+                  out.data_ptr(),
+                  *stride,
+                  data_type(b.codes.scalar_type()),
+                  data_type(a.codes.scalar_type()),
+                  data_type(out.scalar_type()),
+                  static_cast<float>(alpha),
+                  in.defined() ? 1.0f : 0.0f};
+  product.left_scales = b.scales.const_data_ptr(), product.right_scales = a.scales.const_data_ptr();
+  product.left_kind = kind(b), product.right_kind = kind(a);
+  const c10::cuda::CUDAGuard guard(out.device());
+  alert_not_deterministic(at::globalContext());
+  return multiply_and_add(product, out.device().index());
+#endif
+}
+
 bool gemm_epilogue(const at::Tensor& out, const at::Tensor& before, const at::Tensor& bias, const at::Tensor& a,
                    const at::Tensor& b, bool gelu_tanh) {
   const at::ScalarType dtype = out.scalar_type();
@@ -254,9 +330,11 @@ bool gemm_epilogue(const at::Tensor& out, const at::Tensor& before, const at::Te
   // the bias has one number per row of D, and D is the transpose of out
   if (!layout || !layout->left_is_b) return false;
   if (bias.defined() && bias.size(0) > 1 && bias.stride(0) != 1) return false;
-  Product product{*layout,         b.const_data_ptr(), a.const_data_ptr(), out.data_ptr(),
-                  out.data_ptr(),  layout->out_stride, data_type(dtype),   data_type(dtype),
-                  /*factor=*/1.0f, /*keep=*/0.0f};
+  Product product{*layout,          b.const_data_ptr(), a.const_data_ptr(),
+                  out.data_ptr(),   out.data_ptr(),     layout->out_stride,
+                  data_type(dtype), data_type(dtype),   data_type(dtype),
+                  /*factor=*/1.0f,
+                  /*keep=*/0.0f};
   product.epilogue = !gelu_tanh          ? CUBLASLT_EPILOGUE_BIAS
                      : !before.defined() ? bias.defined() ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU
                      : bias.defined()    ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS

@@ -1,12 +1,13 @@
 // A cuBLAS and a cuBLASLt in host memory, limited to the calls of the engine: products of 16-bit operands in float32,
-// and products with an epilogue. Calls that the real libraries reject fail; violated promises about strides or
-// alignments are reported as mistakes.
+// products with an epilogue, and products of codes of 8 bits. Calls that the real libraries reject fail; violated
+// promises about strides or alignments are reported as mistakes.
 #include <torch/csrc/utils/pybind.h>
 
 #include <cmath>
 #include <cstring>
 #include <functional>
 
+#include "../../../csrc/base/codes.h"
 #include "../../../csrc/compute/gemm/gemm.cpp"
 #include "../../../csrc/compute/gemm/gemm_cuda.cpp"
 #include "../../../csrc/compute/gemm/gemm_layout.cpp"
@@ -27,9 +28,39 @@ struct Matrix {
   int64_t rows, columns, stride;  // as stored, column-major
   cudaDataType type;
   bool transpose;
+  const void* scales = nullptr;
+  int32_t kind = 0;  // of scales
+  bool right = false;
+
+  bool eight_bits() const { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; }
+  // Of a code of an operand: cuBLAS guide, narrow precision data types usage.
+  float scale(int64_t outer, int64_t inner) const {
+    const auto* const each = static_cast<const float*>(scales);
+    const int64_t outers = transpose ? columns : right ? columns : rows, inners = transpose || right ? rows : columns;
+    switch (kind) {
+      case CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F:
+        return each[0];
+      case CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F:
+        return each[outer];
+      case CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F:
+        return each[outer + inner / 128 * outers];
+      case CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F:
+        return each[inner / 128 + outer / 128 * (((inners + 127) / 128 + 3) / 4 * 4)];
+      default: {
+        const auto* const exponents = static_cast<const uint8_t*>(scales);
+        return std::ldexp(1.0f, exponents[rtp::swizzled_place(outer, inner / 32, (inners + 31) / 32)] - 127);
+      }
+    }
+  }
 
   float at(int64_t row, int64_t column) const {
     const int64_t index = transpose ? column + row * stride : row + column * stride;
+    if (eight_bits()) {
+      const float code = type == CUDA_R_8F_E4M3
+                             ? static_cast<float>(static_cast<const c10::Float8_e4m3fn*>(data)[index])
+                             : static_cast<float>(static_cast<const c10::Float8_e5m2*>(data)[index]);
+      return code * (right ? scale(column, row) : scale(row, column));
+    }
     if (type == CUDA_R_16BF) return static_cast<const c10::BFloat16*>(data)[index];
     if (type == CUDA_R_16F) return static_cast<const c10::Half*>(data)[index];
     return static_cast<const float*>(data)[index];
@@ -79,6 +110,8 @@ struct Operation {
   void* aux = nullptr;
   int64_t aux_stride = 0;
   int32_t multiprocessors = 0;  // 0: all
+  const void *left_scales = nullptr, *right_scales = nullptr;
+  int32_t left_kind = 0, right_kind = 0;
 };
 struct Preference {
   uint64_t workspace = 0;
@@ -177,6 +210,14 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t operation, cu
       return take(mine.aux);
     case CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET:
       return take(mine.multiprocessors);
+    case CUBLASLT_MATMUL_DESC_A_SCALE_POINTER:
+      return take(mine.left_scales);
+    case CUBLASLT_MATMUL_DESC_B_SCALE_POINTER:
+      return take(mine.right_scales);
+    case CUBLASLT_MATMUL_DESC_A_SCALE_MODE:
+      return take(mine.left_kind);
+    case CUBLASLT_MATMUL_DESC_B_SCALE_MODE:
+      return take(mine.right_kind);
     case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD:
       return take(mine.aux_stride);
     default:
@@ -229,7 +270,23 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t operation, 
   called("cublasLtMatmul");
   if (world().controls.refuses_products) return CUBLAS_STATUS_NOT_SUPPORTED;
   const auto& mine = held<Operation>(operation);
-  const Matrix left = matrix(a, a_layout, mine.left), right = matrix(b, b_layout, mine.right);
+  Matrix left = matrix(a, a_layout, mine.left), right = matrix(b, b_layout, mine.right);
+  left.scales = mine.left_scales, left.kind = mine.left_kind;
+  right.scales = mine.right_scales, right.kind = mine.right_kind, right.right = true;
+  if (left.eight_bits() != (mine.left_scales != nullptr) || right.eight_bits() != left.eight_bits()) {
+    return CUBLAS_STATUS_INVALID_VALUE;
+  }
+  if (left.eight_bits()) {
+    if (!left.transpose || right.transpose || left.stride % 16 != 0 || right.stride % 16 != 0) {
+      return CUBLAS_STATUS_NOT_SUPPORTED;
+    }
+    if (left.type == CUDA_R_8F_E5M2 && right.type == CUDA_R_8F_E5M2) return CUBLAS_STATUS_NOT_SUPPORTED;
+    const auto wide = [](int32_t kind) {
+      return kind == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || kind == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    };
+    const bool alike = wide(left.kind) ? wide(right.kind) : left.kind == right.kind;
+    if (!alike) return CUBLAS_STATUS_INVALID_VALUE;
+  }
   const Matrix sum = matrix(c, c_layout, CUBLAS_OP_N), out = matrix(d, d_layout, CUBLAS_OP_N);
   const int64_t k = left.transpose ? left.rows : left.columns;
   if (k != (right.transpose ? right.columns : right.rows) || sum.rows != out.rows || sum.columns != out.columns ||
@@ -272,6 +329,13 @@ void bind_blas(pybind11::module_& m) {
   m.def("gemm_widening",
         [](const at::Tensor& out, const std::optional<at::Tensor>& in, const at::Tensor& a, const at::Tensor& b,
            double alpha) { rtp::gemm_to_wider(out, in.value_or(at::Tensor()), a, b, alpha); });
+  m.def("gemm_scaled",
+        [](const at::Tensor& out, const std::optional<at::Tensor>& in, const at::Tensor& a, const at::Tensor& of_a,
+           int kind_a, const at::Tensor& b, const at::Tensor& of_b, int kind_b, double alpha) {
+          using Scales = rtp::ScaledMatrix::Scales;
+          return rtp::gemm_scaled(out, in.value_or(at::Tensor()), {a, of_a, static_cast<Scales>(kind_a)},
+                                  {b, of_b, static_cast<Scales>(kind_b)}, alpha);
+        });
   m.def("gemm_epilogue",
         [](const at::Tensor& out, const std::optional<at::Tensor>& before, const std::optional<at::Tensor>& bias,
            const at::Tensor& a, const at::Tensor& b, bool gelu_tanh) {

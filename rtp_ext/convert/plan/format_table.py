@@ -88,7 +88,7 @@ def _alike(rows: Sequence[Any]) -> list[list[Any]]:
         form = (
             *map(_without_numbers, (row.name, row.tied_to or "", row.bundle or "")),
             *_looks(row),
-            *(row.group, row.slots_bytes, row.predicted_seconds),
+            *(row.group, row.apart, row.slots_bytes, row.predicted_seconds),
             row.held_bytes,
             row.reason,
         )
@@ -124,7 +124,8 @@ def _cells(rows: Sequence[Any]) -> tuple[str, list[str], str]:
     ways += [f"in {travels}"] * (travels != "-")
     if row.slots_bytes is not None:
         shards = f"{row.group} shards" if row.group > 1 else "1 shard"
-        ways.append(f"{shards} a product, slots of {_bytes(row.slots_bytes)}")
+        apart = f" ({row.apart})" if row.apart else ""
+        ways.append(f"{shards} a product{apart}, slots of {_bytes(row.slots_bytes)}")
     if row.predicted_seconds is not None:
         ways.append(f"predicted {row.predicted_seconds * 1e6:.0f} us forward and backward")
     return title, [held, sent, collective], "; ".join([moved, cut, *ways])

@@ -185,6 +185,7 @@ class ParameterPlan:
         wide: why a frozen weight is not stored in blocks, if `frozen` was given, or one is not multiplied in 8 bits, if
             `recipe` was.
         group: shards in a product, at most. None where it does not rotate, or sends rows.
+        apart: passes whose products have one shard although `group` is larger, and why: those of a recipe.
         slots_bytes: of the slots that its operation takes, which all operations of the ring share. None: as of group.
         predicted_seconds: of one forward and backward of its operation, by the route planner's model, for the largest
             number of tokens on any rank. None where that decides nothing: on CPUs, and before the first forward.
@@ -214,6 +215,7 @@ class ParameterPlan:
     reason: str | None
     wide: str | None = None
     group: int | None = None
+    apart: str | None = None
     slots_bytes: int | None = None
     predicted_seconds: float | None = None
 
@@ -405,6 +407,7 @@ class RotationPlan:
             reason=owned.reason,
             wide=owned.wide,
             group=group,
+            apart=_apart(module, owned, facts) if group and group > 1 else None,
             slots_bytes=slots or None,
             predicted_seconds=seconds,
         )
@@ -461,6 +464,15 @@ def _codes_bytes(module: ModulePlan, owned: Owned, facts: RingFacts) -> int:
         return 0
     rows, columns = ParameterFacts(owned.ring_shape, owned.dim).shard(facts.ranks, facts.rank)
     return recipe.memory(rows, columns, gpu=facts.device == "cuda")
+
+
+def _apart(module: ModulePlan, owned: Owned, facts: RingFacts) -> str | None:
+    """Returns in which passes products have one shard each, and why; None: in none."""
+    recipe = module.recipe_of(owned)
+    if recipe is None:
+        return None
+    whys = {late: recipe.apart(backward=late, gpu=facts.device == "cuda") for late in (False, True)}
+    return ", ".join(f"1 in {'backward' if late else 'forward'}: {why}" for late, why in whys.items() if why) or None
 
 
 def _added(row: ParameterPlan, sent: Traffic) -> ParameterPlan:

@@ -66,9 +66,9 @@ def pieces_of(to_come: str) -> frozenset[str]:
 
 def pieces_on(strategy: Strategy, group: Group, hosts: int) -> frozenset[str]:
     """Returns what plans on this ring may use. hosts: of two levels, else 1. Weights in another format have no
-    groups. Collectives are for groups of all shards (`Ring(collective=)`), on any number of hosts; codes of 8 bits have
-    no such groups in backward, and their gradients no halves; forward and backward have codes of their own, so that
-    none are kept."""
+    groups. Collectives are for groups of all shards (`Ring(collective=)`), on any number of hosts; most codes of 8 bits
+    have no such groups in backward, and their gradients no halves; forward and backward have codes of their own, so
+    that none are kept."""
     pieces = pieces_of(strategy.to_come)
     if hosts > 1 and "levels" not in pieces:
         pieces -= {"groups", "halves", "direct"}
@@ -111,7 +111,7 @@ class BlockPlan:
 
     Attributes:
         groups: shards per product, at most, of every operation in the order of forward. Codes of 8 bits have as many
-            in forward where they stack, and one in backward.
+            in a pass where they stack, else one.
         gradients: `chain`, `halves`, `direct` or `scatter` (`rtp_ext.cost.Operation`).
         ahead: blocks whose weights fit into the look-ahead; with collectives 0, one operation.
         kept: a block that is computed again keeps its weights for the backward that follows; None: none is.

@@ -17,7 +17,7 @@ from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.time.links import Group, hop_bytes_per_s, hop_s, taken_s
 from rtp_ext.planner.time.work import Product, product_s, traffic_s
-from rtp_ext.recipe_planes import Plane, Recipe
+from rtp_ext.recipe_planes import Plane
 
 if TYPE_CHECKING:
     from rtp_ext.observe.timeline import Lockstep
@@ -312,6 +312,9 @@ def codes_traffic(rotation: RotatedOperation, tokens: int, compute_bytes: int) -
     backward = made(recipe.gradients, outputs)
     for plane, features in zip(recipe.weight_gradient or (), (outputs, inputs), strict=False):
         backward += made(plane, features)
+    for product in ("dgrad", "wgrad"):  # codes of dy of several layers come side by side
+        alone = len([weight for weight in rotation.weights if not weight.is_bias]) == 1
+        backward += 2.0 * tokens * outputs * (recipe.joins(product, gpu=rotation.weights[0].gpu) and not alone)
     return made(recipe.tokens, inputs), backward + 2.0 * outputs * inputs * (recipe.backward is None)
 
 
@@ -340,16 +343,17 @@ def two_lanes(
     return wastes(tokens, outputs), wastes(tokens, inputs) or wastes(outputs, inputs)
 
 
-def products_of(rotation: RotatedOperation, joined: bool) -> list[Weight]:
-    """Returns the weight of every product. Adjacent matrices that multiply one input, cut by outputs, are one operand
-    where they are `joined`."""
+def products_of(rotation: RotatedOperation, joined: bool, product: str) -> list[Weight]:
+    """Returns the weight of every product of a kind, as of `Recipe.joins`. Adjacent matrices that multiply one input,
+    cut by outputs, are one operand where they are `joined`."""
     found: list[Weight] = []
     for weight in rotation.weights:
         last = found[-1] if found else None
         if weight.is_bias:
             continue
         same = joined and last is not None and len(weight.shape) == 2 and weight.shape[1:] == last.shape[1:]
-        if last is not None and same and weight.dim == last.dim == 0 and weight.recipe is None:
+        scaled = weight.recipe is not None and not weight.recipe.joins(product, gpu=weight.gpu)
+        if last is not None and same and weight.dim == last.dim == 0 and not scaled:
             found[-1] = dataclasses.replace(last, shape=(last.shape[0] + weight.shape[0], weight.shape[1]), frozen=None)
         else:
             found.append(weight)
@@ -382,13 +386,12 @@ def step_seconds(
     beside: as of `rtp_ext.cost.product_seconds`. shards: that a product has at once. joined: layers with one input are
     one operand."""
     of_inputs, of_weights = sums or (None, None)
-    matrices = products_of(rotation, joined)
     if rotation.kind == "embedding":  # rows are copied, or added
-        values = part * sum(tokens * weight.shape[1] for weight in matrices) / ranks
+        values = part * sum(tokens * weight.shape[1] for weight in rotation.weights) / ranks
         moved = traffic_s(4 * values, cluster, constants) + constants.kernel_s
         return {"forward": moved, "dgrad": 0.0, "wgrad": 2 * moved}
-    seconds = {"forward": 0.0, "dgrad": 0.0, "wgrad": 0.0}
-    for index, weight in enumerate(matrices):
+
+    def of(weight: Weight, kind: str) -> float:
         shape, experts = weight.shape, 1
         if len(shape) == 3:
             each, shape = -(-shape[0] // ranks), shape[1:]
@@ -396,37 +399,30 @@ def step_seconds(
         else:
             rows, cut = tokens, ranks
 
-        def held(size: int, cut: int = cut) -> int:
+        def held(size: int) -> int:
             return min(size, round(part * shards * -(-size // cut)))
 
         outputs, inputs = (shape[0], held(shape[1])) if weight.dim == 1 else (held(shape[0]), shape[1])
-        recipe, bytes_of = weight.recipe, (of_inputs, of_inputs, of_weights)
+        recipe, plain = weight.recipe, len(weight.shape) == 2
         product = Product("shard", rows, outputs, inputs, experts, 1 if recipe else element_bytes)
-        dgrad, wgrad = product.backward()
-        if recipe is not None:
-            bytes_of = scaled_sums(recipe, element_bytes, of_inputs, of_weights)
-            wgrad = wgrad if recipe.weight_gradient else dataclasses.replace(wgrad, element_bytes=element_bytes)
-        by_outputs = weight.dim == 0 and len(weight.shape) == 2
-        by_inputs = weight.dim == 1 and len(weight.shape) == 2
         ways: dict[str, Any] = {"cluster": cluster, "constants": constants, "beside": beside}
-        forward = product_s(product, **ways, result_bytes=bytes_of[0] if by_inputs or recipe else None)
-        more = constants.kernel_s if recipe else 0.0  # of the kernel that copies or adds
-        seconds["forward"] += forward + more
-        seconds["dgrad"] += more + product_s(dgrad, **ways, result_bytes=bytes_of[1] if by_outputs else None)
-        seconds["wgrad"] += more + product_s(wgrad, **ways, result_bytes=bytes_of[2])
-        hidden = rotation.kind == "bundle" and recompute and index < len(matrices) - 1
-        if hidden or (rotation.kind == "head" and recompute is not None):
-            seconds["dgrad"] += forward  # hidden slices or logits are computed again before their gradients
+        if kind == "forward" and recipe is not None:  # y is copied to its place
+            return product_s(product, **ways, result_bytes=3.0 * element_bytes) + constants.kernel_s
+        if kind == "forward":
+            return product_s(product, **ways, result_bytes=of_inputs if plain and weight.dim == 1 else None)
+        dgrad, wgrad = product.backward()
+        if kind == "dgrad":
+            return product_s(dgrad, **ways, result_bytes=of_inputs if plain and weight.dim == 0 else None)
+        if recipe is not None and recipe.weight_gradient is None:
+            wgrad = dataclasses.replace(wgrad, element_bytes=element_bytes)
+        return product_s(wgrad, **ways, result_bytes=of_weights)
+
+    seconds = {"forward": 0.0, "dgrad": 0.0, "wgrad": 0.0}
+    for kind in seconds:
+        matrices = products_of(rotation, joined, kind)
+        for index, weight in enumerate(matrices):
+            seconds[kind] += of(weight, kind)
+            hidden = rotation.kind == "bundle" and recompute and index < len(matrices) - 1
+            if kind == "dgrad" and (hidden or (rotation.kind == "head" and recompute is not None)):
+                seconds[kind] += of(weight, "forward")  # of hidden slices or logits, before their gradients
     return seconds
-
-
-def scaled_sums(
-    recipe: Recipe, compute_bytes: int, of_inputs: float | None, of_weights: float | None
-) -> tuple[float, float | None, float | None]:
-    """Returns the bytes that products of 8 bits move for each number of y, dx and dW. Each has a result of its own: y
-    in the compute dtype, others in float32 (csrc/ops/scaled_linear.cpp): y is copied to its place, the first dx is the
-    sum, and others are added to theirs; weight gradients of 16 bits are added in their product. of_inputs, of_weights:
-    of the sums, as of `step_seconds`."""
-    of_dx = of_inputs and (of_inputs if of_inputs <= 4 else 4.0 + 4.0 + of_inputs)
-    of_dw = of_weights if of_weights is None or recipe.weight_gradient is None else 4.0 + 4.0 + of_weights
-    return 3.0 * compute_bytes, of_dx, of_dw
