@@ -138,7 +138,7 @@ class BlockPlan:
             found = {"gradient_route": "direct"}
         if hosts == 1 and group.nodes > 1 and group.local > 1:
             found = {"route": "ring", **found}
-        if self.kept is not None and self.kept != (group.nodes > 1 or not group.reaches_all):
+        if self.kept is not None and self.kept != group.keeps_recomputed:
             found["keep_recomputed"] = self.kept
         if self.late != 1:
             found["late_gradients"] = self.late
@@ -184,34 +184,40 @@ def block_plans(
     pieces: frozenset[str],
     lean: bool,
     *,
-    again: bool = False,
+    keeps: tuple[bool | None, ...] = (None,),
     group: int = 0,
     collective: bool = False,
     slot_cap: int = SLOT_CAP,
 ) -> list[BlockPlan]:
-    """Returns the plans to choose from. lean: slots of one shard. Attention and MLP have groups of their own. again:
-    backward computes blocks again. group: as of `Strategy`. collective: plans with collectives alone, and slot_cap."""
-    keeps = [False, True] if again and "kept" in pieces else [None]
+    """Returns the plans to choose from. lean: slots of one shard. Attention and MLP have groups of their own. keeps:
+    what `kept` may be. group: as of `Strategy`. collective: plans with collectives alone, and slot_cap."""
+    not_kept = None if keeps == (None,) else False
     if collective:
         whole, count = (ranks,) * len(operations), len(operations)
         late = sorted({1, max(1, count - 1), count})
-        return [BlockPlan(whole, "scatter", 0, keep, True, each, slot_cap) for keep in keeps for each in late]
+        kept = dict.fromkeys((not_kept, *keeps))
+        return [BlockPlan(whole, "scatter", 0, keep, True, each, slot_cap) for keep in kept for each in late]
     if lean:
         return [BlockPlan((1,) * len(operations), "chain", 0)]
     bundles = any(each.bundle for each in operations)
     sizes = sorted({1, max(1, ranks // 4), ranks}) if "groups" in pieces else [1]
     sizes = [min(group, ranks)] if group and "groups" in pieces else sizes
     routes = ["chain", *(name for name in ("halves", "direct") if name in pieces)]
-    ahead = [(0, keeps[0]), *((1, keep) for keep in keeps if "ahead" in pieces)]
-    kept_by = {1, ranks}  # shards of a product: forward and backward have other groups in between
+
+    def ahead(shards: set[int]) -> list[tuple[int, bool | None]]:
+        if "ahead" not in pieces:
+            return [(0, not_kept)]
+        kept = keeps if shards <= {1, ranks} else (not_kept,)  # in between, forward and backward have other groups
+        return [(0, not_kept), *((1, keep) for keep in kept)]
+
     return [
         BlockPlan(
             tuple(mlp if each.bundle else attention for each in operations),
             *(route, *more),
             late=max(1, len(operations) - 1) if route == "direct" else 1,
         )
-        for attention, mlp, route, more in itertools.product(sizes, sizes if bundles else [1], routes, ahead)
-        if not more[1] or kept_by.issuperset({attention, mlp} if bundles else {attention})
+        for attention, mlp, route in itertools.product(sizes, sizes if bundles else [1], routes)
+        for more in ahead({attention, mlp})
     ]
 
 
@@ -283,7 +289,9 @@ def fastest_block(
     """Returns the fastest plan of `forwards` forwards and a backward whose buffers stay within `budget` bytes, else the
     smallest. others: as of `BlockTime.beside`. size: shards in a product as asked. collective: as of `block_plans`.
     last: as of `block_time`."""
-    ways: dict[str, Any] = {"again": forwards > 1, "group": size, "collective": collective}
+    ways: dict[str, Any] = {"group": size, "collective": collective}
+    if forwards > 1 and "kept" in pieces:
+        ways["keeps"] = (True,) if group.keeps_recomputed else (False, True)
     if collective:
         ways["slot_cap"] = _head_cap(operations, last, group.ranks, sizes)
     plans = block_plans(operations, group.ranks, pieces, lean, **ways)

@@ -47,6 +47,11 @@ class Group:
             return self.local == 1
         return self.cluster.peer_access and self.cluster.nccl_ring_bytes_per_s > WIRES["pcie"]
 
+    @property
+    def keeps_recomputed(self) -> bool:
+        """Whether a ring keeps weights for the backward by default: where hops cross a network or PCIe."""
+        return self.nodes > 1 or not self.reaches_all
+
 
 def ring_bytes_per_s(group: Group, constants: TimeConstants) -> float:
     """Returns the bus bandwidth of a ring: its slowest link. Across nodes every member uses its own network port.
