@@ -126,6 +126,7 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
     args.device = "cuda" if on_gpu else "cpu"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     file = "muon" if args.optimizer == "muon" else "lora" if args.lora else "hosts" if on_hosts else "compare"
+    file = "recompute" if args.model == "llama-again" else file
     if any(STRATEGIES[strategy].package is not None for strategy in args.strategies):
         file = "peers"
     complete_output(args, file, error, device)

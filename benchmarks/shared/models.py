@@ -105,11 +105,14 @@ class MLPStack(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama of the transformers package with random weights, as a language model with a loss."""
+    """A Llama of the transformers package with random weights, as a language model with a loss. recompute: backward
+    computes its blocks again."""
 
     causal_head = True
 
-    def __init__(self, *, layers: int, hidden: int, heads: int, kv_heads: int, inner: int, vocabulary: int) -> None:
+    def __init__(
+        self, *, layers: int, hidden: int, heads: int, kv_heads: int, inner: int, vocabulary: int, recompute: int = 0
+    ) -> None:
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -123,6 +126,9 @@ class Llama(nn.Module):
             use_cache=False,
         )
         self.model = LlamaForCausalLM(config)
+        self.computes_again = bool(recompute)
+        if recompute:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -224,6 +230,9 @@ def _language(
 
 _HEADS = ("kv_heads", "inner", "vocabulary")
 
+_TINY = {"layers": 2, "hidden": 1024, "heads": 16, "kv_heads": 8, "inner": 2816, "vocabulary": 4096}
+_OF_TINY = "Llama, 2 layers, hidden 1024, 16 heads, 8 kv heads, inner 2816, vocabulary 4096, seq 128"
+
 WORKLOADS = {
     "mlp": _mlp(4, 1024, 4096),
     "mlp-tiny": _mlp(2, 64, 192),
@@ -237,18 +246,8 @@ WORKLOADS = {
         heads=12,
         vocabulary=50257,
     ),
-    "llama-tiny": _language(
-        Llama,
-        "Llama, 2 layers, hidden 1024, 16 heads, 8 kv heads, inner 2816, vocabulary 4096, seq 128",
-        seq=128,
-        cut=_HEADS,
-        layers=2,
-        hidden=1024,
-        heads=16,
-        kv_heads=8,
-        inner=2816,
-        vocabulary=4096,
-    ),
+    "llama-tiny": _language(Llama, _OF_TINY, seq=128, cut=_HEADS, **_TINY),
+    "llama-again": _language(Llama, _OF_TINY + ", computed again", seq=128, cut=_HEADS, **_TINY, recompute=1),
     "llama-bytes": _language(
         Llama,
         "Llama, 2 layers, hidden 1024, 16 heads, 8 kv heads, inner 2816, vocabulary 256, seq 64",

@@ -84,8 +84,11 @@ def _rotate(**choices: Any) -> Callable[..., nn.Module]:
     return convert
 
 
-def _rotate_lean(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None, **ways: Any) -> nn.Module:
-    return _rotate()(model, rtp_ext.Ring(mesh, buffers="lean", **ways), policy)
+def _rotate_on(**options: Any) -> Callable[..., nn.Module]:
+    def convert(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None, **ways: Any) -> nn.Module:
+        return _rotate()(model, rtp_ext.Ring(mesh, **options, **ways), policy)
+
+    return convert
 
 
 def _shard(*, reshard: bool | None = None) -> Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy | None], nn.Module]:
@@ -143,7 +146,8 @@ STRATEGIES = {
     "rtp-inplace": Strategy(_rotate(in_place=True), follows_policy=True),
     "rtp-unbundled": Strategy(_rotate(bundle=False), follows_policy=True),
     "rtp-recompute": Strategy(_rotate(bundle="recompute"), follows_policy=True),
-    "rtp-lean": Strategy(_rotate_lean, follows_policy=True),
+    "rtp-lean": Strategy(_rotate_on(buffers="lean"), follows_policy=True),
+    "rtp-unkept": Strategy(_rotate_on(keep_recomputed=False), follows_policy=True),
     "rtp-fused": Strategy(_rotate(bundle="recompute", loss_head="fused"), follows_policy=True, language=True),
     "rtp-2rings": Strategy(_rotate_replicas, follows_policy=True, replicas=2),
     "fsdp2": Strategy(_shard(), follows_policy=True, muon="stock"),

@@ -21,6 +21,7 @@ NAMES = {  # of strategies, in tables and figures
     "rtp-exact": "rtp, unrounded",
     "rtp-ahead": "rtp, `prefetch=2`",  # of runs before look-ahead counted bytes
     "rtp-lean": "rtp, `buffers=lean`",
+    "rtp-unkept": "rtp, `keep_recomputed=False`",
     "rtp-flat": 'rtp, `route="ring"`',
     "rtp-inplace": "rtp, `in_place=True`",
     "rtp-unbundled": "rtp, `bundle=False`",

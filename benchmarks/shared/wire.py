@@ -126,7 +126,7 @@ def measure_sockets(place: Place, rate: str | None, times: int) -> Sockets:
     return Sockets(taken, max(taken, lost))
 
 
-_RINGS = ("rtp", "rtp-lean", "rtp-exact", "rtp-c10d", "rtp-unbundled", "rtp-gram", "rtp-whole")
+_RINGS = ("rtp", "rtp-lean", "rtp-unkept", "rtp-exact", "rtp-c10d", "rtp-unbundled", "rtp-gram", "rtp-whole")
 
 
 class Counter:
@@ -169,7 +169,9 @@ def closed_form(strategy: str, model: nn.Module, ranks: int, per_host: int = 1) 
     if strategy in (*_RINGS, "rtp-flat"):  # weights there and back
         if per_host > 1 and strategy != "rtp-flat":
             share = (ranks - per_host) / ranks
-        return share * (3 * whole - only_looked_up)  # no backward of indices reads weights
+        twice = strategy == "rtp-unkept" and getattr(model, "computes_again", False)
+        more = size(model.blocks.parameters()) if twice else 0  # for the forward that backward computes again
+        return share * (3 * whole - only_looked_up + more)  # no backward of indices reads weights
     if strategy == "ddp":
         return share * 2 * whole
     if strategy in ("fsdp2", "fsdp2-gathered"):  # parameters outside of blocks are gathered once
