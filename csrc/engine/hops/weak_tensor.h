@@ -30,8 +30,7 @@ class WeakTensor {
            offset_ == tensor.storage_offset() && options_.dtype() == tensor.dtype() &&
            tensor.sizes() == at::IntArrayRef(sizes_) && tensor.strides() == at::IntArrayRef(strides_);
   }
-  // Also where the memory has been freed, which may be so on one rank alone: the address of a storage is not used again
-  // while a weak pointer to it exists.
+  // Also of freed memory, which another rank may still hold: a weak pointer keeps the address from being used again.
   bool is(const WeakTensor& other) const {
     return storage_._unsafe_get_target() == other.storage_._unsafe_get_target() && offset_ == other.offset_ &&
            options_.dtype() == other.options_.dtype() && sizes_ == other.sizes_ && strides_ == other.strides_;
