@@ -165,6 +165,29 @@ def test_written_weights_and_other_orders(rank, ranks, ring, cases):
 
 
 @on_ranks(2, **ROOM)
+def test_storages_that_one_rank_holds(rank, ranks, ring):
+    """Where storages of shards are replaced, what is kept does not depend on which rank still holds the old ones."""
+    torch.manual_seed(0)
+    plain = Blocks().double()
+    model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=ring)
+    x = torch.randn(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected, held, sent = gradients_of(plain, x), [], []
+    for step in range(6):
+        keeps(ring, step < 3)
+        before = ring.bytes_sent("weight")
+        for ours, theirs in zip(gradients_of(model, x), expected, strict=True):
+            assert_same(ours, theirs, TOLERANCE, "gradient")
+        sent.append(ring.bytes_sent("weight") - before)
+        for parameter in model.parameters():
+            local = parameter.to_local().detach()
+            if rank == 0:
+                held.append(local.untyped_storage())
+            with torch.no_grad():
+                parameter._local_tensor.set_(local.clone())
+    assert sent[2] < sent[5], f"expected fewer bytes with kept weights, got {sent}"
+
+
+@on_ranks(2, **ROOM)
 def test_copies_of_the_local_shard(rank, ranks, ring):
     """With a cast, a copy of the local shard is an operand: made again, where its own product needs it."""
     torch.manual_seed(0)

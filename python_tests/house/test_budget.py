@@ -30,7 +30,7 @@ BUDGET = {
     "rtp_ext/planner": 9350,
     "rtp_ext/ring": 5794,
     "python_tests/convert": 7998,
-    "python_tests/engine": 3166,
+    "python_tests/engine": 3189,
     "python_tests/examples": 750,
     "python_tests/families": 3000,
     "python_tests/functional": 3434,

@@ -30,10 +30,10 @@ class WeakTensor {
            offset_ == tensor.storage_offset() && options_.dtype() == tensor.dtype() &&
            tensor.sizes() == at::IntArrayRef(sizes_) && tensor.strides() == at::IntArrayRef(strides_);
   }
+  // Also of freed memory, which another rank may still hold: a weak pointer keeps the address from being used again.
   bool is(const WeakTensor& other) const {
-    return storage_._unsafe_get_target() == other.storage_._unsafe_get_target() && !storage_.expired() &&
-           offset_ == other.offset_ && options_.dtype() == other.options_.dtype() && sizes_ == other.sizes_ &&
-           strides_ == other.strides_;
+    return storage_._unsafe_get_target() == other.storage_._unsafe_get_target() && offset_ == other.offset_ &&
+           options_.dtype() == other.options_.dtype() && sizes_ == other.sizes_ && strides_ == other.strides_;
   }
   // A tensor of this kind with other contents.
   at::Tensor like() const { return at::empty(sizes_, options_); }
