@@ -120,8 +120,6 @@ def test_products_of_codes_add_to_their_sums(sim_blas):
         of_a, of_b = left.scales, right.scales
         if kinds[1] == OUTER:
             of_b = of_b.expand(1, n).contiguous()
-        elif kinds[1] == OF_128X128:  # by columns of blocks, each of a multiple of four
-            of_b = torch.nn.functional.pad(of_b.t(), (0, -of_b.shape[0] % 4))
         b = right.codes if chosen.planes[-1].transposed else right.codes.t().contiguous().t()
         for given, alpha in ((None, 1.0), (before, 1.0), (before.clone(), 0.25)):
             out = before if given is before else torch.full((m, n), CANARY, dtype=dtype)
@@ -133,6 +131,35 @@ def test_products_of_codes_add_to_their_sums(sim_blas):
             rounding = {"atol": 1e-3, "rtol": 2.0**-8 if dtype == torch.bfloat16 else 1e-5}
             torch.testing.assert_close(out.double(), expected, **rounding)
             assert not torch.allclose(out.double(), expected + 0.1 * exact, **rounding), "control"
+
+
+def test_scales_of_slices_and_of_joined_shards(sim_blas):
+    """dW = dy^T x of shards in blocks along tokens, and y of shards whose scales lie without gaps. cuBLASLt takes no
+    strides of scales."""
+    chosen = recipe("float8_blockwise")
+    of_dy, of_x = chosen.weight_gradient
+    dy, x = random(384, 512, dtype=torch.float32, seed=1), random(384, 256, dtype=torch.float32, seed=2)
+    dy *= torch.arange(1, 385).unsqueeze(1)
+    whole, right = quantize(of_dy, dy, gpu=True), quantize(of_x, x, gpu=True)
+    part = slice(128, 384)
+    codes, scales = whole.codes[:, part].t(), whole.scales[:, part].t()
+    joined = torch.cat([scales[:128], scales[128:]])
+    exact = dequantized(whole)[:, part].t().double() @ dequantized(right).double()
+    for each in (scales, joined):
+        out = torch.empty(256, 256)
+        assert sim_blas.gemm_scaled(out, None, codes, each, OF_128, right.codes, right.scales, OF_128, 1.0)
+        torch.testing.assert_close(out.double(), exact, atol=1e-2, rtol=1e-5)
+        unread = each.as_strided(each.shape, (1, len(each)))
+        assert not torch.equal(unread, each), "control"
+    tokens, weight = quantize(chosen.tokens, x.t(), gpu=True), quantize(chosen.forward, dy.t(), gpu=True)
+    dense = weight.scales.contiguous()
+    assert dense.stride() != weight.scales.stride(), "control"
+    for each in (weight.scales, dense):
+        out = torch.empty(256, 512)
+        given = (weight.codes.t(), each.t(), OF_128X128)
+        assert sim_blas.gemm_scaled(out, None, tokens.codes, tokens.scales, OF_128, *given, 1.0)
+        exact = dequantized(tokens).double() @ dequantized(weight).double().t()
+        torch.testing.assert_close(out.double(), exact, atol=1e-2, rtol=1e-5)
 
 
 def test_products_of_codes_without_a_kernel(sim_blas):
