@@ -39,17 +39,10 @@ at::Tensor of_rows(const Codes& matrix) {
   return scales.narrow(0, 0, rows).flatten().contiguous().unsqueeze(1);
 }
 
-// The operand b of a product on a GPU, whose columns are contiguous.
-Codes in_columns(Codes b) {
-  if (b.codes.stride(0) == 1) return b;
-  b.codes = b.codes.view(at::kByte).t().contiguous().view(b.codes.scalar_type()).t();
-  if (b.block[0] == 128 && b.block[1] == 128 && b.scales.stride(0) != 1) {
-    const int64_t high = b.scales.size(0), wide = b.scales.size(1);
-    at::Tensor turned = at::empty({wide, (high + 3) / 4 * 4}, b.scales.options()).narrow(1, 0, high);
-    turned.copy_(b.scales.t());
-    b.scales = turned.t();
-  }
-  return b;
+// The codes of operand b of a product on a GPU, whose columns are contiguous.
+at::Tensor in_columns(const at::Tensor& codes) {
+  if (codes.stride(0) == 1) return codes;
+  return codes.view(at::kByte).t().contiguous().view(codes.scalar_type()).t();
 }
 
 ScaledMatrix::Scales kind_of(const Codes& matrix) {
@@ -61,14 +54,17 @@ ScaledMatrix::Scales kind_of(const Codes& matrix) {
 // The operands of a product as torch._scaled_mm and cuBLASLt take them.
 std::pair<ScaledMatrix, ScaledMatrix> operands(const Codes& a, const Codes& b) {
   const bool on_gpu = a.codes.is_cuda();
-  const Codes right = on_gpu ? in_columns(b) : b;
+  const at::Tensor right = on_gpu ? in_columns(b.codes) : b.codes;
   const at::Tensor left = on_gpu && a.codes.stride(1) != 1 ? a.codes.contiguous() : a.codes;
-  if (!by_rows(a) || !by_rows(b.t())) return {{left, a.scales, kind_of(a)}, {right.codes, right.scales, kind_of(b)}};
+  if (!by_rows(a) || !by_rows(b.t())) {
+    return {{left, laid_scales(a.scales, kind_of(a)), kind_of(a)},
+            {right, laid_scales(b.t().scales, kind_of(b)).t(), kind_of(b)}};
+  }
   using Scales = ScaledMatrix::Scales;
   if (a.scales.numel() == 1 && b.scales.numel() == 1) {
-    return {{left, a.scales, Scales::one}, {right.codes, b.scales, Scales::one}};
+    return {{left, a.scales, Scales::one}, {right, b.scales, Scales::one}};
   }
-  return {{left, of_rows(a), Scales::outer}, {right.codes, of_rows(b.t()).t(), Scales::outer}};
+  return {{left, of_rows(a), Scales::outer}, {right, of_rows(b.t()).t(), Scales::outer}};
 }
 
 }  // namespace

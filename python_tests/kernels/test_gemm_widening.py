@@ -8,7 +8,7 @@ import pytest
 import simulated_cuda
 import torch
 from code_reference import dequantized
-from reference import random
+from reference import differs, random
 from simulated_cuda import skip_without_headers
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -120,8 +120,6 @@ def test_products_of_codes_add_to_their_sums(sim_blas):
         of_a, of_b = left.scales, right.scales
         if kinds[1] == OUTER:
             of_b = of_b.expand(1, n).contiguous()
-        elif kinds[1] == OF_128X128:  # by columns of blocks, each of a multiple of four
-            of_b = torch.nn.functional.pad(of_b.t(), (0, -of_b.shape[0] % 4))
         b = right.codes if chosen.planes[-1].transposed else right.codes.t().contiguous().t()
         for given, alpha in ((None, 1.0), (before, 1.0), (before.clone(), 0.25)):
             out = before if given is before else torch.full((m, n), CANARY, dtype=dtype)
@@ -133,6 +131,37 @@ def test_products_of_codes_add_to_their_sums(sim_blas):
             rounding = {"atol": 1e-3, "rtol": 2.0**-8 if dtype == torch.bfloat16 else 1e-5}
             torch.testing.assert_close(out.double(), expected, **rounding)
             assert not torch.allclose(out.double(), expected + 0.1 * exact, **rounding), "control"
+
+
+def test_scales_of_slices_and_of_joined_shards(sim_blas):
+    """dW = dy^T x of shards in blocks along tokens, and y of shards whose scales lie without gaps. cuBLASLt takes no
+    strides of scales."""
+    chosen = recipe("float8_blockwise")
+    of_dy, of_x = chosen.weight_gradient
+    dy, x = random(384, 256, dtype=torch.float32, seed=1), random(384, 16, dtype=torch.float32, seed=2)
+    dy *= torch.arange(1, 385).unsqueeze(1)
+    whole, right = quantize(of_dy, dy, gpu=True), quantize(of_x, x, gpu=True)
+    part = slice(128, 192)
+    codes, scales = whole.codes[:, part].t(), whole.scales[:, part].t()
+    joined = torch.cat([scales[:32], scales[32:]])
+    exact = dequantized(whole)[:, part].t().double() @ dequantized(right).double()
+    for each in (scales, joined):
+        out = torch.empty(64, 16)
+        assert sim_blas.gemm_scaled(out, None, codes, each, OF_128, right.codes, right.scales, OF_128, 1.0)
+        torch.testing.assert_close(out.double(), exact, atol=0.1, rtol=1e-4)
+        read = each.as_strided(each.shape, (1, len(each)))
+        assert sim_blas.gemm_scaled(out, None, codes, read, OF_128, right.codes, right.scales, OF_128, 1.0)
+        assert differs(out.double(), exact, 0.01), "control: as they are read without a copy"
+    tokens = quantize(chosen.tokens, x.t().contiguous(), gpu=True)
+    weight = quantize(chosen.forward, dy.t().contiguous(), gpu=True)
+    dense = weight.scales.contiguous()
+    assert dense.stride() != weight.scales.stride(), "control"
+    for each in (weight.scales, dense):
+        out = torch.empty(16, 256)
+        given = (weight.codes.t(), each.t(), OF_128X128)
+        assert sim_blas.gemm_scaled(out, None, tokens.codes, tokens.scales, OF_128, *given, 1.0)
+        exact = dequantized(tokens).double() @ dequantized(weight).double().t()
+        torch.testing.assert_close(out.double(), exact, atol=0.1, rtol=1e-4)
 
 
 def test_products_of_codes_without_a_kernel(sim_blas):

@@ -62,6 +62,15 @@ void gemm(const at::Tensor& out, const at::Tensor& in, const at::Tensor& a, cons
   }
 }
 
+at::Tensor laid_scales(const at::Tensor& scales, ScaledMatrix::Scales kind) {
+  if (kind == ScaledMatrix::Scales::of_128) return scales.t().contiguous().t();
+  if (kind != ScaledMatrix::Scales::of_128x128) return scales;
+  const int64_t high = scales.size(0), wide = scales.size(1), stride = (wide + 3) / 4 * 4;
+  if ((wide == 1 || scales.stride(1) == 1) && (high == 1 || scales.stride(0) == stride)) return scales;
+  at::Tensor laid = at::empty({high, stride}, scales.options()).narrow(1, 0, wide);
+  return laid.copy_(scales);
+}
+
 ProductSum::ProductSum(int64_t rows, int64_t columns, at::TensorOptions operands)
     : sum_(at::empty({rows, columns},
                      operands.dtype(accumulation_dtype(c10::typeMetaToScalarType(operands.dtype()))))) {}

@@ -28,6 +28,10 @@ struct ScaledMatrix {
   Scales kind;
 };
 
+// Returns scales [blocks, blocks along what is summed] of an operand as they lie for torch._scaled_mm and cuBLASLt,
+// which takes no strides of them: themselves or a copy, as of a slice.
+at::Tensor laid_scales(const at::Tensor& scales, ScaledMatrix::Scales kind);
+
 // gemm() for operands of 8 bits on a GPU, in one call of cuBLASLt: the sum is kept in float32, `out` and `in` have one
 // of 16 bits or float32. Returns false, without side effects, where cuBLASLt has no kernel.
 bool gemm_scaled(const at::Tensor& out, const at::Tensor& in, const ScaledMatrix& a, const ScaledMatrix& b,

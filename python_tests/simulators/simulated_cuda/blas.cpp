@@ -332,9 +332,10 @@ void bind_blas(pybind11::module_& m) {
   m.def("gemm_scaled",
         [](const at::Tensor& out, const std::optional<at::Tensor>& in, const at::Tensor& a, const at::Tensor& of_a,
            int kind_a, const at::Tensor& b, const at::Tensor& of_b, int kind_b, double alpha) {
-          using Scales = rtp::ScaledMatrix::Scales;
-          return rtp::gemm_scaled(out, in.value_or(at::Tensor()), {a, of_a, static_cast<Scales>(kind_a)},
-                                  {b, of_b, static_cast<Scales>(kind_b)}, alpha);
+          const auto [left, right] =
+              std::pair(static_cast<rtp::ScaledMatrix::Scales>(kind_a), static_cast<rtp::ScaledMatrix::Scales>(kind_b));
+          return rtp::gemm_scaled(out, in.value_or(at::Tensor()), {a, rtp::laid_scales(of_a, left), left},
+                                  {b, rtp::laid_scales(of_b.t(), right).t(), right}, alpha);
         });
   m.def("gemm_epilogue",
         [](const at::Tensor& out, const std::optional<at::Tensor>& before, const std::optional<at::Tensor>& bias,
