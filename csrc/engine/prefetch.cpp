@@ -9,6 +9,8 @@
 namespace rtp {
 namespace {
 
+constexpr int64_t kSlotsOfPass = 4;
+
 // Nothing if it is not known.
 std::optional<int64_t> version_of(const std::vector<c10::VariableVersion>& watched, size_t parameter) {
   return parameter < watched.size() ? std::optional<int64_t>(watched[parameter].current_version()) : std::nullopt;
@@ -65,11 +67,14 @@ void Prefetcher::plan_kept(std::vector<Record>& passes) const {
     bytes[begin] = static_cast<int64_t>(from.schedule->contents.size()) * from.sizes.slot;
     forwards.erase(forward);
   }
-  int64_t kept = 0;
+  // beside those that are kept: what is ahead, and the slots of the pass that runs
+  const int64_t most = ring_.transport->most_slots() - LookAhead::kMostSlots - kSlotsOfPass;
+  int64_t kept = 0, slots = 0;
   for (size_t position = 0; position < passes.size(); ++position) {
-    if (passes[position].keeping == Keeping::takes) kept -= bytes[position];
-    if (ends[position] == 0 || kept + bytes[position] > look_ahead_.kept()) continue;
-    kept += bytes[position];
+    const auto contents = static_cast<int64_t>(passes[position].schedule->contents.size());
+    if (passes[position].keeping == Keeping::takes) kept -= bytes[position], slots -= contents;
+    if (ends[position] == 0 || kept + bytes[position] > look_ahead_.kept() || slots + contents > most) continue;
+    kept += bytes[position], slots += contents;
     passes[position].keeping = Keeping::keeps;
     passes[ends[position]].keeping = Keeping::takes;
     bytes[ends[position]] = bytes[position];
@@ -118,14 +123,15 @@ Prefetcher::Keeping Prefetcher::planned(const Record& record) const {
 }
 
 void Prefetcher::end(std::unique_ptr<PassWeights> weights) {
-  Kept kept = *std::exchange(keeping_, std::nullopt);
-  kept.weights = std::move(weights);
-  kept_.push_back(std::move(kept));
+  auto kept = keeping_.extract(weights.get());
+  if (kept.empty()) return weights->give_back();  // another phase has begun
+  kept.mapped().weights = std::move(weights);
+  kept_.push_back(std::move(kept.mapped()));
 }
 
 void Prefetcher::drop_kept() {
   for (Kept& kept : kept_) kept.weights->give_back();
-  kept_.clear();
+  kept_.clear(), keeping_.clear();
 }
 
 Prefetcher::Record Prefetcher::record_of(const Schedule& schedule, const std::optional<ShardBundle>& weight,
@@ -183,7 +189,7 @@ std::unique_ptr<PassWeights> Prefetcher::begin(const Schedule& schedule, std::op
   }
   if (record.keeping == Keeping::keeps) {
     weights->keep();
-    keeping_ = {nullptr, record, versions_of(record.watched)};
+    keeping_.insert_or_assign(weights.get(), Kept{nullptr, record, versions_of(record.watched)});
   }
   if (known && history().size() == 0) {
     if (!context_.backward) turns_ = turned_;

@@ -135,7 +135,7 @@ class Prefetcher {
   std::deque<Pending> pending_;                   // the next passes, in order
   bool keeps_ = false;
   std::deque<Kept> kept_;
-  std::optional<Kept> keeping_;  // the pass that runs, if it will keep its weights
+  std::map<const PassWeights*, Kept> keeping_;  // the passes that run and will keep their weights, one in another
   int64_t sent_ = 0;
   int64_t used_ = 0;
 };

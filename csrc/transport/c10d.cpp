@@ -17,7 +17,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-constexpr size_t kMaxTensors = 8;  // maximum per hop
+constexpr size_t kMaxTensors = 12;  // maximum per hop
 
 // The collectives by their names in torch before 2.14, where it has no others.
 template <typename ProcessGroup>

@@ -76,6 +76,7 @@ class Checked : public CheckedTransport {
   bool sends_anywhere() const override { return inner_->sends_anywhere(); }
   bool receives_anywhere() const override { return inner_->receives_anywhere(); }
   size_t most_tensors() const override { return inner_->most_tensors() - 1; }
+  int64_t most_slots() const override { return inner_->most_slots(); }
 
   void flip(Channel channel, int64_t number) override { flipped_[static_cast<size_t>(channel)] = number; }
 

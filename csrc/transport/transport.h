@@ -171,6 +171,8 @@ class Transport {
   virtual bool receives_anywhere() const { return true; }
   // The maximum number of tensors per hop.
   virtual size_t most_tensors() const { return std::numeric_limits<size_t>::max(); }
+  // The maximum number of slots of a channel.
+  virtual int64_t most_slots() const { return std::numeric_limits<int64_t>::max(); }
 
   // Aborts: ends all waits here and at the neighbours, and drops the connections. Idempotent.
   virtual void abort(const std::string& reason) noexcept = 0;

@@ -111,9 +111,9 @@ def test_persistent_bytes_are_divided_by_the_ranks(rank, ranks):
 
 
 def _transient_slots(rank, ranks, transport, in_place):
-    """Slots that training leases, for models of 2 and of 4 blocks: the same number, each of the largest shard."""
+    """Slots that training leases, for models of 3 and of 6 blocks: the same number, each of the largest shard."""
     found = []
-    for blocks in (2, 4):
+    for blocks in (3, 6):
         model = rtp_ext.fully_rotate(
             make_model(torch.float32, blocks=blocks), transport=transport, route="ring", in_place=in_place
         )

@@ -91,6 +91,22 @@ def test_parity(rank, ranks, cases):
                         check(rank, ranks, ring, name, dtype)
 
 
+@on_ranks(2)
+def test_three_layers_with_biases(rank, ranks, cases):
+    """Weights, biases and scales are nine tensors that travel together, and a checksum."""
+    dtype = torch.float32
+    weights = [random(64, 64, dtype=dtype, seed=seed) for seed in range(3)]
+    biases = [random(64, dtype=dtype, seed=seed) for seed in range(3, 6)]
+    x = random(5, 64, dtype=dtype, seed=10 + rank)
+    for options in ({"transport": "shm"}, {"transport": "tcp"}, {"transport": "c10d"}, {"checksum": True}):
+        with cases.case(f"{options}"), rtp_ext.Ring(timeout=30.0, **options) as ring:
+            mine = [[chunk(whole, ranks, rank).clone() for whole in wholes] for wholes in (weights, biases)]
+            found = rotated_linears([x], *mine, ring=ring, recipe="float8_rowwise")
+            without = rotated_linears([x], mine[0], [None] * 3, ring=ring, recipe="float8_rowwise")
+            for y, plain, bias in zip(found, without, biases, strict=True):
+                assert torch.equal(y, plain + bias)
+
+
 @on_ranks([2, 3, 4])
 def test_groups_in_backward(rank, ranks, cases):
     """Of the recipe whose backward plane stacks; also where one output has no gradient."""

@@ -142,6 +142,7 @@ def test_ranks_compare_every_option(monkeypatch):
         "timeout": timedelta(seconds=1),
         "slot_cap": 1,
         "prefetch": 0,
+        "keep_recomputed": True,
         "gradient_halves": False,
         "late_gradients": 1,
         "gradient_route": "direct",

@@ -108,6 +108,7 @@ class CopyEngineTransport : public CeTransport {
     return flags_->raised();
   }
 
+  int64_t most_slots() const override { return PeerFlags::kSlots; }
   at::Tensor allocate(Channel channel, int64_t bytes) override {
     const DeviceScope scope(device_);
     check();

@@ -74,6 +74,7 @@ class Composite : public CompositeTransport {
   bool sends_anywhere() const override { return inner_->sends_anywhere() && outer_->sends_anywhere(); }
   bool receives_anywhere() const override { return inner_->receives_anywhere() && outer_->receives_anywhere(); }
   size_t most_tensors() const override { return std::min(inner_->most_tensors(), outer_->most_tensors()); }
+  int64_t most_slots() const override { return inner_->most_slots(); }
 
   void abort(const std::string& reason) noexcept override {
     inner_->abort(reason);

@@ -16,7 +16,7 @@ namespace rtp {
 
 using Clock = HostClock;
 
-inline constexpr size_t kMaxTensors = 8;
+inline constexpr size_t kMaxTensors = 12;
 inline constexpr uint32_t kDepth = kMailboxDepth;  // maximum receives posted to one peer and channel at a time
 
 // The target of a message: offsets into a segment of the receiver.

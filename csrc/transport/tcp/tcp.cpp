@@ -24,7 +24,7 @@ namespace {
 
 using Clock = HostClock;
 
-constexpr size_t kMaxTensors = 8;  // maximum per hop
+constexpr size_t kMaxTensors = 12;  // maximum per hop
 constexpr uint64_t kMagic = 0x706f6820'70747230;
 constexpr auto kLongest = std::chrono::hours(24 * 365);  // maximum timeout
 
@@ -35,7 +35,7 @@ struct Header {
   uint64_t parts = 0;
   HopToken token;
 };
-static_assert(sizeof(Header) == 256);
+static_assert(sizeof(Header) == 288);
 
 enum class Direction : size_t { out, in };
 
