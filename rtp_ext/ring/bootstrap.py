@@ -98,12 +98,17 @@ def agree_on(options: RingOptions, ring: Communicator) -> str:
     return tokens[0]
 
 
-def late_passes(options: RingOptions, device: torch.device, transport: str) -> int:
+def late_passes(options: RingOptions, device: torch.device, transport: str, tensor_parallel: bool = False) -> int:
     """Returns the number of operations whose gradients may still be arriving while a backward continues."""
     if options.late_gradients is not None:
+        if tensor_parallel and options.late_gradients > 1:  # which compare gradients in an order that differs then
+            raise ValueError(
+                "Ring: expected late_gradients 0, 1 or None with tensor parallelism, whose ranks compare gradients in "
+                f"the order of backward, got {options.late_gradients}"
+            )
         return options.late_gradients
     if device.type == "cpu":
-        return 2 if transport in NETWORKED else 0
+        return 0 if transport not in NETWORKED else 1 if tensor_parallel else 2
     return int(options.graphs == "off" and options.buffers != "lean")
 
 

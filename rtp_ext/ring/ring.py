@@ -236,7 +236,7 @@ class Ring:
         runner: type[OpRunner] = OpRunner,
     ) -> None:
         """Creates the executor and the fields that use it."""
-        late = late_passes(options, ring.device, connection.name)
+        late = late_passes(options, ring.device, connection.name, self.tensor_mesh is not None)
         ring.executor = executor = make_executor(ring, options, connection, late)
         self.options, self.token = dataclasses.replace(options, late_gradients=late), token
         self.rank, self.size, self.device, self.timeout = ring.rank, ring.size, ring.device, options.timeout
