@@ -28,7 +28,7 @@ BUDGET = {
     "rtp_ext/outer": 3660,
     "rtp_ext/parameters": 2420,
     "rtp_ext/planner": 9350,
-    "rtp_ext/ring": 5794,
+    "rtp_ext/ring": 5799,
     "python_tests/convert": 7999,
     "python_tests/engine": 3189,
     "python_tests/examples": 750,
