@@ -234,6 +234,8 @@ class Rank:
             self.hoard.clear()
             self.told["trace"] = traceback.format_exc()[-3000:]
             error.__traceback__ = None
+        # Autograd keeps the nodes that were ready in a failed backward, and they the ring, until this thread's next one.
+        torch.ones((), requires_grad=True).backward()
         gc.collect()
         self.told["descriptors"] = len(os.listdir("/proc/self/fd")) - before
         self.told["threads"] = len(os.listdir("/proc/self/task"))
