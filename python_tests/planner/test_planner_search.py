@@ -47,7 +47,7 @@ def test_llama_405b_on_1024_gpus_within_five_seconds_of_one_core():
     model, cluster = ModelSpec.preset("llama-3-405b"), Cluster.preset("h100-80gb", gpus=1024)
     start = time.process_time()
     plans = search(model, cluster, global_batch=2048, seq=8192)
-    assert time.process_time() - start < 7.0
+    assert time.process_time() - start < 5.0
     assert len(plans) == 10
     for plan in plans:
         assert plan.strategy.gpus == 1024 and plan.memory.verdict == "fits" and plan.memory.global_batch == 2048

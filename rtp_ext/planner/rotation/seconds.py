@@ -95,6 +95,7 @@ class RotationTime:
     simulated: tuple[tuple[Lockstep, Mapping[str, float]], ...] = ()
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def rotation_seconds(
     rotation: RotatedOperation,
     tokens: int,
