@@ -159,7 +159,7 @@ class RingOptions:
             on GPUs those of linear layers and MLPs where a gradient hop outlasts a dgrad. Not on route two-level.
         late_gradients: how many layers' gradients may still be arriving while a backward goes on to the layers before;
             each layer keeps its gradient slots until then. None: 2 where hops cross a network (a CPU ring over `tcp` or
-            `c10d`); on GPUs 1, but for `buffers='lean'` and graphs; else 0.
+            `c10d`); on GPUs 1, but for `buffers='lean'` and graphs; else 0. With tensor parallelism at most 1.
         travel: the dtype in which weights travel: None (the compute dtype), `bfloat16`, or `int8` (rounded to the
             nearest of 255 values in blocks of 128 numbers, each with a float32 scale: 1.03 bytes a number). The owner
             rounds once. Every rank, the owner included, dequantizes the weights before it computes, so that all

@@ -225,7 +225,7 @@ void Prefetcher::look_ahead(PassWeights& current, const PassHandle& pass, int po
     return record ? std::pair(record->schedule, sizes_of(*record))
                   : std::pair<const Schedule*, WeightSizes>(nullptr, {});
   };
-  look_ahead_.run(current, position, pending_, next, [&](size_t later) {
+  look_ahead_.run(current, position, history().remaining(), pending_, next, [&](size_t later) {
     open(later);
     post_from(*pending_.back().weights);
   });

@@ -162,7 +162,10 @@ class LookAhead {
     const int64_t slot = std::max(sizes.slot, sizes.staged);
     const int64_t received = contents + (sizes.staged > 0 ? 1 : 0);
     const int64_t fewest = schedule.options.group > 1 ? 1 : kFewestSlots;
-    if (contents > 0) largest_ = std::max(largest_, std::max(received, fewest) * slot);
+    if (contents > 0) {
+      received_ = std::max(received_, received * slot);
+      largest_ = std::max({largest_, received_, fewest * slot});
+    }
     slot_ = std::max(slot_, slot);
     int64_t others = schedule.options.apart ? static_cast<int64_t>(schedule.gradient_slots.size()) * gradient : 0;
     if (schedule.options.group > 1) others += static_cast<int64_t>(schedule.weight_slots.size()) * sizes.slot;
@@ -172,18 +175,20 @@ class LookAhead {
 
   // Called before the product at `position` of `current`. `pending`: the passes that are ahead, in order, with their
   // `weights`. Beyond them, `next(count)` returns the schedule and sizes of the `count`-th pass after `current`, or
-  // a null pointer where none is expected, and `open(count)` appends it to `pending`.
+  // a null pointer where none is expected, and `open(count)` appends it to `pending`. The first `certain` of these
+  // passes belong to this phase; the others follow only if a backward does, and do without the minimum of slots.
   template <typename Pending, typename Next, typename Open>
-  void run(WeightMoves& current, int position, Pending& pending, Next&& next, Open&& open) {
+  void run(WeightMoves& current, int position, size_t certain, Pending& pending, Next&& next, Open&& open) {
     ++time_;
     if (!on_) return;
     int ahead = current.ahead_of(position);
     for (const auto& each : pending) ahead += each.weights->ahead_of(-1);
+    int64_t most = bytes();
     const auto fits = [&](const Schedule& schedule, int need, bool other) {
       if (need == 0) return true;
       const bool left = other && ahead == 0 && current.done() && current.slots() <= 1;
       if (left && schedule.weight_slots.front() == 1) return true;
-      return (ahead + need) * slot_ <= bytes() && ahead + need <= kMostSlots;
+      return (ahead + need) * slot_ <= most && ahead + need <= kMostSlots;
     };
     const auto make_all = [&](WeightMoves& pass, bool other) {
       while (!pass.done()) {
@@ -196,6 +201,7 @@ class LookAhead {
     };
     if (!make_all(current, false)) return;
     for (size_t count = 0;; ++count) {
+      if (count >= certain && !bytes_) most = received_;
       if (count == pending.size()) {
         const auto [schedule, sizes] = next(count);
         if (schedule == nullptr || !fits(*schedule, WeightMoves::first_need(*schedule, sizes), true)) return;
@@ -208,7 +214,7 @@ class LookAhead {
  private:
   bool on_ = false;
   std::optional<int64_t> bytes_ = 0;
-  int64_t largest_ = 0, others_ = 0, slot_ = 0;  // bytes: see bytes(); of the largest slot
+  int64_t received_ = 0, largest_ = 0, others_ = 0, slot_ = 0;  // bytes: see bytes(); of the largest slot
   int64_t time_ = 0;
 };
 

@@ -35,7 +35,7 @@ def test_like_one_process():
     for counted in run_ranks(_trains, 4, [((2, 2), possible(SCHEDULES, SCHEDULES))]):
         for (schedule, index), (weights, gradients, sent, used, _) in counted.items():
             # The first backward of a step comes where the step before had more forwards, and the last the other way.
-            assert 0.85 * sent < used <= sent, f"{schedule}, stage {index}: {used} of {sent} hops sent ahead were used"
+            assert 0.9 * sent < used <= sent, f"{schedule}, stage {index}: {used} of {sent} hops sent ahead were used"
             if schedule != ScheduleInterleavedZeroBubble.__name__:
                 continue
             at_once = counted[ScheduleInterleaved1F1B.__name__, index]

@@ -47,6 +47,8 @@ class PassHistory {
   }
   // Returns a pass of the newest phase; null if it had fewer.
   const Record* recorded(size_t position) const { return position < now_.size() ? &now_[position] : nullptr; }
+  // Returns how many passes are left of a phase that is expected.
+  size_t remaining() const { return last_.size() - now_.size(); }
   // The passes of the newest phase, and of the one before.
   std::vector<Record>& newest() { return now_; }
   std::vector<Record>& previous() { return last_; }
