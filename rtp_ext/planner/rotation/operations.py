@@ -98,8 +98,8 @@ class RotatedOperation:
     gradients need intermediate results of their input gradients) or `head` (vocabulary head and loss in one).
     input_gradient: whether backward computes one; the first layer of a model does not.
     shared: an earlier operation has the same weights (a tied head); they count once among the states.
-    parts: of experts that are divided over so many ranks, of which `weights` are those of one: they rotate over a ring
-        of ranks / parts.
+    parts: number of parts that experts are divided into. `weights` belong to one part, whose ring has ranks / parts
+        ranks.
     """
 
     kind: str
