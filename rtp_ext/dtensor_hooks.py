@@ -126,8 +126,12 @@ def _patch_rules() -> None:
 
     def read(self: Any) -> dict:
         rules: dict = vars(self)[name]
-        without = _suspended.operators
-        return {key: rule for key, rule in rules.items() if key not in without} if without else rules
+        if not _suspended.operators:
+            return rules
+        rules = rules.copy()  # hashes no operator again, which takes longer than most operators of an optimizer
+        for operator in _suspended.operators:
+            rules.pop(operator, None)
+        return rules
 
     def write(self: Any, rules: dict) -> None:
         vars(self)[name] = rules
