@@ -192,7 +192,7 @@ std::unique_ptr<PassWeights> Prefetcher::begin(const Schedule& schedule, std::op
     keeping_.insert_or_assign(weights.get(), Kept{nullptr, record, versions_of(record.watched)});
   }
   if (known && history().size() == 0) {
-    if (!context_.backward) turns_ = turned_;
+    if (!context_.backward) turns_ = turned_ ? turns_ + 1 : 0;
     turned_ = context_.backward;
   }
   if (known) {
@@ -207,7 +207,7 @@ std::unique_ptr<PassWeights> Prefetcher::begin(const Schedule& schedule, std::op
 Prefetcher::Upcoming Prefetcher::upcoming(size_t later) const {
   const PassHistory<Record>& now = histories_[context_.backward ? 1 : 0];
   Upcoming found{now.upcoming(context_.phase, later), std::nullopt};
-  if (look_ahead_.bytes() > 0 && !context_.backward && turns_) {
+  if (look_ahead_.bytes() > 0 && !context_.backward && turns_ > 0) {
     found.position = now.beyond(context_.phase, later);
     if (found.position) found.record = histories_[1].recorded(*found.position);
   }
@@ -225,7 +225,7 @@ void Prefetcher::look_ahead(PassWeights& current, const PassHandle& pass, int po
     return record ? std::pair(record->schedule, sizes_of(*record))
                   : std::pair<const Schedule*, WeightSizes>(nullptr, {});
   };
-  look_ahead_.run(current, position, history().remaining(), pending_, next, [&](size_t later) {
+  look_ahead_.run(current, position, history().remaining(), turns_, pending_, next, [&](size_t later) {
     open(later);
     post_from(*pending_.back().weights);
   });

@@ -131,8 +131,7 @@ class Walk {
       const auto found = left();
       for (const size_t phase : {0, 1}) {
         for (size_t index = 0; index < passes_[phase].size(); ++index) {
-          const size_t certain = passes_[phase].size() - index - 1;
-          run(passes_[phase][index], round > 0, certain, [&](size_t ahead) { return next(phase, index + 1 + ahead); });
+          run(passes_[phase][index], round > 0, [&](size_t ahead) { return next(phase, index + 1 + ahead); });
         }
         finish_all_but(0);
       }
@@ -252,9 +251,9 @@ class Walk {
   }
 
   // `expected`: hops are posted ahead. `next(ahead)`: returns the pass that comes `ahead` passes after the next one;
-  // null if there is none. `certain`: see LookAhead.
+  // null if there is none.
   template <typename Next>
-  void run(const PassSize& pass, bool expected, size_t certain, Next&& next) {
+  void run(const PassSize& pass, bool expected, Next&& next) {
     std::unique_ptr<SizedWeights> weights;
     if (ahead_.empty()) {
       weights = std::make_unique<SizedWeights>(weights_, pass);
@@ -281,7 +280,7 @@ class Walk {
         const auto open = [&](size_t count) {
           ahead_.push_back({std::make_unique<SizedWeights>(weights_, *next(count))});
         };
-        look_ahead_.run(*weights, position, certain, ahead_, sizes, open);
+        look_ahead_.run(*weights, position, 0, LookAhead::kManyTurns, ahead_, sizes, open);
       } else if (step.action != Action::compute && step.channel == Channel::weight && !weights->made(position)) {
         weights->make(look_ahead_.time());
       }

@@ -148,6 +148,9 @@ class LookAhead {
   static constexpr int kMostSlots = 32;
   // What the largest pass receives in a ring of two is half a block at most, and other hops wait for it.
   static constexpr int64_t kFewestSlots = 3;
+  // After so many forwards in a row that a backward followed, one more is taken for certain: of pipelines, which have
+  // others, few stages get so far, and they then waste few hops.
+  static constexpr int kManyTurns = 8;
 
   // `bytes`: together with the slots of groups, and of contributions that arrive apart, of any pass so far; nothing:
   // what the largest pass so far receives, or kFewestSlots slots of one shard.
@@ -176,9 +179,10 @@ class LookAhead {
   // Called before the product at `position` of `current`. `pending`: the passes that are ahead, in order, with their
   // `weights`. Beyond them, `next(count)` returns the schedule and sizes of the `count`-th pass after `current`, or
   // a null pointer where none is expected, and `open(count)` appends it to `pending`. The first `certain` of these
-  // passes belong to this phase; the others follow only if a backward does, and do without the minimum of slots.
+  // passes belong to this phase; the others follow only if a backward does. They do without the minimum of slots,
+  // except after kManyTurns (`turns`: forwards in a row that a backward followed).
   template <typename Pending, typename Next, typename Open>
-  void run(WeightMoves& current, int position, size_t certain, Pending& pending, Next&& next, Open&& open) {
+  void run(WeightMoves& current, int position, size_t certain, int turns, Pending& pending, Next&& next, Open&& open) {
     ++time_;
     if (!on_) return;
     int ahead = current.ahead_of(position);
@@ -201,7 +205,7 @@ class LookAhead {
     };
     if (!make_all(current, false)) return;
     for (size_t count = 0;; ++count) {
-      if (count >= certain && !bytes_) most = received_;
+      if (count >= certain && turns < kManyTurns && !bytes_) most = received_;
       if (count == pending.size()) {
         const auto [schedule, sizes] = next(count);
         if (schedule == nullptr || !fits(*schedule, WeightMoves::first_need(*schedule, sizes), true)) return;

@@ -228,6 +228,25 @@ def test_the_look_ahead_in_bytes(route):
     assert most == {"auto": (3, 1), "lean": (1, 1), 64: (1, 1), 130: (2, 1), 320: (5, 2), 639: (9, 3)}
 
 
+def test_hops_into_a_backward():
+    """Three slots only once eight forwards in a row had a backward, and then until one has none."""
+    ring = rtp_ext.Ring.emulated(2)
+    model = rtp_ext.fully_rotate(nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))), mesh=ring, bundle=False)
+    x = torch.randn(3, 8, requires_grad=True)
+
+    def across():
+        """The most shards of the backward that were posted before a product of the forward."""
+        with ring.trace() as trace:
+            model(x).sum().backward()
+        ahead = list(_ahead(trace.events))
+        forward = {now for now, _ in ahead[: len(ahead) // 2]}
+        return max(len([number for number in numbers if number not in forward]) for _, numbers in ahead[:10])
+
+    assert [across() for _ in range(11)] == [0, *[1] * 7, *[3] * 3]
+    model(x)
+    assert [across() for _ in range(2)] == [0, 1]
+
+
 GROUPED = (  # routes, groups and bytes that are ahead; of one group, whole layers are
     {"route": "ring", "group": 2},
     {"route": "direct", "group": 3, "buffers": 10000},

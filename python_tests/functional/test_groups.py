@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from grids import few
 from harness import on_ranks
-from live_bytes import assert_pool
+from live_bytes import STEADY, assert_pool
 from operation_checks import EXACT, check_controls, check_frozen, check_pass, train
 from operations.bundles import make_experts, make_head, make_mlp
 from operations.layers import make_linear
@@ -234,7 +234,7 @@ def test_the_pool_is_the_footprint():
             narrow = {"param_dtype": dtype, "reduce_dtype": dtype} if dtype != torch.float32 else {}
             policy = torch.distributed.fsdp.MixedPrecisionPolicy(**narrow)
             model = rtp_ext.fully_rotate(Model(), mesh=ring, mp_policy=policy)
-            for _ in range(4):
+            for _ in range(STEADY):
                 model(torch.ones(3, 30, requires_grad=True)).sum().backward()
             planned = native.footprint(
                 operations,

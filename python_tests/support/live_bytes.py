@@ -107,6 +107,10 @@ def _maps_a_file(address: int) -> bool:
     return False
 
 
+# Steps until hops are as far ahead as a footprint assumes: LookAhead::kManyTurns, and those that make the slots.
+STEADY = 11
+
+
 def assert_pool(ring: rtp_ext.Ring, planned: Any, where: str) -> None:
     """The slots of a ring are those of a footprint, to the byte."""
     for channel in ("weight", "gradient"):

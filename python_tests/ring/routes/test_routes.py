@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from grids import few
 from harness import Cases, run_ranks
-from live_bytes import assert_pool
+from live_bytes import STEADY, assert_pool
 from models import batch_loss, make_model, mean_loss, train
 from operation_checks import assert_result, plain_results, rotated_result
 from operations.layers import make_linear, make_linears
@@ -185,7 +185,7 @@ def test_the_pool_is_the_footprint():
                 model = torch.nn.Sequential(*(torch.nn.Linear(features, out) for out, features in layers))
                 policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype) if dtype != torch.float32 else None
                 rtp_ext.fully_rotate(model, mesh=ring, **({"mp_policy": policy} if policy else {}))
-                for _ in range(4):
+                for _ in range(STEADY):
                     model(torch.ones(3, 11, requires_grad=True)).sum().backward()
                 planned = rtp_ext._native.footprint(
                     [
