@@ -4,6 +4,7 @@ batches of all ranks."""
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import signal
@@ -142,6 +143,64 @@ def test_of_a_layer(rank, ranks, cases):
                     for optimizer in optimizers:
                         optimizer.step()
                     check_parameters(layer, plain)
+
+
+def within(index, capacity, count=E):
+    """The choices that experts take: all first ones, by position, then all second ones, and so on."""
+    index, taken = index.clone(), [0] * (count + 1)
+    for choice in range(index.shape[1]):
+        for token in range(len(index)):
+            expert = int(index[token, choice])
+            index[token, choice] = expert if taken[expert] < capacity else count
+            taken[expert] += 1
+    return index
+
+
+@on_ranks([4, 6])
+def test_with_fixed_numbers_of_rows(rank, ranks, cases):
+    """Whatever the tokens are: what is sent, and what experts compute."""
+    for (names, sizes), capacity in itertools.product(MESHES[ranks][:3], (2, 40)):
+        if sizes[names.index("expert")] == 1:
+            continue
+        plain, dims = fill(PlainExperts()), dataclasses.replace(DIMS, expert_capacity=capacity)
+        parts = sizes[names.index("expert")]
+        with Ring(init_device_mesh("cpu", sizes, mesh_dim_names=names), dims=dims, timeout=30) as ring:
+            layer = RotatedExperts(E, D, H, dtype=torch.float64, ring=ring)
+            state = plain.state_dict()
+            rtp_ext.init_weights(layer, lambda part, state=state: part.load_state_dict(state))
+            for step, kind in enumerate(KINDS):
+                with cases.case(f"{names} {sizes} {capacity} rows {kind}"):
+                    batches = [routed(each, kind, 100 * step) for each in range(ranks)]
+                    outputs = [plain(x, within(index, capacity), weights) for x, index, weights in batches]
+                    mine = [part.detach().clone().requires_grad_(part.requires_grad) for part in batches[rank]]
+                    before = ring.experts.bytes_sent
+                    y = layer(*mine)
+                    assert_same(y, outputs[rank], TOLERANCE, "output", 1.0)
+                    for part in (plain, layer):
+                        part.zero_grad()
+                    total(outputs, ranks).backward()
+                    total([y], 1).backward()
+                    rows = (E - E // parts + (parts - 1) * E // parts) * capacity
+                    assert ring.experts.bytes_sent - before == 16 * (parts - 1) + 2 * D * 8 * rows
+                    for place in (0, 2):
+                        expected = batches[rank][place].grad * ranks
+                        assert_same(mine[place].grad, expected, TOLERANCE, "input gradient", 1.0)
+                    check_parameters(layer, plain, lambda parameter: parameter.grad)
+                    if kind == "crowded" and capacity == 2 and rank:
+                        assert differs(y, plain(*batches[rank]), 1e-3), "control: rows are dropped"
+    with cases.case("ranks with different numbers"):
+        dims = dataclasses.replace(DIMS, expert_capacity=2 + rank % 2)
+        mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("ring", "expert"))
+        ring = Ring(mesh, dims=dims, timeout=30)
+        layer = RotatedExperts(E, D, H, dtype=torch.float64, ring=ring)
+        with pytest.raises(ValueError, match=r"the ranks of divided experts disagree.* 2 rows.* 3 rows"):
+            layer(*routed(rank, "usual"))
+    with cases.case("arguments"):
+        for wrong in (0, 1.5, True):
+            with pytest.raises(ValueError, match="expected expert_capacity to be a positive integer, got"):
+                dataclasses.replace(DIMS, expert_capacity=wrong)
+        with pytest.raises(ValueError, match="expected expert with expert_capacity, got 3 and no expert"):
+            RotationDims(expert_capacity=3)
 
 
 # -- models of transformers --------------------------------------------------------------------------------------------

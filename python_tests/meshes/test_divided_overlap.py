@@ -1,6 +1,7 @@
 """What travels beside what where experts are divided, by the traces of both rings and the times of the exchanges of
 tokens; and for what the host waits."""
 
+import dataclasses
 import time
 from collections import Counter
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 from rtp_ext import Ring, RotationDims
+from rtp_ext.functional import dispatch
 from rtp_ext.functional import experts as functional_experts
 from rtp_ext.nn import RotatedExperts, RotatedLinear
 
@@ -112,10 +114,14 @@ class Reads(TorchFunctionMode):
 
 @on_ranks(4)
 def test_the_host_reads_once_in_a_layer(rank, ranks):
-    with Ring(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "expert")), dims=DIMS, timeout=30) as ring:
-        layers = model_of(ring)
-        run(ring, layers, 0)
-        functional_experts._expect_choices = lambda *_: None  # reads on CPUs alone
-        with Reads() as reads:
-            run(ring, layers, 1)
-        assert reads.found == {"tolist": LAYERS}, "numbers of rows, in forward"
+    functional_experts._expect_choices = lambda *_: None  # reads on CPUs alone
+    for capacity in (None, 3):
+        dims = dataclasses.replace(DIMS, expert_capacity=capacity)
+        with Ring(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "expert")), dims=dims, timeout=30) as ring:
+            layers = model_of(ring)
+            run(ring, layers, 0)
+            if capacity is not None:
+                dispatch._sizes = lambda *_: None  # the comparison on CPUs; on GPUs the device compares
+            with Reads() as reads:
+                run(ring, layers, 1)
+            assert reads.found == ({} if capacity else {"tolist": LAYERS}), "numbers of rows, in forward"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from rtp_ext import _native
 from rtp_ext.functional._call import INTEGERS, Call, ShardedParameter, expect_shape
 from rtp_ext.functional._operation import Operation, Options, expect_features, rotate
-from rtp_ext.functional.dispatch import dispatched, refuse
+from rtp_ext.functional.dispatch import dispatched, fixed_starts, refuse
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.parameters.frozen import expect_takes_blocks, part_of_frozen
 from rtp_ext.parameters.sharding import frozen_of, local_shards
@@ -31,6 +31,7 @@ class Experts(Operation):
     """Stacked MLPs, cut along the experts. Inputs: x, weights of the router, index. Settings: an _Experts."""
 
     key = label = "experts"
+    starts: tuple[int, ...] = ()  # of every expert among the rows, and the end, where ranks send fixed numbers of rows
 
     def __init__(
         self,
@@ -59,6 +60,8 @@ class Experts(Operation):
             refuse(experts, name, error)
             raise
 
+        twin.starts = fixed_starts(experts, division)
+
         def compute(rows: torch.Tensor, numbers: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
             return rotate(twin, [rows, ones, numbers])[0]
 
@@ -80,7 +83,10 @@ class Experts(Operation):
         twin.options = options._replace(ring=experts.inner, prepared=options.prepared and options.prepared.divided)
         # The ring of this part averages over its own ranks.
         shards = iter(local_shards(given, scale=1 / experts.size))
-        parts = [None if each is None else part_of_frozen(each, next(shards), division.part) for each in self.given]
+        parts = [
+            None if each is None else part_of_frozen(each, next(shards), division.parts[experts.rank])
+            for each in self.given
+        ]
         twin.given = tuple(parts)
         call = Call.of(
             given[0],
@@ -149,6 +155,7 @@ class Experts(Operation):
                 clamped=None if self.clamp is None else _native.ClampedGate(alpha=self.clamp[0], limit=self.clamp[1]),
                 up_frozen=formats.get("up weight"),
                 down_frozen=formats.get("down weight"),
+                starts=list(self.starts),
             )
             return _Experts(experts, features, shape, self.recompute)
 
@@ -159,6 +166,7 @@ class Experts(Operation):
             ("transposed", transposed),
             ("interleaved", self.interleaved),
             ("clamped", self.clamp),
+            ("starts", self.starts),
         )
         return self.agree(call, params, inputs, facts, derive)
 
@@ -267,7 +275,8 @@ def rotated_experts(
 
     up and down may be the parameters of frozen weights in blocks, as in `rotated_linears`. Biases travel in the same
     hops. The gradient of `weights` is exact. On CUDA a forward synchronises once, because the host reads the number of
-    tokens of each expert. Raises IndexError for an index above E; everything else is as in `rotated_linear`.
+    tokens of each expert, but not where dims have expert_capacity. Raises IndexError for an index above E; everything
+    else is as in `rotated_linear`.
     Source: RTP, arXiv 2311.01635 (expert partition).
     """
     if activation not in _ACTIVATIONS:

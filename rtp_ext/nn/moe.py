@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rtp_ext.functional.dispatch import within_capacity
 from rtp_ext.nn.experts import RotatedExperts
 from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.parameters.sharded_module import ShardedModule
@@ -119,7 +120,8 @@ class RotatedMoE(ShardedModule, nn.Module):
             self._aux_loss = aux_loss
             self._lost_gradient = self.training and not torch.is_grad_enabled()
         if self.capacity_factor is not None:
-            index = _within_capacity(index, self.num_experts, self.capacity_factor)
+            capacity = math.ceil(index.numel() * self.capacity_factor / self.num_experts)
+            index, _ = within_capacity(index, self.num_experts, capacity)
         return self.experts(x, index, weights).view(input.shape)
 
     def extra_repr(self) -> str:
@@ -132,14 +134,3 @@ def _balance_loss(probabilities: torch.Tensor, first: torch.Tensor) -> torch.Ten
     chosen = first.unsqueeze(-1) == torch.arange(experts, device=first.device)
     counts = chosen.sum(0).to(probabilities.dtype)
     return experts * (counts * probabilities.sum(0)).sum() / max(tokens, 1) ** 2
-
-
-def _within_capacity(index: torch.Tensor, experts: int, capacity_factor: float) -> torch.Tensor:
-    """Returns `index` [T, K] with E (no expert) for tokens above the capacity of an expert, without a host read."""
-    tokens, choices = index.shape
-    capacity = math.ceil(choices * tokens * capacity_factor / experts)
-    chosen = index.t().reshape(-1)  # all first choices, then all second ones, ...
-    ordered, order = chosen.sort(stable=True)
-    place = torch.arange(chosen.numel(), device=index.device) - torch.searchsorted(ordered, ordered)
-    dropped = torch.zeros_like(chosen, dtype=torch.bool).scatter(0, order, place >= capacity)
-    return chosen.masked_fill(dropped, experts).view(choices, tokens).t()

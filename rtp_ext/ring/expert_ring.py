@@ -20,15 +20,17 @@ class Division:
     """How E experts are divided over N ranks.
 
     Attributes:
-        experts, part: E, and how many of them the part of this rank has.
+        experts, parts: E, and how many of them each rank has.
         owners, numbers: for each expert, and for E, which selects none, the rank that has it, N for none, and its
             number among the experts of that rank: int64 [E + 1] on the device.
+        places: for each of them its place in the order of ranks and their experts, E for none.
     """
 
     experts: int
-    part: int
+    parts: tuple[int, ...]
     owners: torch.Tensor
     numbers: torch.Tensor
+    places: torch.Tensor
 
 
 class ExpertRing(Companion):
@@ -41,6 +43,7 @@ class ExpertRing(Companion):
         rank, size: index of this rank among those that experts are divided over, and their number N.
         inner: the Ring over which the experts of this rank's part rotate.
         places: for each rank of the whole ring its rank here and in `inner`.
+        capacity: see RotationDims.expert_capacity.
         calls: the number of calls of layers until now, the same on every rank.
         bytes_sent: the bytes that this rank has sent to those of other experts.
     """
@@ -50,7 +53,7 @@ class ExpertRing(Companion):
     def __init__(self, ring: Any, mesh: ExpertMesh, inner: Any) -> None:
         group = mesh.ranks.get_group()
         super().__init__(ring, dist.get_rank(group), dist.get_process_group_ranks(group))
-        self.inner, self.places = inner, mesh.places
+        self.inner, self.places, self.capacity = inner, mesh.places, mesh.capacity
         self.calls = self.bytes_sent = 0
         self._divisions: dict[int, Division] = {}  # by the number of experts
         whole, part = ring.communicator, inner.communicator
@@ -76,9 +79,10 @@ class ExpertRing(Companion):
                 ranks += [rank] * size
                 numbers += range(known[rank], known[rank] + size)
                 known[rank] += size
+            places = [sum(known[:rank]) + number for rank, number in zip(ranks, numbers, strict=True)]
             with torch.inference_mode(False):
-                found = torch.tensor([[*ranks, self.size], [*numbers, 0]], device=self.device)
-            self._divisions[experts] = Division(experts, known[self.rank], found[0], found[1])
+                found = torch.tensor([[*ranks, self.size], [*numbers, 0], [*places, experts]], device=self.device)
+            self._divisions[experts] = Division(experts, tuple(known), *found)
         return self._divisions[experts]
 
 

@@ -33,13 +33,23 @@ class RotationDims:
             None: there is one ring.
         expert: the experts of a mixture are divided over it, and tokens travel to them; each rank's experts rotate over
             `ring`. All other shards rotate over `ring` and `expert` as one ring. None: all experts rotate.
+        expert_capacity: the number of rows that each rank sends every expert in a call, whatever its tokens are: all
+            first choices, by position, then all second ones, and so on (GShard, arXiv 2006.16668, algorithm 1). Further
+            choices are dropped, missing ones are rows of zeros, and no host waits for numbers of rows. None: as many as
+            tokens have chosen it.
     """
 
     ring: str | tuple[str, ...] = "ring"
     replicate: str | tuple[str, ...] | None = None
     expert: str | tuple[str, ...] | None = None
+    expert_capacity: int | None = None
 
     def __post_init__(self) -> None:
+        if (capacity := self.expert_capacity) is not None:
+            if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+                raise ValueError(f"RotationDims: expected expert_capacity to be a positive integer, got {capacity!r}")
+            if self.expert is None:
+                raise ValueError(f"RotationDims: expected expert with expert_capacity, got {capacity} and no expert")
         for what, names in (("ring", self.ring), ("replicate", self.replicate), ("expert", self.expert)):
             if names is None and what != "ring":
                 continue
@@ -80,11 +90,12 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class ExpertMesh:
     """How a ring divides experts: `ranks`, the mesh over which tokens travel, `hops`, that of the rotation of one
-    rank's experts, and for each rank of the whole ring its coordinates (in `ranks`, in `hops`)."""
+    rank's experts, for each rank of the whole ring its coordinates (in `ranks`, in `hops`), and expert_capacity."""
 
     ranks: DeviceMesh
     hops: DeviceMesh
     places: tuple[tuple[int, int], ...]
+    capacity: int | None
 
 
 @dataclass(frozen=True)
@@ -387,7 +398,8 @@ def _places(mesh: DeviceMesh, dims: RotationDims) -> tuple[tuple[int, int], ...]
 
 
 def _divided(mesh: DeviceMesh, dims: RotationDims) -> ExpertMesh:
-    return ExpertMesh(_flattened(mesh, dims.expert_names), _flattened(mesh, dims.ring_names), _places(mesh, dims))
+    ranks, hops = _flattened(mesh, dims.expert_names), _flattened(mesh, dims.ring_names)
+    return ExpertMesh(ranks, hops, _places(mesh, dims), dims.expert_capacity)
 
 
 def _named(mesh: DeviceMesh, dims: RotationDims, tensor: str | None) -> RingMesh:

@@ -1,8 +1,10 @@
 #include "ops/bundles/experts.h"
 
+#include <ATen/ops/_assert_async.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/searchsorted.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
 #include <map>
@@ -141,13 +143,24 @@ void check_operands(const Executor& executor, const ExpertsShape& shape, const R
   }
 }
 
-// Sorts the choices by expert. One host read returns the sizes of all GEMMs and validates the index.
+// Sorts the choices by expert. One host read returns the sizes of all GEMMs and validates the index, unless the sizes
+// are known.
 void route(const at::Tensor& index, const ExpertsShape& shape, const RotationOptions& options, ExpertsResult& result) {
   const auto [sorted, order] = index.view(-1).sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
   result.order = order;
   const at::Tensor found =
       at::searchsorted(sorted, at::arange(shape.experts + 2, sorted.options()), /*out_int32=*/false, /*right=*/false);
   result.ends = found.narrow(0, 1, shape.experts);
+  if (!shape.starts.empty()) {
+    TORCH_CHECK_INDEX(static_cast<int64_t>(shape.starts.size()) == shape.experts + 1 && shape.starts.front() == 0 &&
+                          shape.starts.back() == sorted.numel(),
+                      options.name, ": expected starts of ", shape.experts, " experts among ", sorted.numel(),
+                      " choices, got ", shape.starts);
+    const at::Tensor expected = at::tensor(shape.starts, at::kLong).to(found.device(), /*non_blocking=*/true);
+    at::_assert_async(found.narrow(0, 0, shape.experts + 1).eq(expected).all(), options.name + ": starts of experts");
+    result.starts = shape.starts;
+    return;
+  }
   const at::Tensor starts = found.cpu();
   const int64_t* first = starts.const_data_ptr<int64_t>();
   TORCH_CHECK_INDEX(first[0] == 0 && first[shape.experts + 1] == sorted.numel(), options.name,

@@ -36,6 +36,7 @@ struct ExpertsShape {
   std::optional<ClampedGate> clamped;  // replaces the activation
   // The weights are stored in blocks, uint8 [experts, bytes]; an expert fills whole blocks.
   std::optional<BlockFormat> up_frozen, down_frozen;
+  std::vector<int64_t> starts;  // of every expert among the sorted choices, and the end, where they are known before
 };
 
 struct ExpertsResult {
@@ -48,8 +49,8 @@ struct ExpertsResult {
 
 // x [T, features] in options.compute_dtype, weights [T, K] of any floating dtype, index int64 [T, K], contiguous; an
 // index equal to `experts` selects no expert. An expert may have any number of tokens, including none. On CUDA, the
-// host reads the token counts per expert once. parameters: local shards of up, its bias, down, its bias, without the
-// absent ones.
+// host reads the token counts per expert once, unless the shape has them. parameters: local shards of up, its bias,
+// down, its bias, without the absent ones.
 ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at::Tensor& weights,
                               const at::Tensor& index, const std::vector<at::Tensor>& parameters,
                               const ExpertsShape& shape, bool keep, const RotationOptions& options);
