@@ -234,7 +234,7 @@ class Rank:
             self.hoard.clear()
             self.told["trace"] = traceback.format_exc()[-3000:]
             error.__traceback__ = None
-        # Autograd keeps the nodes that were ready in a failed backward, and they the ring, until this thread's next one.
+        # Autograd keeps the nodes that were ready in a failed backward, and they the ring, until its next one here.
         torch.ones((), requires_grad=True).backward()
         gc.collect()
         self.told["descriptors"] = len(os.listdir("/proc/self/fd")) - before

@@ -82,7 +82,7 @@ def _trains(rank, ranks):
     for options, default in (({}, 1), ({"buffers": "lean"}, 0), ({"graphs": "auto"}, 0), ({"late_gradients": 2}, 2)):
         assert late_passes(RingOptions(**options), cuda, "ce") == default
     assert late_passes(RingOptions(), torch.device("cpu"), "tcp", tensor_parallel=True) == 1
-    with pytest.raises(ValueError, match="expected late_gradients 0, 1 or None with tensor parallelism, .*, got 2"):
+    with pytest.raises(ValueError, match=r"expected late_gradients 0, 1 or None with tensor parallelism, .*, got 2"):
         late_passes(RingOptions(late_gradients=2), cuda, "nccl", tensor_parallel=True)
     cases.finish()
     return landed
