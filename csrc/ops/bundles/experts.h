@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "compute/activation.h"
-#include "ops/weights.h"
+#include "ops/scaled_linear.h"
 
 namespace rtp {
 
@@ -36,6 +36,10 @@ struct ExpertsShape {
   std::optional<ClampedGate> clamped;  // replaces the activation
   // The weights are stored in blocks, uint8 [experts, bytes]; an expert fills whole blocks.
   std::optional<BlockFormat> up_frozen, down_frozen;
+  // The weights travel in 8 bits, and products have operands of 8 bits: each expert is a layer by itself, with codes and
+  // scales of its own and of the rows of its tokens. The backward needs kept values.
+  std::optional<CodePlanes> codes;
+  std::optional<ScaledOperands> scaled;
 };
 
 struct ExpertsResult {
