@@ -19,7 +19,7 @@ from rtp_ext.ring import Prepared
 
 # Of the largest magnitude: sums have another order; in bfloat16 a sum of the hidden gradients is another code.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
-TOKENS = (17, 9, 0, 3)  # of each rank
+TOKENS = (17, 9, 0)  # of each rank
 EXPERTS, CHOICES = 5, 2
 # Of the first feature's weights: only scales of rows keep its outputs, and those of columns its gradients.
 SMALL = 2.0**-20
@@ -64,6 +64,7 @@ def batch(name, rank, dtype, experts=EXPERTS):
     index = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :CHOICES]
     index = torch.where(index == experts - 2, experts, index)
     weights = random(tokens, CHOICES, dtype=torch.float32, seed=40 + rank)
+    weights[:2, 0] = torch.tensor([0.0, 1e-30])[: len(weights)]
     return x, index, weights, random(tokens, features, dtype=dtype, seed=50 + rank)
 
 
@@ -121,7 +122,7 @@ def check(rank, ranks, ring, name, dtype, inputs_first, biases):
         assert_same(mine[key].grad.float(), chunk(stack.grad.float() / ranks, ranks, rank), TOLERANCE[dtype], f"d{key}")
 
 
-@on_ranks([1, 2, 3, 4])
+@on_ranks([1, 2, 3])
 def test_parity(rank, ranks, cases):
     forms = {"stored [out, in]": (False, False), "[in, out], with biases": (True, True)}
     for options in RINGS if ranks > 1 else RINGS[:1]:

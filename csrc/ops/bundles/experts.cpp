@@ -186,6 +186,22 @@ at::Tensor gradients_of(const ExpertsShape& shape, const at::Tensor& d_value, co
   return d_value;
 }
 
+// Returns the product of the gradients of outputs without the router's weights, and with them. In 8 bits the gradients
+// become codes with the weights, as those of a plain layer, and the product is divided by them; small ones, which may be
+// zero, count as more then.
+template <typename Product>
+std::pair<at::Tensor, at::Tensor> gradients_of_hidden(const ExpertsShape& shape, const at::Tensor& d_rows,
+                                                      const at::Tensor& factor, Product&& product) {
+  constexpr double kSmall = 0x1p-10;
+  if (!shape.scaled) {
+    const at::Tensor d_plain = product(d_rows);
+    return {d_plain, d_plain.mul(factor)};
+  }
+  const at::Tensor used = factor.masked_fill(factor.abs().lt(kSmall), kSmall);
+  const at::Tensor found = product(d_rows.mul(used).to(d_rows.scalar_type()));
+  return {found.div(used), found.mul(factor.div(used))};
+}
+
 void check_operands(const Executor& executor, const ExpertsShape& shape, const RotationOptions& options,
                     const at::Tensor& x, const at::Tensor& weights, const at::Tensor& index) {
   RTP_CHECK_VALUE(x.dim() == 2 && x.size(1) == shape.features, options.name, ": expected an input of shape [T, ",
@@ -289,12 +305,12 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
       const auto [gate, pre] = gate_and_up(values, shape);
       const at::Tensor factor = factors.index_select(0, group.place).unsqueeze(1);
       const at::Tensor d_rows = dy.index_select(0, group.token);
-      // excludes the router weight, so that the gradient of the weight is a product with the hidden values
-      const at::Tensor d_plain = products.inputs(d_rows, cut.down);
+      // d_plain excludes the router weight, so that the gradient of the weight is a product with the hidden values
+      const auto [d_plain, d_hidden] = gradients_of_hidden(
+          shape, d_rows, factor, [&](const at::Tensor& rows) { return products.inputs(rows, cut.down); });
       const at::Tensor d_values = at::empty({group.rows, cut.up_rows}, x.options());
       const auto [d_gate, d_pre] = gate_and_up(d_values, shape);
-      const at::Tensor hidden =
-          gradients_of(shape, d_plain.mul(factor).to(options.compute_dtype), pre, gate, d_pre, d_gate);
+      const at::Tensor hidden = gradients_of(shape, d_hidden.to(options.compute_dtype), pre, gate, d_pre, d_gate);
       if (needs_weights) {
         const at::Tensor along = d_plain.to(sums).mul(hidden).sum(1);
         if (shape.down_bias) {
