@@ -510,7 +510,7 @@ def test_of_other_features(rank, ranks, cases):
         codes = sum(row.held_bytes for row in experts) - sum(
             parameter.to_local().nbytes for name, parameter in model.named_parameters() if "experts" in name
         )
-        assert inner.codes() == (codes, 2 * len(experts)), "codes of this part, once for each plane"
+        assert inner.codes() == (codes, 2 * len(experts)), f"{inner.codes()} of this part, once for each plane, {codes}"
         for each in (model, whole):
             rtp_ext.ring_of(each).close()
 

@@ -400,7 +400,7 @@ class RotationPlan:
             gradient_route=gradient_route,
             travel=travel,
             reduce=reduce,
-            held_bytes=0 if owned.tied_to else owned.held + _codes_bytes(module, owned, facts),
+            held_bytes=0 if owned.tied_to else owned.held + _codes_bytes(module, owned, self.ring),
             forward_bytes=sent.forward,
             backward_bytes=sent.backward,
             gradient_bytes=sent.gradients,
