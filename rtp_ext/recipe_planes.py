@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rtp_ext._rules import CodePlane, CodePlanes
@@ -83,13 +84,14 @@ class Recipe:
         """Returns the planes of a weight in both passes as the engine knows them."""
         return CodePlanes(self.planes[0].native(gpu=gpu), self.planes[-1].native(gpu=gpu))
 
-    def travels(self, rows: int, columns: int, *, backward: bool = False, gpu: bool = False) -> int:
-        """Returns the bytes of a shard [rows, columns] in a hop of one pass."""
-        return self.planes[-1 if backward else 0].bytes(rows, columns, gpu=gpu)
+    def travels(self, *shard: int, backward: bool = False, gpu: bool = False) -> int:
+        """Returns the bytes of a shard in a hop of one pass: [outputs, inputs], or a stack of them, one by one."""
+        *stack, rows, columns = shard
+        return math.prod(stack) * self.planes[-1 if backward else 0].bytes(rows, columns, gpu=gpu)
 
-    def memory(self, rows: int, columns: int, *, gpu: bool = False) -> int:
-        """Returns the bytes of codes and scales that the owner of a shard [rows, columns] keeps beside it."""
-        return sum(plane.bytes(rows, columns, gpu=gpu) for plane in self.planes)
+    def memory(self, *shard: int, gpu: bool = False) -> int:
+        """Returns the bytes of codes and scales that the owner of a shard, as of `travels`, keeps beside it."""
+        return sum(self.travels(*shard, backward=late, gpu=gpu) for late in (False, True)[: len(self.planes)])
 
     def apart(self, *, backward: bool, gpu: bool = False) -> str | None:
         """Returns why a product of one pass has one shard; None: it takes several."""

@@ -40,7 +40,7 @@ LossHead = Literal["fused"]
 #: `frozen` of fully_rotate and `weights` of rotate_for_inference, or None
 Format = Literal["nf4", "mxfp4", "int8"]
 
-#: `recipe` of fully_rotate and rotated_linear, or None
+#: `recipe` of fully_rotate, rotated_linear and rotated_experts, or None
 RecipeName = Literal[
     "float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "mxfp8", "mxfp8_rceil"
 ]

@@ -113,11 +113,15 @@ Codes joined_columns(const std::vector<Codes>& parts) {
   return {at::cat(codes, 1).view(first.codes.scalar_type()), at::cat(scales).t(), first.block};
 }
 
-CodeMemory empty_codes(const CodePlane& plane, int64_t rows, int64_t columns, at::Device device) {
-  const auto options = at::TensorOptions().device(device);
+CodeMemory empty_codes(const CodePlane& plane, int64_t rows, int64_t columns, at::Device device,
+                       std::optional<int64_t> stacked) {
   const at::ScalarType scale = has_exponents(plane.rule) ? at::kByte : at::kFloat;
-  return {at::empty(plane.code_memory(rows, columns), options.dtype(at::kByte)),
-          at::empty(plane.scale_memory(rows, columns), options.dtype(scale))};
+  const auto room = [&](const Extents& extents, at::ScalarType dtype) {
+    std::vector<int64_t> shape(extents.begin(), extents.end());
+    if (stacked) shape.insert(shape.begin(), *stacked);
+    return at::empty(shape, at::TensorOptions().device(device).dtype(dtype));
+  };
+  return {room(plane.code_memory(rows, columns), at::kByte), room(plane.scale_memory(rows, columns), scale)};
 }
 
 Codes codes_in(const CodePlane& plane, const CodeMemory& memory, int64_t rows, int64_t columns) {
@@ -134,8 +138,9 @@ Codes codes_in(const CodePlane& plane, const CodeMemory& memory, int64_t rows, i
   return found;
 }
 
-void quantize_into(const CodePlane& plane, const CodeMemory& memory, const at::Tensor& values) {
-  const Codes out = codes_in(plane, memory, values.size(0), values.size(1));
+void quantize_into(const CodePlane& plane, const CodeMemory& memory, const at::Tensor& values, bool inputs_first) {
+  const int64_t rows = values.size(0), columns = values.size(1);
+  const Codes out = inputs_first ? codes_in(plane, memory, columns, rows).t() : codes_in(plane, memory, rows, columns);
   quantize_codes(out.codes, out.scales, values, std::nullopt, {out.block[0], out.block[1]}, plane.rule);
 }
 

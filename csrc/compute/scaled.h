@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 #include "base/code_planes.h"
@@ -28,17 +29,22 @@ Codes joined(const std::vector<Codes>& parts, bool summed = false);
 // Returns matrices side by side as one. Their blocks have equal sizes, which divide the columns.
 Codes joined_columns(const std::vector<Codes>& parts);
 
-// Memory for codes and scales, uint8 and uint8 or float32, of plane.code_memory and plane.scale_memory.
+// Memory for codes and scales, uint8 and uint8 or float32, of plane.code_memory and plane.scale_memory; with a
+// dimension before them of a stack of matrices.
 struct CodeMemory {
   at::Tensor codes, scales;
+
+  CodeMemory of(int64_t matrix) const { return {codes.select(0, matrix), scales.select(0, matrix)}; }
 };
-CodeMemory empty_codes(const CodePlane& plane, int64_t rows, int64_t columns, at::Device device);
+CodeMemory empty_codes(const CodePlane& plane, int64_t rows, int64_t columns, at::Device device,
+                       std::optional<int64_t> stacked = std::nullopt);
 
 // Returns the matrix [rows, columns] that lies in memory.
 Codes codes_in(const CodePlane& plane, const CodeMemory& memory, int64_t rows, int64_t columns);
 
-// Quantizes a matrix, in place with contiguous rows. See quantize_codes.
-void quantize_into(const CodePlane& plane, const CodeMemory& memory, const at::Tensor& values);
+// Quantizes a matrix, in place with contiguous rows, or `inputs_first` with contiguous columns. See quantize_codes.
+void quantize_into(const CodePlane& plane, const CodeMemory& memory, const at::Tensor& values,
+                   bool inputs_first = false);
 Codes quantized(const CodePlane& plane, const at::Tensor& values);
 
 // Returns a [m, k] @ b [k, n] in `dtype`: the sum of the products of dequantized numbers, which is kept in float32. On

@@ -29,12 +29,6 @@ struct ScaledWeights : Weights {
   std::vector<int> weight, bias;  // by layer
 };
 
-// An operand of dW = dy^T x, which sums over tokens.
-at::Tensor padded(const at::Tensor& values, int64_t multiple) {
-  const int64_t rows = values.size(0), more = values.is_cuda() ? (multiple - rows % multiple) % multiple : 0;
-  return more == 0 ? values : at::constant_pad_nd(values, {0, 0, 0, more});
-}
-
 class ScaledBackward {
  public:
   ScaledBackward(Executor& executor, const std::vector<at::Tensor>& dys, const at::Tensor& x,
@@ -152,6 +146,11 @@ class ScaledBackward {
 };
 
 }  // namespace
+
+at::Tensor padded(const at::Tensor& values, int64_t multiple) {
+  const int64_t rows = values.size(0), more = values.is_cuda() ? (multiple - rows % multiple) % multiple : 0;
+  return more == 0 ? values : at::constant_pad_nd(values, {0, 0, 0, more});
+}
 
 std::vector<at::Tensor> scaled_linear_forward(Executor& executor, const at::Tensor& x,
                                               const std::vector<at::Tensor>& parameters, const LinearBundle& bundle,

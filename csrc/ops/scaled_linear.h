@@ -17,6 +17,9 @@ struct ScaledOperands {
   int64_t rows = 1;  // the products of dW on a GPU sum over a multiple of so many tokens: zeros are added
 };
 
+// An operand of dW = dy^T x, which sums over tokens: with zeros below it on a GPU.
+at::Tensor padded(const at::Tensor& values, int64_t multiple);
+
 // y = x @ W.T + b of every layer of a bundle, x [M, in_features] in options.compute_dtype. Parameters as in
 // linear_forward. Returns y [M, out_features] of each layer, in options.compute_dtype.
 std::vector<at::Tensor> scaled_linear_forward(Executor& executor, const at::Tensor& x,

@@ -130,16 +130,18 @@ void Weights::encode(ShardBundle& bundle) const {
     if (scales_[place] < 0) continue;
     const ParameterFacts& facts = facts_.parameters[place];
     const CodePlane& plane = facts.plane(pass_);
-    std::shared_ptr<ShardCodes> codes =
-        executor_.codes().of(local_[static_cast<size_t>(index_[place])], plane, rotation_.compute_dtype);
+    std::shared_ptr<ShardCodes> codes = executor_.codes().of(local_[static_cast<size_t>(index_[place])],
+                                                             {plane, rotation_.compute_dtype, facts.inputs_first});
     const CodeMemory& memory = codes->memory();
     TensorLayout of_codes{at::kByte, {}}, of_scales{memory.scales.scalar_type(), {}};
     for (int owner = 0; owner < executor_.ranks(); ++owner) {
       const std::vector<int64_t> shard = facts.shard(executor_.ranks(), owner);
-      const Extents memory_of_codes = plane.code_memory(shard[0], shard[1]);
-      const Extents memory_of_scales = plane.scale_memory(shard[0], shard[1]);
-      of_codes.shapes.emplace_back(memory_of_codes.begin(), memory_of_codes.end());
-      of_scales.shapes.emplace_back(memory_of_scales.begin(), memory_of_scales.end());
+      const auto [outputs, inputs] = facts.matrix(shard);
+      for (auto& [layout, extents] : {std::pair(&of_codes, plane.code_memory(outputs, inputs)),
+                                      std::pair(&of_scales, plane.scale_memory(outputs, inputs))}) {
+        std::vector<int64_t>& shape = layout->shapes.emplace_back(extents.begin(), extents.end());
+        if (shard.size() > 2) shape.insert(shape.begin(), shard[0]);
+      }
     }
     const auto index = static_cast<size_t>(index_[place]);
     bundle.layouts[index] = std::move(of_codes), bundle.local[index] = memory.codes;
@@ -149,12 +151,27 @@ void Weights::encode(ShardBundle& bundle) const {
   executor_.refresh(bundle);
 }
 
+CodeMemory Weights::coded(const std::vector<at::Tensor>& shards, size_t place) const {
+  return {shards[static_cast<size_t>(index_[place])], shards[local_.size() + static_cast<size_t>(scales_[place])]};
+}
+
+std::vector<Codes> Weights::stacked_codes(const std::vector<at::Tensor>& shards, int parameter) const {
+  const auto place = static_cast<size_t>(parameter);
+  const ParameterFacts& facts = facts_.parameters[place];
+  const auto [outputs, inputs] = facts.matrix(facts.shape);
+  const CodeMemory memory = coded(shards, place);
+  std::vector<Codes> found;
+  for (int64_t matrix = 0; matrix < memory.codes.size(0); ++matrix) {
+    found.push_back(codes_in(facts.plane(pass_), memory.of(matrix), outputs, inputs));
+  }
+  return found;
+}
+
 Codes Weights::codes(const std::vector<at::Tensor>& shards, int parameter, const Step& step) const {
   const auto place = static_cast<size_t>(parameter);
   const ParameterFacts& facts = facts_.parameters[place];
   const CodePlane& plane = facts.plane(pass_);
-  const CodeMemory memory{shards[static_cast<size_t>(index_[place])],
-                          shards[local_.size() + static_cast<size_t>(scales_[place])]};
+  const CodeMemory memory = coded(shards, place);
   const int64_t count = rows(parameter, step).count;
   if (step.owners == 1 || !plane.single()) return codes_in(plane, memory, count, facts.shape[1]);
   std::vector<Codes> parts;  // each shard has one scale

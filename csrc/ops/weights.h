@@ -47,8 +47,9 @@ class Weights {
   // Returns what travels, nothing if no parameter does, and the place of a parameter in it.
   std::optional<ShardBundle> bundle() const;
   int index(int parameter) const { return index_[static_cast<size_t>(parameter)]; }
-  // The shards of a step of a parameter that travels in 8 bits.
+  // The shards of a step of a parameter that travels in 8 bits: of a matrix, and of each matrix of a stack.
   Codes codes(const std::vector<at::Tensor>& shards, int parameter, const Step& step) const;
+  std::vector<Codes> stacked_codes(const std::vector<at::Tensor>& shards, int parameter) const;
 
   // Calls body(weights) for the whole shards or, if a single weight exceeds the slot cap, for every chunk of its rows,
   // which is contiguous.
@@ -88,6 +89,7 @@ class Weights {
 
  private:
   void encode(ShardBundle& bundle) const;
+  CodeMemory coded(const std::vector<at::Tensor>& shards, size_t place) const;
   Chunks chunks() const;
   Weights chunk_of(const Chunks& cut, int64_t chunk) const;
   const Rows& own_chunk() const { return chunk_[static_cast<size_t>(executor_.rank())]; }

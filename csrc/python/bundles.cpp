@@ -64,6 +64,8 @@ void bind_bundles(py::module_& m) {
       .optional("up_frozen", &ExpertsShape::up_frozen)
       .optional("down_frozen", &ExpertsShape::down_frozen)
       .optional("starts", &ExpertsShape::starts)
+      .optional("codes", &ExpertsShape::codes)
+      .optional("scaled", &ExpertsShape::scaled)
       .bind(m);
   py::class_<ExpertsResult>(m, "ExpertsResult")
       .def(py::init([](const std::optional<at::Tensor>& kept, const at::Tensor& order, const at::Tensor& ends,

@@ -167,7 +167,7 @@ class Walk {
       if (weights && operation.parameters[place].codes) {
         const int64_t codes = product(shard);
         sizes.push_back(codes);
-        sizes.push_back(operation.parameters[place].plane(*weights).bytes(shard[0], shard[1]) - codes);
+        sizes.push_back(operation.parameters[place].coded_bytes(*weights, shard) - codes);
         continue;
       }
       const int64_t numbers = numbers_of(shard, chunks, chunk, half);
@@ -322,7 +322,7 @@ std::vector<Sent> traffic(const OperationFacts& operation, const StepSize& step,
     for (size_t place = 0; place < sent.size(); ++place) {
       const ParameterFacts& parameter = operation.parameters[place];
       const TravelFormat travel = step.quantizes_weight(operation, place) ? step.travel : TravelFormat::plain;
-      std::vector<int64_t> shard = parameter.shape;
+      std::vector<int64_t> shard = parameter.shape, largest = parameter.shard(step.ranks, 0);
       const std::vector<int64_t> sizes = parameter.sizes(step.ranks);
       for (const Step& hop : schedule.steps) {
         const bool gradient = hop.channel == Channel::gradient, collective = is_collective(hop.action);
@@ -337,7 +337,7 @@ std::vector<Sent> traffic(const OperationFacts& operation, const StepSize& step,
           const int64_t numbers = numbers_of(shard, chunks, chunk, hop.half);
           total += gradient          ? travel_bytes(numbers, step.gradient_travel(), step.reduce_bytes)
                    : parameter.codes ? (collective ? step.ranks - 1 : 1) *
-                                           parameter.plane(pass).bytes(collective ? sizes[0] : shard[0], shard[1])
+                                           parameter.coded_bytes(pass, collective ? largest : shard)
                                      : travelling_bytes(numbers, parameter.frozen, travel, step.compute_bytes);
         }
       }

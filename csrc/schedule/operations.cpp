@@ -78,6 +78,16 @@ int64_t ParameterFacts::held_bytes(int ranks, int owner, int64_t element_bytes) 
   return travelling_bytes(product(held), frozen, TravelFormat::plain, element_bytes);
 }
 
+Extents ParameterFacts::matrix(const std::vector<int64_t>& shard) const {
+  const size_t last = shard.size() - 1;
+  return inputs_first ? Extents{shard[last], shard[last - 1]} : Extents{shard[last - 1], shard[last]};
+}
+
+int64_t ParameterFacts::coded_bytes(Pass pass, const std::vector<int64_t>& shard) const {
+  const auto [outputs, inputs] = matrix(shard);
+  return stacked(shard) * plane(pass).bytes(outputs, inputs);
+}
+
 bool OperationFacts::late() const {
   return kind.late && std::none_of(parameters.begin(), parameters.end(),
                                    [](const ParameterFacts& each) { return each.frozen.has_value(); });
@@ -85,7 +95,8 @@ bool OperationFacts::late() const {
 
 bool OperationFacts::takes_groups(Pass pass) const {
   return kind.groups && std::none_of(parameters.begin(), parameters.end(), [&](const ParameterFacts& each) {
-           return each.frozen || (each.codes && !each.plane(pass).stacks(pass == Pass::backward));
+           const bool apart = each.codes && each.shape.size() == 2;  // matrices of a stack are multiplied one by one
+           return each.frozen || (apart && !each.plane(pass).stacks(pass == Pass::backward));
          });
 }
 

@@ -87,7 +87,10 @@ struct ParameterFacts {
   std::optional<BlockFormat> frozen = std::nullopt;  // it is stored, and travels, in blocks
   int64_t group = 0;  // all shards but the last have a multiple of so many rows; 0: as many as fill whole blocks
   bool trained = true;
-  std::optional<CodePlanes> codes = std::nullopt;  // it travels as codes of 8 bits with scales
+  // It travels as codes of 8 bits with scales: a matrix [outputs, inputs], or a stack of them that is cut between
+  // matrices, each with codes and scales of its own.
+  std::optional<CodePlanes> codes = std::nullopt;
+  bool inputs_first = false;  // its matrices in 8 bits are stored as [inputs, outputs]
 
   int64_t rows_of_group() const;
   // The rows along `dim` of every owner's shard, and the shape of one.
@@ -96,6 +99,11 @@ struct ParameterFacts {
   // Bytes of a shard at rest, where a number that is not in blocks has `element_bytes`. The last group is whole.
   int64_t held_bytes(int ranks, int owner, int64_t element_bytes) const;
   const CodePlane& plane(Pass pass) const { return pass == Pass::forward ? codes->forward : codes->backward; }
+  // Outputs and inputs of a matrix in 8 bits of a shard, or of several, and the matrices of a stack; 1: of no stack.
+  Extents matrix(const std::vector<int64_t>& shard) const;
+  static int64_t stacked(const std::vector<int64_t>& shard) { return shard.size() > 2 ? shard[0] : 1; }
+  // Bytes of the codes and scales of a shard.
+  int64_t coded_bytes(Pass pass, const std::vector<int64_t>& shard) const;
 };
 
 // One use of an operation. Parameters have the order of the engine.

@@ -134,3 +134,54 @@ def scaled(model: nn.Module, name: str, ranks: int, wide: tuple[str, ...] = ()) 
         if type(part) is nn.Linear and path not in wide:
             part.__class__, part.recipe, part.ranks = ScaledLinear, name, ranks
     return model
+
+
+# -- experts in one process --------------------------------------------------------------------------------------------
+
+
+class _Weighted(torch.autograd.Function):
+    """The output of an expert's last layer times the router's weights, whose gradient is a product with the hidden
+    values, in 8 bits too."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, down: Tensor, bias: Tensor | None, weights: Tensor, chosen: Recipe) -> Tensor:
+        ctx.save_for_backward(hidden, down, weights, bias)
+        ctx.chosen = chosen
+        y = (numbers(chosen.tokens, hidden) @ numbers(chosen.planes[0], down).t()).to(hidden.dtype)
+        return (y if bias is None else y + bias).float() * weights.float()[:, None]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (hidden, down, weights, bias), chosen = ctx.saved_tensors, ctx.chosen
+        dy, factors = gradient.to(hidden.dtype), weights.float()[:, None]
+        of_output = (dy.float() * factors).to(hidden.dtype)
+        used = torch.where(factors.abs() < 2**-10, 2**-10, factors)
+        of_hidden = numbers(chosen.gradients, (dy.float() * used).to(dy.dtype)) @ numbers(chosen.planes[-1], down)
+        of_weights = (of_hidden / used * hidden.float()).sum(1)
+        of_hidden = of_hidden * (factors / used)
+        of_bias = None
+        if bias is not None:
+            of_weights, of_bias = of_weights + (dy.float() * bias.float()).sum(1), of_output.sum(0)
+        of_down = weight_gradient(chosen, of_output, hidden).to(down.dtype)
+        return of_hidden.to(hidden.dtype), of_down, of_bias, of_weights.to(weights.dtype), None
+
+
+def scaled_experts(
+    chosen: Recipe, x: Tensor, index: Tensor, weights: Tensor, stacks: dict[str, Tensor], gate: Any, inputs_first: bool
+) -> Tensor:
+    """Returns what experts [E, outputs, inputs], or [E, inputs, outputs], compute by a recipe, differentiable.
+
+    stacks: `up`, `down`, and `up_bias` and `down_bias` if there are any. gate: of up(x), the hidden values.
+    """
+    y = x.new_zeros(x.shape, dtype=torch.float32)
+    for expert in range(len(stacks["up"])):
+        token, choice = (index == expert).nonzero(as_tuple=True)
+        if len(token) == 0:
+            continue
+        own = {name: stack[expert] for name, stack in stacks.items()}
+        up, down = (own[name].t() if inputs_first else own[name] for name in ("up", "down"))
+        pre = _Product.apply(x[token], up.contiguous(), chosen, 1)
+        pre = pre if "up_bias" not in own else pre + own["up_bias"]
+        rows = _Weighted.apply(gate(pre), down.contiguous(), own.get("down_bias"), weights[token, choice], chosen)
+        y = y.index_add(0, token, rows)
+    return y.to(x.dtype)

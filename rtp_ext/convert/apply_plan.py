@@ -136,9 +136,10 @@ class Application:
             mixed = RotatedLinear4bit if is_taken(part) else drop_in(part)
             if module.layer in ("linear", "embedding"):
                 options = {"shard_dim": module.cuts["weight"]}
-            if module.recipe is not None:
-                options["recipe"] = recipe_of(module.recipe)
-                self.counts[f"products in 8 bits: {module.recipe}"] += 1
+        if module.recipe is not None:
+            options["recipe"] = recipe_of(module.recipe)
+            what = ", experts" if module.layer == "experts" else ""
+            self.counts[f"products in 8 bits{what}: {module.recipe}"] += 1
         if module.in_blocks:
             options["frozen"] = {each.key: each.frozen for each in module.parameters if each.frozen is not None}
             self.ring.traceable = False  # a compiler would look into the parameter

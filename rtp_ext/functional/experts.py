@@ -13,14 +13,17 @@ from torch.distributed.tensor import DTensor
 from rtp_ext import _native
 from rtp_ext.functional._call import INTEGERS, Call, ShardedParameter, expect_shape
 from rtp_ext.functional._operation import Operation, Options, expect_features, rotate
+from rtp_ext.functional._scaled import expect_fits, expect_takes_recipe, forget_codes
 from rtp_ext.functional.dispatch import dispatched, fixed_starts, refuse
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.parameters.frozen import expect_takes_blocks, part_of_frozen
 from rtp_ext.parameters.sharding import frozen_of, local_shards
+from rtp_ext.recipes import Recipe, operands
+from rtp_ext.recipes import recipe as recipe_of
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.expert_ring import Division, ExpertRing
 from rtp_ext.ring.mesh import ring_dim
-from rtp_ext.words import ExpertActivation
+from rtp_ext.words import ExpertActivation, RecipeName
 
 CLAMPED_SWIGLU: Final = "clamped_swiglu"  # the gate of GPT-OSS
 # ExpertActivation -> (activation of the engine, gated)
@@ -43,10 +46,12 @@ class Experts(Operation):
         interleaved: bool = False,
         clamp: tuple[float, float] | None = None,
         recompute: bool = False,
+        recipe: Recipe | None = None,
     ) -> None:
         super().__init__(options, *shards)  # up, its bias, down, its bias
         self.activation, self.transposed, self.interleaved = activation, transposed, interleaved
-        self.clamp, self.recompute = clamp, recompute
+        self.clamp, self.recompute, self.recipe = clamp, recompute, recipe
+        self.of_part = False  # its tensors are local ones of parameters, whose changes their versions show
 
     def run(self, inputs: Sequence[Any], owner: Any = None) -> torch.Tensor:
         """Returns the result for x, weights and index. Where the ring divides experts, tokens travel to them, and the
@@ -87,7 +92,7 @@ class Experts(Operation):
             None if each is None else part_of_frozen(each, next(shards), division.parts[experts.rank])
             for each in self.given
         ]
-        twin.given = tuple(parts)
+        twin.given, twin.of_part = tuple(parts), True
         call = Call.of(
             given[0],
             ring=options.ring,
@@ -125,6 +130,9 @@ class Experts(Operation):
         ]
         frozen = tuple([frozen_of(param.tensor) for param in params])
         expect_takes_blocks(name, frozen, False, call.ring.in_place)
+        recipe, gpu = self.recipe, call.ring.device.type == "cuda"
+        if recipe is not None:
+            self._expect_takes_recipe(call, recipe, any(frozen))
         formats = {param.what: each.format for param, each in zip(params, frozen, strict=True) if each is not None}
 
         def derive(shapes: list[tuple[int, ...]]) -> _Experts:
@@ -142,6 +150,11 @@ class Experts(Operation):
             }
             for param, whole in zip(params, shapes, strict=True):
                 expect_shape(call, param, whole, expected[param.what])
+            products = {}
+            if recipe is not None:
+                sizes = ((up_rows, features), (features, hidden))
+                expect_fits(call, [recipe.refusal(*matrix, gpu=gpu) for matrix in sizes])
+                products = {"codes": recipe.shard_planes(gpu=gpu), "scaled": operands(recipe, gpu=gpu)}
             shape = _native.ExpertsShape(
                 experts=experts,
                 features=features,
@@ -156,8 +169,10 @@ class Experts(Operation):
                 up_frozen=formats.get("up weight"),
                 down_frozen=formats.get("down weight"),
                 starts=list(self.starts),
+                **products,
             )
-            return _Experts(experts, features, shape, self.recompute)
+            forgets = recipe is not None and not self.of_part
+            return _Experts(experts, features, shape, self.recompute, forgets)
 
         facts = (
             ("frozen", frozen),
@@ -168,7 +183,15 @@ class Experts(Operation):
             ("clamped", self.clamp),
             ("starts", self.starts),
         )
+        if recipe is not None:
+            facts = (*facts, ("recipe", recipe.name))
         return self.agree(call, params, inputs, facts, derive)
+
+    def _expect_takes_recipe(self, call: Call, recipe: Recipe, in_blocks: bool) -> None:
+        if self.recompute or in_blocks:
+            other = "recompute=True" if self.recompute else "weights in blocks"
+            raise ValueError(f"{call.name}: {other} cannot be combined with recipe {recipe.name}")
+        expect_takes_recipe(call, recipe)
 
     def check(self, call: Call, settings: _Experts, inputs: Sequence[torch.Tensor]) -> None:
         expect_features(call, inputs[0], settings.features)
@@ -190,6 +213,8 @@ class Experts(Operation):
 
     @staticmethod
     def forward(call, settings, inputs, parameters):
+        if settings.forgets:
+            forget_codes(call, parameters)
         arguments = (*inputs, parameters, settings.shape, settings.keeps(call), call.options)
         routed = call.run(_native.experts_forward, *arguments)
         starts = torch.tensor(routed.starts, device="cpu")
@@ -219,6 +244,7 @@ class _Experts:
     features: int
     shape: Any
     recompute: bool
+    forgets: bool  # codes of plain tensors
 
     def keeps(self, call: Call) -> bool:
         """Returns whether the forward keeps hidden values for a backward."""
@@ -240,6 +266,7 @@ def rotated_experts(
     alpha: float = 1.702,
     limit: float = 7.0,
     recompute: bool = False,
+    recipe: RecipeName | None = None,
     ring: Ring,
     prepared: Prepared | None = None,
     compute_dtype: torch.dtype | None = None,
@@ -269,6 +296,8 @@ def rotated_experts(
         interleaved: the rows of gate and up alternate in the 2 H of up and its bias.
         alpha, limit: parameters of clamped_swiglu.
         recompute: as in `rotated_mlp`.
+        recipe: as in `rotated_linear`: each expert is two linear layers by itself, whose codes and scales, and those of
+            the rows of its tokens, are its own. Not with recompute.
 
     On a ring that divides experts (RotationDims(expert=...)) parameters are DTensors on its mesh; tokens travel to the
     ranks of their experts, and outputs back. Collective then over all its ranks.
@@ -292,5 +321,6 @@ def rotated_experts(
         interleaved=interleaved,
         clamp=(float(alpha), float(limit)) if activation == CLAMPED_SWIGLU else None,
         recompute=recompute,
+        recipe=None if recipe is None else recipe_of(recipe),
     )
     return use.run([x, weights, index])

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, ShardedParameter, expect_shape
 from rtp_ext.functional._operation import Operation, Options, expect_features, graph_operand, rotate
+from rtp_ext.functional._scaled import expect_fits, expect_takes_recipe, forget_codes
 from rtp_ext.options import wire_itemsize
 from rtp_ext.parameters.frozen import FrozenWeight, expect_takes_blocks
 from rtp_ext.parameters.sharding import frozen_of
@@ -165,10 +165,7 @@ class Linears(Operation):
     @staticmethod
     def forward(call, bundle, inputs, parameters):
         if bundle.scaled is not None:
-            if call.ring.mesh is not None:  # all shards of an emulated ring are plain tensors
-                for given, shard in zip(call.watched, parameters, strict=True):
-                    if not isinstance(given, DTensor):  # a write through `.data` of a plain tensor shows nowhere
-                        call.ring.communicator.executor.forget_codes(shard)
+            forget_codes(call, parameters)
             tensors = inputs[0], parameters, bundle.layers
             return call.run(_native.scaled_linear_forward, *tensors, bundle.scaled, call.options)
         return call.run(_native.linear_forward, inputs, parameters, bundle.layers, bundle.projections, call.options)
@@ -369,8 +366,7 @@ def _bundle(
     if recipe is not None:
         for out_features, in_features in outputs:
             cuts = tuple(_native.shard_sizes(out_features, call.ring.size))
-            if (reason := recipe.refusal(out_features, in_features, cuts, gpu=gpu)) is not None:
-                raise ValueError(f"{call.name}: expected sizes that fit the recipe: {reason}")
+            expect_fits(call, [recipe.refusal(out_features, in_features, cuts, gpu=gpu)])
         codes = {"codes": recipe.shard_planes(gpu=gpu)}
     layers = [
         _native.LinearShape(*sizes, by_outputs=True, transposed=transposed, **_native_blocks(each), **codes)
@@ -393,12 +389,7 @@ def _expect_takes_recipe(call: Call, recipe: Recipe, otherwise: bool) -> None:
             f"{call.name}: expected weights [out_features, in_features], of one input and not in blocks, for products "
             f"in 8 bits ({recipe.name})"
         )
-    if call.ring.in_place:
-        raise ValueError(f"{call.name}: in_place=True cannot be combined with recipe {recipe.name}, whose codes travel")
-    if call.compute_dtype == torch.float64:
-        raise TypeError(
-            f"{call.name}: expected a compute dtype of at most 32 bits with recipe {recipe.name}, got float64"
-        )
+    expect_takes_recipe(call, recipe)
 
 
 def _native_blocks(frozen: FrozenWeight | None) -> dict[str, Any]:

@@ -16,8 +16,10 @@ from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
 from rtp_ext.parameters.sharded_module import mixed_class
 from rtp_ext.parameters.sharding import init_weights, shallow_copy
+from rtp_ext.recipes import Recipe
+from rtp_ext.recipes import recipe as recipe_of
 from rtp_ext.ring import Ring
-from rtp_ext.words import Activation, ExpertActivation
+from rtp_ext.words import Activation, ExpertActivation, RecipeName
 
 
 class RotatedExperts(RotatedModule, nn.Module):
@@ -28,6 +30,7 @@ class RotatedExperts(RotatedModule, nn.Module):
         activation: swiglu, geglu, geglu_tanh, reglu; without a gate: gelu, gelu_tanh, relu, silu.
         bias: whether both layers of every expert have one.
         recompute: save no hidden values for backward, but recompute them from the visiting shard.
+        recipe: of products in 8 bits; see functional.rotated_experts.
         ring: the ranks to shard the experts over. Collective: use the same seed on every rank.
 
     Parameters, named as in `MixtralExperts` of transformers:
@@ -45,6 +48,7 @@ class RotatedExperts(RotatedModule, nn.Module):
     activation: ExpertActivation
     recompute: bool
     down_proj: nn.Parameter
+    recipe: Recipe | None = None
     clamp: tuple[float, float] | None = None  # alpha and limit of clamped_swiglu
     # Attributes of experts modules of transformers: whether weights are [E, D, 2 H] and [E, H, D]; whether the rows of
     # gate precede those of up, instead of alternating with them.
@@ -60,6 +64,7 @@ class RotatedExperts(RotatedModule, nn.Module):
         activation: Activation = "swiglu",
         bias: bool = False,
         recompute: bool = False,
+        recipe: RecipeName | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         ring: Ring,
@@ -84,11 +89,13 @@ class RotatedExperts(RotatedModule, nn.Module):
             self.reset_parameters()
 
         values = construct(self, plain)
-        self._rotate(ring, activation=activation, recompute=recompute)
+        self._rotate(ring, activation=activation, recompute=recompute, recipe=recipe and recipe_of(recipe))
         values.fill(ring)
 
     @classmethod
-    def from_module(cls, module: nn.Module, ring: Ring, *, recompute: bool = False) -> RotatedExperts:
+    def from_module(
+        cls, module: nn.Module, ring: Ring, *, recompute: bool = False, recipe: RecipeName | None = None
+    ) -> RotatedExperts:
         """Returns a rotated copy of an experts module of transformers, or of a compatible one (meta device included).
 
         `module` does not change. The copy is an instance of its class too. Raises ValueError if `refusal(module)` is
@@ -99,7 +106,7 @@ class RotatedExperts(RotatedModule, nn.Module):
         _check(module)
         twin: Any = shallow_copy(module)
         twin.__class__ = mixed_class(cls, type(module))
-        twin._rotate(ring, recompute=recompute)
+        twin._rotate(ring, recompute=recompute, recipe=recipe and recipe_of(recipe))
         return twin
 
     @staticmethod
@@ -156,14 +163,20 @@ class RotatedExperts(RotatedModule, nn.Module):
         return None
 
     def _rotate(
-        self, ring: Ring, *, activation: ExpertActivation | None = None, recompute: bool = False, **options: Any
+        self,
+        ring: Ring,
+        *,
+        activation: ExpertActivation | None = None,
+        recompute: bool = False,
+        recipe: Recipe | None = None,
+        **options: Any,
     ) -> None:
         gated = "gate_up_proj" in self._parameters
         if activation is None:  # an existing module, which `refusal` has accepted
             self.clamp = _clamped_gate(self) if gated else None
             activation = CLAMPED_SWIGLU if self.clamp else activation_of(self.act_fn, gated)
         self.activation = activation  # type: ignore[assignment]
-        self.recompute = recompute
+        self.recompute, self.recipe = recompute, recipe
         if ring.experts is not None:  # refuses numbers of experts
             ring.experts.divide(self.down_proj.shape[0], options.get("name") or type(self).__name__)
         self._adopt(ring, dict.fromkeys(self._parameters, 0), **options)
@@ -194,6 +207,7 @@ class RotatedExperts(RotatedModule, nn.Module):
             interleaved=not self.is_concatenated,
             clamp=self.clamp,
             recompute=self.recompute,
+            recipe=self.recipe,
         )
 
     def extra_repr(self) -> str:
@@ -202,6 +216,7 @@ class RotatedExperts(RotatedModule, nn.Module):
         return (
             f"num_experts={experts}, hidden_dim={hidden_dim}, intermediate_dim={intermediate_dim}, "
             f"activation={self.activation}, ring={self.ring.size}"
+            f"{'' if self.recipe is None else f', recipe={self.recipe.name}'}"
         )
 
 

@@ -20,12 +20,20 @@ namespace rtp {
 // the pass that they belong to before they leave. New codes take the place of old ones in the same memory, on the
 // compute stream, which the end of a pass orders after the hops that read them.
 
-// The codes of one local shard in one plane. The shard is rounded to `dtype` first, in which the product would be
-// computed without 8 bits.
+// How a local shard, a matrix or a stack of them, becomes codes. It is rounded to `dtype` first, in which the product
+// would be computed without 8 bits. `inputs_first`: matrices are stored as [inputs, outputs].
+struct Coding {
+  CodePlane plane;
+  at::ScalarType dtype;
+  bool inputs_first = false;
+  bool operator==(const Coding&) const = default;
+};
+
+// The codes of one local shard in one plane.
 class ShardCodes {
  public:
   // `made`: counts how often codes are made.
-  ShardCodes(const at::Tensor& shard, const CodePlane& plane, at::ScalarType dtype, int64_t& made);
+  ShardCodes(const at::Tensor& shard, const Coding& coding, int64_t& made);
 
   // Makes the codes unless those of this version of the parameter are there: nothing if it is not known, and of an
   // inference tensor it never is. Without effect if the shard's memory has been freed.
@@ -33,15 +41,12 @@ class ShardCodes {
   bool current(std::optional<int64_t> version) const { return versioned_ && version && version_ == version; }
   const CodeMemory& memory() const { return memory_; }
   bool alive() const { return shard_.lock().defined(); }
-  bool of(const at::Tensor& shard, const CodePlane& plane, at::ScalarType dtype) const {
-    return shard_.is(shard) && plane == plane_ && dtype == dtype_;
-  }
+  bool of(const at::Tensor& shard, const Coding& coding) const { return shard_.is(shard) && coding == coding_; }
   int64_t bytes() const { return static_cast<int64_t>(memory_.codes.nbytes() + memory_.scales.nbytes()); }
 
  private:
   WeakTensor shard_;
-  CodePlane plane_;
-  at::ScalarType dtype_;
+  Coding coding_;
   bool versioned_;
   CodeMemory memory_;
   std::optional<int64_t> version_;
@@ -51,7 +56,7 @@ class ShardCodes {
 // The codes of all local shards of a ring, each as long as the memory of its shard.
 class CodeCache {
  public:
-  std::shared_ptr<ShardCodes> of(const at::Tensor& shard, const CodePlane& plane, at::ScalarType dtype);
+  std::shared_ptr<ShardCodes> of(const at::Tensor& shard, const Coding& coding);
   // Drops the codes of a shard to which writes may show in no version counter: a new forward makes new ones.
   void forget(const at::Tensor& shard);
   int64_t bytes() const;

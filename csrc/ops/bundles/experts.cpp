@@ -8,10 +8,12 @@
 #include <ATen/ops/zeros.h>
 
 #include <map>
+#include <utility>
 
 #include "base/checks.h"
 #include "compute/gemm/gemm.h"
 #include "compute/gemm/grouped.h"
+#include "compute/scaled.h"
 
 namespace rtp {
 namespace {
@@ -25,8 +27,12 @@ struct ExpertsWeights : Weights {
       : Weights(executor, options, kExperts, pass, parameters), up_rows((shape.gated ? 2 : 1) * shape.hidden_features) {
     const auto stacked = [&](int64_t outputs, int64_t inputs, std::optional<BlockFormat> frozen) {
       if (shape.transposed) std::swap(outputs, inputs);
-      return ParameterFacts{{shape.experts, outputs, inputs}, 0, frozen, /*group=*/1};  // as the biases
+      ParameterFacts facts{{shape.experts, outputs, inputs}, 0, frozen, /*group=*/1};  // as the biases
+      facts.codes = shape.codes, facts.inputs_first = shape.transposed;
+      return facts;
     };
+    RTP_CHECK_VALUE(!shape.scaled || !executor.sourced(), options.name,
+                    ": expected no products in 8 bits of shards that are pulled");
     up = add(stacked(up_rows, shape.features, shape.up_frozen));
     up_bias = add({{shape.experts, up_rows}}, shape.up_bias);
     down = add(stacked(shape.features, shape.hidden_features, shape.down_frozen));
@@ -77,6 +83,18 @@ class Group {
     return out;
   }
 
+  // The same with operands of 8 bits; the rows of each expert are quantized by themselves. Writes `out`.
+  at::Tensor product(const at::Tensor& left, const CodePlane& plane, const std::vector<Codes>& matrices, bool fast,
+                     const at::Tensor& biases, const at::Tensor& out) const {
+    each([&](int64_t e, const auto& of, int64_t count) {
+      if (count == 0) return;
+      const Codes codes = quantized(plane, of(left));
+      of(out).copy_(scaled_product(codes, matrices[static_cast<size_t>(e)], out.scalar_type(), fast));
+      if (biases.defined()) of(out).add_(biases.select(0, e));
+    });
+    return out;
+  }
+
   int64_t first = 0, rows = 0;
   at::Tensor place;  // [rows] positions in index.view(-1)
   at::Tensor token;  // [rows]
@@ -86,6 +104,50 @@ class Group {
   const std::vector<int64_t>& starts_;
   at::Tensor ends_;  // ends of its experts
 };
+
+// The products of the rows of a group with the matrices of their experts.
+class Products {
+ public:
+  Products(const Group& group, const ExpertsWeights& cut, const ExpertsShape& shape, std::vector<at::Tensor> shard)
+      : group_(group), cut_(cut), shape_(shape), shard_(std::move(shard)) {}
+
+  // Returns rows W^T, plus their biases, of a layer: [rows, outputs], in `out` if it is defined.
+  at::Tensor outputs(const at::Tensor& left, int weight, int bias, at::Tensor out = {}) const {
+    if (!shape_.scaled) return group_.product(left, shard_[weight], !shape_.transposed, biases(bias), out);
+    std::vector<Codes> matrices = cut_.stacked_codes(shard_, weight);
+    if (!out.defined()) out = at::empty({left.size(0), matrices[0].codes.size(0)}, left.options());
+    for (Codes& matrix : matrices) matrix = matrix.t();
+    return group_.product(left, shape_.scaled->tokens, matrices, /*fast=*/true, biases(bias), out);
+  }
+
+  // Returns rows W: [rows, inputs], from products in 8 bits in float32.
+  at::Tensor inputs(const at::Tensor& left, int weight) const {
+    if (!shape_.scaled) return group_.product(left, shard_[weight], shape_.transposed);
+    const std::vector<Codes> matrices = cut_.stacked_codes(shard_, weight);
+    const at::Tensor out = at::empty({left.size(0), matrices[0].codes.size(1)}, left.options().dtype(at::kFloat));
+    return group_.product(left, shape_.scaled->gradients, matrices, /*fast=*/false, {}, out);
+  }
+
+  at::Tensor biases(int bias) const { return bias < 0 ? at::Tensor() : shard_[bias]; }
+
+ private:
+  const Group& group_;
+  const ExpertsWeights& cut_;
+  const ExpertsShape& shape_;
+  std::vector<at::Tensor> shard_;
+};
+
+// Adds the gradient of an expert's matrix, as it is stored, to `in`: that of rows of its outputs and of its inputs.
+void add_gradient(const ExpertsShape& shape, const at::Tensor& out, const at::Tensor& in, const at::Tensor& outputs,
+                  const at::Tensor& inputs, double scale) {
+  if (!shape.scaled || !shape.scaled->weight_gradients) {
+    return shape.transposed ? gemm(out, in, inputs.t(), outputs, scale) : gemm(out, in, outputs.t(), inputs, scale);
+  }
+  const auto& [of_outputs, of_inputs] = *shape.scaled->weight_gradients;
+  const Codes dy = quantized(of_outputs, padded(outputs, shape.scaled->rows));
+  const Codes x = quantized(of_inputs, padded(inputs, shape.scaled->rows));
+  shape.transposed ? scaled_gemm(out, in, x.t(), dy, scale) : scaled_gemm(out, in, dy.t(), x, scale);
+}
 
 // Returns the gate half and the other half of up(x).
 std::pair<at::Tensor, at::Tensor> gate_and_up(const at::Tensor& values, const ExpertsShape& shape) {
@@ -124,6 +186,22 @@ at::Tensor gradients_of(const ExpertsShape& shape, const at::Tensor& d_value, co
   if (shape.clamped) return clamped_values(*shape.clamped, pre, gate, d_value, d_pre, d_gate);
   hidden_backward(shape.activation, d_value, pre, gate, d_pre, d_gate);
   return d_value;
+}
+
+// Returns the product of the gradients of outputs without the router's weights, and with them. In 8 bits the gradients
+// become codes with the weights, as those of a plain layer, and the product is divided by them; small ones, which may be
+// zero, count as more then.
+template <typename Product>
+std::pair<at::Tensor, at::Tensor> gradients_of_hidden(const ExpertsShape& shape, const at::Tensor& d_rows,
+                                                      const at::Tensor& factor, Product&& product) {
+  constexpr double kSmall = 0x1p-10;
+  if (!shape.scaled) {
+    const at::Tensor d_plain = product(d_rows);
+    return {d_plain, d_plain.mul(factor)};
+  }
+  const at::Tensor used = factor.masked_fill(factor.abs().lt(kSmall), kSmall);
+  const at::Tensor found = product(d_rows.mul(used).to(d_rows.scalar_type()));
+  return {found.div(used), found.mul(factor.div(used))};
 }
 
 void check_operands(const Executor& executor, const ExpertsShape& shape, const RotationOptions& options,
@@ -168,11 +246,6 @@ void route(const at::Tensor& index, const ExpertsShape& shape, const RotationOpt
   result.starts.assign(first, first + shape.experts + 1);
 }
 
-// The biases of a shard's experts; undefined if there are none.
-at::Tensor biases_of(const std::vector<at::Tensor>& shard, int place) {
-  return place < 0 ? at::Tensor() : shard[place];
-}
-
 }  // namespace
 
 ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at::Tensor& weights,
@@ -199,14 +272,11 @@ ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at:
   while (const Step* step = pass.next()) {
     const Group group(result, cut, *step, index.size(1));
     if (group.rows == 0) continue;
-    const auto shard = pass.weight();
+    const Products products(group, cut, shape, pass.weight());
     const at::Tensor room = keep ? result.kept.narrow(0, group.first, group.rows) : at::Tensor();
-    const at::Tensor values = group.product(x.index_select(0, group.token), shard[cut.up], !shape.transposed,
-                                            biases_of(shard, cut.up_bias), room);
+    const at::Tensor values = products.outputs(x.index_select(0, group.token), cut.up, cut.up_bias, room);
     const auto [gate, pre] = gate_and_up(values, shape);
-    const at::Tensor out =
-        group.product(values_of(shape, pre, gate), shard[cut.down], !shape.transposed, biases_of(shard, cut.down_bias))
-            .to(sums);
+    const at::Tensor out = products.outputs(values_of(shape, pre, gate), cut.down, cut.down_bias).to(sums);
     y.index_add_(0, group.token, out.mul(factors.index_select(0, group.place).unsqueeze(1)));
   }
   result.y = y.to(options.compute_dtype);
@@ -218,6 +288,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
                                          const std::vector<at::Tensor>& parameters, const ExpertsShape& shape,
                                          const std::vector<bool>& needs, const RotationOptions& options) {
   const bool needs_x = needs[0], needs_weights = needs[1];
+  RTP_ASSERT(routed.kept.defined() || !shape.scaled, "a backward in 8 bits recomputes nothing: it has other codes");
   const ExpertsWeights cut(executor, options, Pass::backward, shape, parameters);
   const at::ScalarType sums = accumulation_dtype(options.compute_dtype);
   const auto sum_options = x.options().dtype(sums);
@@ -240,31 +311,30 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
     const Group group(routed, cut, *step, choices);
     if (step->compute == Compute::dgrad) {
       if (group.rows == 0) continue;
-      const auto shard = pass.weight();
+      const Products products(group, cut, shape, pass.weight());
       const at::Tensor rows = x.index_select(0, group.token);
-      const at::Tensor values =
-          routed.kept.defined() ? routed.kept.narrow(0, group.first, group.rows)
-                                : group.product(rows, shard[cut.up], !shape.transposed, biases_of(shard, cut.up_bias));
+      const at::Tensor values = routed.kept.defined() ? routed.kept.narrow(0, group.first, group.rows)
+                                                      : products.outputs(rows, cut.up, cut.up_bias);
       const auto [gate, pre] = gate_and_up(values, shape);
       const at::Tensor factor = factors.index_select(0, group.place).unsqueeze(1);
       const at::Tensor d_rows = dy.index_select(0, group.token);
-      // excludes the router weight, so that the gradient of the weight is a product with the hidden values
-      const at::Tensor d_plain = group.product(d_rows, shard[cut.down], shape.transposed);
+      // d_plain excludes the router weight, so that the gradient of the weight is a product with the hidden values
+      const auto [d_plain, d_hidden] = gradients_of_hidden(
+          shape, d_rows, factor, [&](const at::Tensor& rows) { return products.inputs(rows, cut.down); });
       const at::Tensor d_values = at::empty({group.rows, cut.up_rows}, x.options());
       const auto [d_gate, d_pre] = gate_and_up(d_values, shape);
-      const at::Tensor hidden =
-          gradients_of(shape, d_plain.mul(factor).to(options.compute_dtype), pre, gate, d_pre, d_gate);
+      const at::Tensor hidden = gradients_of(shape, d_hidden.to(options.compute_dtype), pre, gate, d_pre, d_gate);
       if (needs_weights) {
         const at::Tensor along = d_plain.to(sums).mul(hidden).sum(1);
         if (shape.down_bias) {
-          const at::Tensor biases = shard[cut.down_bias];
+          const at::Tensor biases = products.biases(cut.down_bias);
           group.each([&](int64_t e, const auto& of, int64_t count) {
             if (count > 0) of(along).add_(of(d_rows).to(sums).mul(biases.select(0, e)).sum(1));
           });
         }
         d_factors.index_copy_(0, group.place, along);
       }
-      if (needs_x) dx.index_add_(0, group.token, group.product(d_values, shard[cut.up], shape.transposed).to(sums));
+      if (needs_x) dx.index_add_(0, group.token, products.inputs(d_values, cut.up).to(sums));
       if (gradients.any()) {
         slices[step->owner] = {rows, hidden, d_rows.mul(factor).to(options.compute_dtype), d_values};
       }
@@ -288,9 +358,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
     };
     const auto add_weight = [&](int parameter, const at::Tensor& outputs, const at::Tensor& inputs) {
       add(parameter, [&](const at::Tensor& after, const at::Tensor& before, const auto& of) {
-        const at::Tensor& left = shape.transposed ? inputs : outputs;
-        const at::Tensor& right = shape.transposed ? outputs : inputs;
-        gemm(after, before, of(left).t(), of(right), of_shard.scale());
+        add_gradient(shape, after, before, of(outputs), of(inputs), of_shard.scale());
       });
     };
     const auto add_bias = [&](int parameter, const at::Tensor& outputs) {

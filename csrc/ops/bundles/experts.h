@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "compute/activation.h"
-#include "ops/weights.h"
+#include "ops/scaled_linear.h"
 
 namespace rtp {
 
@@ -37,6 +37,10 @@ struct ExpertsShape {
   // The weights are stored in blocks, uint8 [experts, bytes]; an expert fills whole blocks.
   std::optional<BlockFormat> up_frozen, down_frozen;
   std::vector<int64_t> starts;  // of every expert among the sorted choices, and the end, where they are known before
+  // The weights travel in 8 bits, and products have operands of 8 bits: each expert is a layer by itself, with codes and
+  // scales of its own and of the rows of its tokens. The backward needs kept values.
+  std::optional<CodePlanes> codes;
+  std::optional<ScaledOperands> scaled;
 };
 
 struct ExpertsResult {

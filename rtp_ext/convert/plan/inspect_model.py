@@ -34,7 +34,7 @@ from rtp_ext.convert.plan.rotation_plan import (
     Owned,
     RotationPlan,
 )
-from rtp_ext.convert.plan.scaled_products import ScaledProducts, routers
+from rtp_ext.convert.plan.scaled_products import ScaledProducts, inputs_first, routers
 from rtp_ext.convert.scopes import is_inside
 from rtp_ext.convert.tensor_parallel import GATHERED as REPLICATED_STYLE
 from rtp_ext.convert.tensor_parallel import on_tensor_mesh, style_of
@@ -77,6 +77,7 @@ class Inspection:
         wide = dict.fromkeys(self.projections, "attention of torch calls it")
         wide |= dict.fromkeys(heads, "it is the vocabulary head") | dict.fromkeys(adapters, "it belongs to an adapter")
         wide |= dict.fromkeys(routers(self.modules), "it chooses experts")
+        wide |= {id(part): "an adapter changes its parameters" for part in adapted_modules(request.root)}
         self.scaled = ScaledProducts(request, self.tied, wide, self.projections)
         self.extended = extended_parameters(self.modules, request.ignored) - taken_parameters(self.modules)
         for part in (part for _, part in self.modules if is_in_8_bits(part) and self.scaled.of(part)):
@@ -173,7 +174,8 @@ class Inspection:
         return [BundlePlan("shared input", name, label, paths, names)]
 
     def _recipe_name(self, part: nn.Module) -> str | None:
-        recipe = None if self.in_blocks.weight(part, "weight", "linear") else self.scaled.of(part)
+        keys, layer = (own_parameters(part), "experts") if is_experts(part) else (["weight"], "linear")
+        recipe = None if any(self.in_blocks.weight(part, key, layer) for key in keys) else self.scaled.of(part)
         return None if recipe is None else recipe.name
 
     def _heads(self) -> list[tuple[str, str]]:
@@ -216,7 +218,7 @@ class Inspection:
             problem = RotatedExperts.refusal(part)
             if problem is not None:
                 return self._gathered(name, part, problem, notice="refused")
-            return self._rotated(name, part, "experts", {})
+            return self._rotated(name, part, "experts", {}, transposed=inputs_first(part))
         if is_taken(part):
             return self._rotated(name, part, "linear", {})
         if (problem := self.scaled.refusal(part)) is not None:
@@ -265,14 +267,18 @@ class Inspection:
         if may_gather and not self.facts.emulated and (reason := self._cut_otherwise(name, part, cuts)) is not None:
             return self._gathered(name, part, reason, notice="kept")
         rows = []
-        recipe = self._recipe_name(part) if layer == "linear" and not transposed and not cuts.get("weight") else None
+        takes = layer == "experts" or (layer == "linear" and not transposed and not cuts.get("weight"))
+        recipe = self._recipe_name(part) if takes else None
         for key, parameter in own_parameters(part).items():
             moved, dim, reason = self.kept.moved(part, key, cuts.get(key, 0))
             wide = frozen = None
             if moved == ROTATED:
                 wide, frozen = self.in_blocks.wide(part, key, layer), self.in_blocks.weight(part, key, layer)
-                if frozen is None and recipe is None and key == "weight":
+                multiplied = parameter.dim() == 3 if layer == "experts" else key == "weight"
+                if frozen is None and recipe is None and multiplied:
                     wide = wide or self.scaled.wide(part)
+                    if wide is None and layer == "experts" and self.scaled.recipe is not None:
+                        wide = "the other weight of its experts is in blocks"
             rows.append(self._owned(name, key, parameter, moved, dim, reason, wide=wide, frozen=frozen))
         return self._made(name, part, ROTATED, rows, layer=layer, transposed=transposed, style=style, recipe=recipe)
 

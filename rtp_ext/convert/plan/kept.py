@@ -108,7 +108,9 @@ class Kept:
             for key, parameter in own_parameters(part).items()
         ]
         kind, layer = plain_class(part).__name__, layer_of(type(part))
-        return ModulePlan(name, kind, ROTATED, layer, tuple(rows), part.mp_policy)
+        recipe, inputs_first = getattr(part, "recipe", None), getattr(part, "is_transposed", False)
+        made: dict[str, Any] = {"transposed": inputs_first, "recipe": None if recipe is None else recipe.name}
+        return ModulePlan(name, kind, ROTATED, layer, tuple(rows), part.mp_policy, **made)
 
     def _flyweight(self, name: str, part: Flyweight) -> ModulePlan:
         rows = []

@@ -83,7 +83,7 @@ class ModulePlan:
         moved: as in `Owned`, for most of its parameters.
         layer: the kind of rotation: `linear`, `embedding`, `convolution`, `attention`, `experts`, `head`; None for
             modules that do not rotate, but `whole embedding` for tables that stay whole.
-        transposed: whether a linear layer's weight is stored as [in_features, out_features].
+        transposed: whether a linear layer's weight is stored as [in_features, out_features], or those of experts so.
         style: the style of tensor parallelism: `colwise`, `rowwise`, `replicated`; None: without.
         policy: the dtypes of its computes and gradients; None: a module that is left as it is.
         recipe: of its products in 8 bits; None: they are wide.
@@ -131,7 +131,8 @@ class ModulePlan:
 
     def recipe_of(self, owned: Owned) -> Recipe | None:
         """Returns the recipe of the products with a parameter; None: they are wide."""
-        return None if self.recipe is None or owned.key != "weight" else recipe_of(self.recipe)
+        multiplied = len(owned.shape) == 3 if self.layer == "experts" else owned.key == "weight"
+        return recipe_of(self.recipe) if self.recipe is not None and multiplied else None
 
     @property
     def cuts(self) -> dict[str, int | None]:
@@ -399,7 +400,7 @@ class RotationPlan:
             gradient_route=gradient_route,
             travel=travel,
             reduce=reduce,
-            held_bytes=0 if owned.tied_to else owned.held + _codes_bytes(module, owned, facts),
+            held_bytes=0 if owned.tied_to else owned.held + _codes_bytes(module, owned, self.ring),
             forward_bytes=sent.forward,
             backward_bytes=sent.backward,
             gradient_bytes=sent.gradients,
@@ -452,7 +453,8 @@ def _members(module: ModulePlan, gpu: bool, divides: RingFacts | None = None) ->
                 frozen = frozen and frozen.with_rows(shape[0])
             codes = recipe and recipe.shard_planes(gpu=gpu)
             facts = frozen and frozen.facts
-            facts = facts or ParameterFacts(shape, owned.dim, trained=owned.trained, codes=codes)
+            stored = {"codes": codes, "inputs_first": module.transposed} if codes else {}
+            facts = facts or ParameterFacts(shape, owned.dim, trained=owned.trained, **stored)
             found.append((module, owned, facts))
     return found
 
@@ -462,14 +464,15 @@ def _codes_bytes(module: ModulePlan, owned: Owned, facts: RingFacts) -> int:
     recipe = module.recipe_of(owned)
     if recipe is None:
         return 0
-    rows, columns = ParameterFacts(owned.ring_shape, owned.dim).shard(facts.ranks, facts.rank)
-    return recipe.memory(rows, columns, gpu=facts.device == "cuda")
+    *stack, rows, columns = ParameterFacts(owned.ring_shape, owned.dim).shard(facts.ranks, facts.rank)
+    matrix = (columns, rows) if module.transposed else (rows, columns)
+    return recipe.memory(*stack, *matrix, gpu=facts.device == "cuda")
 
 
 def _apart(module: ModulePlan, owned: Owned, facts: RingFacts) -> str | None:
     """Returns in which passes products have one shard each, and why; None: in none."""
     recipe = module.recipe_of(owned)
-    if recipe is None:
+    if recipe is None or module.layer == "experts":  # those of a group are multiplied one by one
         return None
     whys = {late: recipe.apart(backward=late, gpu=facts.device == "cuda") for late in (False, True)}
     return ", ".join(f"1 in {'backward' if late else 'forward'}: {why}" for late, why in whys.items() if why) or None

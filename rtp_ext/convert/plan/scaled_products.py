@@ -1,4 +1,4 @@
-"""Which linear layers a conversion computes in 8 bits."""
+"""Which linear layers and experts a conversion computes in 8 bits."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class ScaledProducts:
     def __init__(self, request: Request, tied: Collection[int], wide: dict[int, str], read: Collection[int]) -> None:
         facts, name = request.place.facts, request.options.recipe
         self.recipe: Recipe | None = None if name is None else recipe_of(name)
+        self.recomputes = request.options.bundle == "recompute"
         self.tied, self._wide, self._read, self._other = tied, wide, read, conflict(request)
         self.ranks, self.gpu, self.parallel = facts.ranks, facts.device == "cuda", facts.tensor_ranks > 1
 
@@ -37,7 +38,8 @@ class ScaledProducts:
         """Returns the recipe of a module's products; None: they are wide, or those of the module itself."""
         if is_in_8_bits(part):
             return None if self.refusal(part) is not None else recipe_of(recipe_name(part) or "")
-        return self.recipe if drop_in(part) is RotatedLinear and self.wide(part) is None else None
+        takes = drop_in(part) is RotatedLinear or is_experts(part)
+        return self.recipe if takes and self.wide(part) is None else None
 
     def refusal(self, part: nn.Module) -> str | None:
         """Returns why a layer that torchao computes in 8 bits does not rotate; None for any other layer."""
@@ -54,6 +56,8 @@ class ScaledProducts:
 
     def wide(self, part: nn.Module) -> str | None:
         """Returns why the products of a module that multiplies by a matrix stay wide although a recipe is given."""
+        if self.recipe is not None and is_experts(part):
+            return self._wide_experts(part, self.recipe)
         weight: Any = own_parameters(part).get("weight")
         if self.recipe is None or weight is None or weight.dim() != 2 or isinstance(part, nn.Embedding):
             return None
@@ -63,6 +67,22 @@ class ScaledProducts:
             return "it is not a linear layer [out_features, in_features]"
         return self._unfit(part, self.recipe)
 
+    def _wide_experts(self, part: nn.Module, recipe: Recipe) -> str | None:
+        own = own_parameters(part)
+        if id(part) in self._wide:
+            return self._wide[id(part)]
+        if self.recomputes:
+            return "bundle='recompute' computes hidden values of experts again, for which other codes travel"
+        if self.parallel:
+            return "tensor parallelism has cut the model"
+        if self.tied.intersection(map(id, own.values())):  # type: ignore[union-attr]
+            return "it is shared with another module"
+        matrices = (weight.shape[1:] for weight in own.values() if weight.dim() == 3)
+        if inputs_first(part):
+            matrices = (matrix[::-1] for matrix in matrices)
+        refusals = (recipe.refusal(*matrix, gpu=self.gpu) for matrix in matrices)
+        return next((reason for reason in refusals if reason is not None), None)
+
     def _unfit(self, part: nn.Module, recipe: Recipe) -> str | None:
         weight: Any = part._parameters["weight"]
         if self.parallel:
@@ -71,6 +91,11 @@ class ScaledProducts:
             return "it is shared with another module"
         outputs, inputs = weight.shape
         return recipe.refusal(outputs, inputs, tuple(shard_sizes(outputs, self.ranks)), gpu=self.gpu)
+
+
+def inputs_first(experts: nn.Module) -> bool:
+    """Returns whether weights of experts are stored [experts, inputs, outputs]."""
+    return bool(getattr(experts, "is_transposed", False))
 
 
 def conflict(request: Request) -> str | None:

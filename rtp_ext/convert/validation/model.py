@@ -162,7 +162,7 @@ def _check_recipe(plan: RotationPlan, request: Request, modules: dict[str, nn.Mo
             )
     if not scaled and given is not None:
         raise ValueError(
-            f"fully_rotate: {what} expected linear layers whose sizes fit it, got none in a "
+            f"fully_rotate: {what} expected linear layers whose sizes fit it, or experts, got none in a "
             f"{type(request.root).__name__}: rtp_ext.explain without it shows the layers"
         )
     for module in scaled:

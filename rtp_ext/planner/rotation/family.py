@@ -365,7 +365,16 @@ def block_time(
 
         steps = [of(count, index == 0) for index, count in enumerate(back_groups)]
         cast = casts_s(
-            rotation, tokens, ranks, sizes.compute_bytes, True, cluster, constants, sums=not alone, joined=sizes.joined
+            rotation,
+            tokens,
+            ranks,
+            sizes.compute_bytes,
+            True,
+            cluster,
+            constants,
+            sums=not alone,
+            joined=sizes.joined,
+            experts_per_token=sizes.experts_per_token,
         )
         casts[0] += cast[0]
         casts[1] += cast[1]

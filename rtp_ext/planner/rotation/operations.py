@@ -27,7 +27,8 @@ class Weight:
     frozen: the format, `nf4`, `mxfp4` or `int8`, of a frozen weight that is stored in blocks: [out, in], or [experts,
     out, in], whose experts fill whole blocks.
     trained: whether a weight that is not in blocks has a gradient; those in blocks have none.
-    recipe: of a matrix [outputs, inputs] that travels in 8 bits. gpu: its scales have the layout of a GPU.
+    recipe: of a matrix [outputs, inputs], or of those of experts, that travels in 8 bits. gpu: its scales have the
+        layout of a GPU.
     """
 
     shape: tuple[int, ...]
@@ -321,7 +322,7 @@ def rotations_of(
     `frozen` alone rotations are those of `bundle=False`. Experts that do not fill whole blocks, tied heads, and heads
     without `fused_loss` are not stored in blocks.
     recipe: of linear layers whose sizes and cuts fit it on a ring of `ranks`; MLPs rotate layer by layer, gate and up
-    together. gpu: as of `Weight`.
+    together; of experts whose sizes fit it, unless bundles recompute. gpu: as of `Weight`.
     parts: ranks that experts are divided over.
 
     Raises:
@@ -333,9 +334,14 @@ def rotations_of(
     def weight(*shape: int, dim: int = 0) -> Weight:
         return Weight(shape, dim, trained=trained)
 
-    def experts(*shape: int) -> Weight:
-        whole = frozen is not None and engine().rows_of_blocks(frozen, math.prod(shape[1:])) == 1
-        return Weight(shape, frozen=frozen if whole else None, trained=trained)
+    def experts(*shapes: tuple[int, ...]) -> tuple[Weight, ...]:
+        found = []
+        fits = recipe and bundle != "recompute" and not any(recipe.refusal(*shape[1:], gpu=gpu) for shape in shapes)
+        for shape in shapes:
+            whole = frozen is not None and engine().rows_of_blocks(frozen, math.prod(shape[1:])) == 1
+            stored = frozen if whole else None
+            found.append(Weight(shape, frozen=stored, trained=trained, recipe=recipe if fits else None, gpu=gpu))
+        return tuple(found)
 
     def linear(rows: int, columns: int, bias: bool) -> tuple[Weight, ...]:
         fits = recipe and not recipe.refusal(rows, columns, tuple(engine().shard_sizes(rows, ranks)), gpu=gpu)
@@ -363,7 +369,7 @@ def rotations_of(
     if model.experts:
         gates = 2 if model.gated else 1
         own = model.experts // parts
-        layer.append(RotatedOperation("bundle", (experts(own, gates * f, h), experts(own, h, f)), parts=parts))
+        layer.append(RotatedOperation("bundle", experts((own, gates * f, h), (own, h, f)), parts=parts))
     elif bundled and not scaled:
         up = linear(f, h, model.mlp_bias)
         down = (weight(h, f, dim=1), *((weight(h),) if model.mlp_bias else ()))

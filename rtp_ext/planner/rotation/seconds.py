@@ -17,7 +17,7 @@ from rtp_ext.planner.rotation.operations import RotatedOperation, Weight
 from rtp_ext.planner.specs.cluster import Cluster
 from rtp_ext.planner.time.links import Group, hop_bytes_per_s, hop_s, taken_s
 from rtp_ext.planner.time.work import Product, product_s, traffic_s
-from rtp_ext.recipe_planes import Plane
+from rtp_ext.recipe_planes import Plane, Recipe
 
 if TYPE_CHECKING:
     from rtp_ext.observe.timeline import Lockstep
@@ -250,7 +250,17 @@ def rotation_seconds(
         hosts,
         busy,
         (taken[0], taken[1]),
-        casts_s(rotation, tokens, ranks, compute_bytes, dgrad, cluster, constants, joined=joined),
+        casts_s(
+            rotation,
+            tokens,
+            ranks,
+            compute_bytes,
+            dgrad,
+            cluster,
+            constants,
+            joined=joined,
+            experts_per_token=experts_per_token,
+        ),
         (calls[0], calls[1]),
         (
             passes[0] * hops_host_s + of_computes * constants.driver_call_s + products,
@@ -271,6 +281,7 @@ def casts_s(
     *,
     sums: bool = True,
     joined: bool = False,
+    experts_per_token: int = 0,
 ) -> tuple[float, float]:
     """Returns the seconds of casts and copies in forward and backward: casts of the float32 local shards that are sent,
     and of the `sums` of products with several shards, if there are any (csrc/compute/gemm, ProductSum); copies of the
@@ -282,8 +293,9 @@ def casts_s(
     if joined and rotation.kind == "linear" and len(matrices) > 1:
         forward = backward = 2.0 * compute_bytes * tokens * sum(weight.shape[0] for weight in matrices)
     if rotation.recipe is not None:
-        made = codes_traffic(rotation, tokens, compute_bytes)
-        forward, backward = made[0], made[1] + (4 + compute_bytes) * tokens * matrices[0].shape[1] * dgrad
+        forward, backward = codes_traffic(rotation, tokens * max(1, experts_per_token * (not matrices)), compute_bytes)
+        if matrices:
+            backward += (4 + compute_bytes) * tokens * matrices[0].shape[1] * dgrad
     elif compute_bytes < 4:
         moved = 4 + compute_bytes
 
@@ -298,25 +310,30 @@ def casts_s(
     return traffic_s(forward, cluster, constants), traffic_s(backward, cluster, constants)
 
 
-def codes_traffic(rotation: RotatedOperation, tokens: int, compute_bytes: int) -> tuple[float, float]:
+def codes_traffic(rotation: RotatedOperation, rows: int, compute_bytes: int) -> tuple[float, float]:
     """Returns the bytes that a rank moves in forward and backward to make codes of x and dy, and to transpose those of
     all shards where the recipe has one plane. A block that spans the matrix is read twice: its largest magnitude
-    first."""
-    recipe = rotation.recipe
+    first. rows: tokens, or those that all experts have, of which each layer has operands of its own."""
+    recipe, weights = rotation.recipe, [weight for weight in rotation.weights if not weight.is_bias]
     assert recipe is not None
-    outputs = sum(weight.shape[0] for weight in rotation.weights if not weight.is_bias)
-    inputs = rotation.weights[0].shape[1]
 
     def made(plane: Plane, features: int) -> float:
-        return tokens * features * ((2 if None in plane.block else 1) * compute_bytes + 1.0)
+        return rows * features * ((2 if None in plane.block else 1) * compute_bytes + 1.0)
 
-    backward = made(recipe.gradients, outputs)
-    for plane, features in zip(recipe.weight_gradient or (), (outputs, inputs), strict=False):
-        backward += made(plane, features)
+    def of(outputs: int, inputs: int, count: int = 1) -> tuple[float, float]:
+        backward = made(recipe.gradients, outputs) + 2.0 * count * outputs * inputs * (recipe.backward is None)
+        for plane, features in zip(recipe.weight_gradient or (), (outputs, inputs), strict=False):
+            backward += made(plane, features)
+        return made(recipe.tokens, inputs), backward
+
+    if len(weights[0].shape) == 3:
+        each = [of(*weight.shape[1:], count=weight.shape[0]) for weight in weights]
+        return sum(made[0] for made in each), sum(made[1] for made in each)
+    outputs = sum(weight.shape[0] for weight in weights)
+    forward, backward = of(outputs, weights[0].shape[1])
     for product in ("dgrad", "wgrad"):  # codes of dy of several layers come side by side
-        alone = len([weight for weight in rotation.weights if not weight.is_bias]) == 1
-        backward += 2.0 * tokens * outputs * (recipe.joins(product, gpu=rotation.weights[0].gpu) and not alone)
-    return made(recipe.tokens, inputs), backward + 2.0 * outputs * inputs * (recipe.backward is None)
+        backward += 2.0 * rows * outputs * (recipe.joins(product, gpu=weights[0].gpu) and len(weights) > 1)
+    return forward, backward
 
 
 def hops_host(inner: float, outer: float, group: Group, constants: TimeConstants) -> tuple[float, float]:
@@ -342,6 +359,26 @@ def two_lanes(
     outputs = sum(round(part * -(-weight.shape[0] // ranks)) for weight in matrices)
     inputs = matrices[0].shape[1]
     return wastes(tokens, outputs), wastes(tokens, inputs) or wastes(outputs, inputs)
+
+
+def _scaled_expert_s(
+    product: Product,
+    kind: str,
+    recipe: Recipe,
+    element_bytes: int,
+    of_weights: float | None,
+    cluster: Cluster,
+    constants: TimeConstants,
+) -> float:
+    """Returns the seconds of one expert's product in 8 bits, a call by itself: results of forward and dgrad, the latter
+    in float32, are copied to their place."""
+    dgrad, wgrad = product.backward()
+    if kind == "wgrad":
+        wide = recipe.weight_gradient is None
+        wgrad = dataclasses.replace(wgrad, element_bytes=element_bytes) if wide else wgrad
+        return product_s(wgrad, cluster, constants, result_bytes=of_weights)
+    one, bytes_each = (product, element_bytes) if kind == "forward" else (dgrad, 4)
+    return product_s(one, cluster, constants, result_bytes=3.0 * bytes_each) + constants.kernel_s
 
 
 def products_of(rotation: RotatedOperation, joined: bool, product: str) -> list[Weight]:
@@ -405,6 +442,9 @@ def step_seconds(
 
         outputs, inputs = (shape[0], held(shape[1])) if weight.dim == 1 else (held(shape[0]), shape[1])
         recipe, plain = weight.recipe, len(weight.shape) == 2
+        if recipe is not None and not plain:
+            one = Product("shard", rows, outputs, inputs, element_bytes=1)
+            return experts * _scaled_expert_s(one, kind, recipe, element_bytes, of_weights, cluster, constants)
         product = Product("shard", rows, outputs, inputs, experts, 1 if recipe else element_bytes)
         ways: dict[str, Any] = {"cluster": cluster, "constants": constants, "beside": beside}
         if kind == "forward" and recipe is not None:  # y is copied to its place
