@@ -38,6 +38,8 @@ SMALL |= {"intermediate_size": 512, "vocab_size": 132, "max_position_embeddings"
 def test_bytes_and_memory_are_the_engine_s(name):
     """Keys and values of 64 outputs a shard do not fit blocks of 128: they stay wide, and travel apart from queries."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from live_bytes import STEADY
+
     import rtp_ext
 
     ranks, config = 2, transformers.LlamaConfig(**SMALL)
@@ -47,7 +49,7 @@ def test_bytes_and_memory_are_the_engine_s(name):
     with rtp_ext.Ring.emulated(ranks) as ring:
         rtp_ext.fully_rotate(model, mesh=ring, recipe=name, loss_head="fused")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for _ in range(6):
+        for _ in range(STEADY):
             before = ring.bytes_sent("weight")
             model(input_ids=ids, labels=ids).loss.backward()
             sent = ring.bytes_sent("weight") - before
@@ -78,6 +80,8 @@ def test_bytes_and_memory_are_the_engine_s(name):
 @pytest.mark.parametrize("name", ["float8_rowwise", "float8_blockwise"])
 def test_bytes_and_memory_of_experts_are_the_engine_s(name):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from live_bytes import STEADY
+
     import rtp_ext
 
     ranks, config = 2, transformers.MixtralConfig(num_local_experts=4, **SMALL, experts_implementation="eager")
@@ -86,7 +90,7 @@ def test_bytes_and_memory_of_experts_are_the_engine_s(name):
     ids = torch.randint(0, 132, (2, 12), generator=torch.Generator().manual_seed(0))
     with rtp_ext.Ring.emulated(ranks) as ring:
         rtp_ext.fully_rotate(model, mesh=ring, recipe=name, loss_head="fused")
-        for _ in range(6):
+        for _ in range(STEADY):
             before = ring.bytes_sent("weight")
             model(input_ids=ids, labels=ids).loss.backward()
             sent = ring.bytes_sent("weight") - before
