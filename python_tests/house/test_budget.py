@@ -18,7 +18,7 @@ BUDGET = {
     "csrc/transport": 5902,
     "rtp_ext/convert": 7410,
     "rtp_ext/families": 1097,
-    "rtp_ext/functional": 3764,
+    "rtp_ext/functional": 3765,
     "rtp_ext/inference": 952,
     "rtp_ext/integrations": 729,
     "rtp_ext/measure": 1053,

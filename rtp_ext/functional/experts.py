@@ -181,8 +181,9 @@ class Experts(Operation):
             ("transposed", transposed),
             ("interleaved", self.interleaved),
             ("clamped", self.clamp),
-            ("starts", self.starts),
         )
+        if self.starts:
+            facts = (*facts, ("starts", self.starts))
         if recipe is not None:
             facts = (*facts, ("recipe", recipe.name))
         return self.agree(call, params, inputs, facts, derive)
