@@ -12,6 +12,7 @@
     python benchmarks/plot.py planned benchmarks/results/cpu-2core/planner_grid.jsonl --output docs/figures/planner_grid
     python benchmarks/plot.py recipes benchmarks/results/cpu-2core/recipes.jsonl --output docs/figures/recipes
     python benchmarks/plot.py capacity benchmarks/results/cpu-2core/capacity.jsonl --output docs/figures/capacity
+    python benchmarks/plot.py experts benchmarks/results/cpu-2core/experts.jsonl --output docs/figures/experts
 
 Writes FILE.png and FILE.svg. The results must be committed without changes, unless --uncommitted marks the figure as a
 draft. If a case was measured several times, the last line counts. Markers, dashes and hatching distinguish all series,
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from experts import last_ways
 from forwards import last_forwards
 from outer import last_outer_run
 from planner.capacity import searched_again
@@ -432,8 +434,39 @@ def recipes(rows: list[Row], args: argparse.Namespace) -> Any:
     return figure, shown, f"{shown[0]['shape']}; {shown[0]['ranks']} ranks"
 
 
+def experts(rows: list[Row], args: argparse.Namespace) -> Any:
+    """Bars of the step time of each way to share experts; a panel for each kind of links."""
+    if not (rows := last_ways([row for row in rows if row["benchmark"] == "experts"], [])):
+        raise CannotPlot("expected results of experts.py, found none")
+    links = list(dict.fromkeys(row.get("rate") for row in rows))
+    figure, panels = canvas(len(links), 1.5 + 0.3 * len({row["strategy"] for row in rows}))
+    for axes, link in zip(panels, links, strict=True):
+        own = [row for row in rows if row.get("rate") == link]
+        steps, low, high = ([row[key] for row in own] for key in ("step_ms", "p20_ms", "p80_ms"))
+        errors = np.maximum(0, [np.subtract(steps, low), np.subtract(high, steps)])  # few rounds: a median below p20
+        rings = [row["strategy"].startswith("rtp") for row in own]
+        for ring, label, look in (
+            (True, "experts rotate, or are divided", {"facecolor": "#4a90c4"}),
+            (False, "fully_shard gathers them", {"facecolor": "#ffffff", "hatch": "////"}),
+        ):
+            which = [place for place, is_ring in enumerate(rings) if is_ring is ring]
+            error = {"xerr": errors[:, which], "capsize": 2, "ecolor": "#222222"}
+            values = [steps[place] for place in which]
+            axes.barh(which, values, label=label, edgecolor="#222222", linewidth=0.7, **look, **error)
+        for place, step in enumerate(steps):
+            axes.text(high[place], place, f"  {step:.0f}", va="center", fontsize=8)
+        axes.set_yticks(range(len(own)), [row["strategy"] for row in own], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.15 * max(high))
+        where = "one host" if link is None else f"{own[0]['hosts']} hosts of {own[0]['ranks_per_host']}, {link}"
+        axes.set_title(f"milliseconds a step, {where}", fontsize=9, loc="left")
+    panels[0].legend(fontsize=7, frameon=False, loc="upper right")
+    return figure, rows, f"{rows[0]['shape']}; {rows[0]['tokens']} tokens a rank, {rows[0]['ranks']} ranks"
+
+
 FIGURES = {"overlap": overlap, "memory": memory, "scaling": scaling, "rates": rates, "outer": outer}
 FIGURES |= {"forwards": forwards, "planned": planned, "capacity": capacity, "paper": paper, "recipes": recipes}
+FIGURES["experts"] = experts
 
 
 def main(argv: list[str] | None = None) -> None:

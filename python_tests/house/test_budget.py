@@ -40,7 +40,7 @@ BUDGET = {
     "python_tests/inference": 2341,
     "python_tests/integrations": 796,
     "python_tests/kernels": 3089,
-    "python_tests/measure": 2200,
+    "python_tests/measure": 2208,
     "python_tests/meshes": 2557,
     "python_tests/nn": 1981,
     "python_tests/observe": 1573,

@@ -5,6 +5,7 @@ import json
 import sys
 
 import experts
+import plot
 import pytest
 import report
 import torch
@@ -24,6 +25,13 @@ def test_every_way_computes_the_same(tmp_path, monkeypatch, capsys):
     assert both["shard_bytes"] - divided["shard_bytes"] == 3 * part
     text = report.block("m experts", tmp_path)
     assert text.count("| one host |") == 6 and "Zipf exponent 1" in text
+    pytest.importorskip("matplotlib")
+    between = [row | {"rate": "1gbit", "hosts": 2, "ranks_per_host": 2} for row in rows.values()]
+    file.write_text("\n".join(map(json.dumps, [*rows.values(), *between])))
+    plot.main(["experts", str(file), "--output", str(tmp_path / "f"), "--uncommitted"])
+    drawn = (tmp_path / "f.svg").read_text()
+    assert all(f"milliseconds a step, {where}" in drawn for where in ("one host", "2 hosts of 2, 1gbit"))
+    assert all(drawn.count(f"<!-- {name} -->") == 2 for name in experts.WAYS), "a bar of each way in both panels"
 
 
 def test_a_wrong_loss_is_an_error(monkeypatch):
