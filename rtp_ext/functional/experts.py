@@ -16,6 +16,7 @@ from rtp_ext.functional._operation import Operation, Options, expect_features, r
 from rtp_ext.functional._scaled import expect_fits, expect_takes_recipe, forget_codes
 from rtp_ext.functional.dispatch import dispatched, fixed_starts, refuse
 from rtp_ext.functional.mlp import ACTIVATIONS
+from rtp_ext.functional.sliced import HiddenCut, Sliced, Slicing, chosen_slices, hidden_cuts
 from rtp_ext.parameters.frozen import expect_takes_blocks, part_of_frozen
 from rtp_ext.parameters.sharding import frozen_of, local_shards
 from rtp_ext.recipes import Recipe, operands
@@ -51,6 +52,7 @@ class Experts(Operation):
         super().__init__(options, *shards)  # up, its bias, down, its bias
         self.activation, self.transposed, self.interleaved = activation, transposed, interleaved
         self.clamp, self.recompute, self.recipe = clamp, recompute, recipe
+        self.sliced = False  # its experts are slices, made in each call
         self.of_part = False  # its tensors are local ones of parameters, whose changes their versions show
 
     def run(self, inputs: Sequence[Any], owner: Any = None) -> torch.Tensor:
@@ -68,6 +70,10 @@ class Experts(Operation):
         twin.starts = fixed_starts(experts, division)
 
         def compute(rows: torch.Tensor, numbers: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
+            if division.sliced:
+                twin.given = self._slices(division, twin.given)
+                numbers = chosen_slices(numbers, max(division.parts), experts.inner.size)
+                ones = ones.expand(numbers.shape)
             return rotate(twin, [rows, ones, numbers])[0]
 
         wanted = [each.requires_grad for each in twin.parameters()]
@@ -76,15 +82,16 @@ class Experts(Operation):
     def _of_part(self, experts: ExpertRing, inputs: Sequence[Any]) -> tuple[Experts, Division, Sequence[torch.Tensor]]:
         """Returns the operation of this rank's part of the experts, their division, and the checked operands."""
         options, given = self.options, self.parameters()
-        for each in given:
-            if not isinstance(each, DTensor) or each.device_mesh != options.ring.parameter_mesh or ring_dim(each) != 0:
+        whole = frozen_of(given[0]) or given[0]
+        division = experts.divide(whole.shape[0])
+        for each, dim in zip(given, self.dims(division.sliced), strict=True):
+            if not isinstance(each, DTensor) or each.device_mesh != options.ring.parameter_mesh or ring_dim(each) != dim:
                 raise ValueError(
                     f"{options.name}: where dims have expert, expected parameters that are DTensors on the mesh of the "
-                    f"ring, cut along the experts, got a {type(each).__name__} of shape {tuple(each.shape)}"
+                    f"ring, here cut along {dim}, got a {type(each).__name__} of shape {tuple(each.shape)}"
                 )
-        whole = frozen_of(given[0]) or given[0]
-        division = experts.divide(whole.shape[0], options.name)
         twin = copy.copy(self)
+        twin.sliced = division.sliced
         twin.options = options._replace(ring=experts.inner, prepared=options.prepared and options.prepared.divided)
         # The ring of this part averages over its own ranks.
         shards = iter(local_shards(given, scale=1 / experts.size))
@@ -104,6 +111,29 @@ class Experts(Operation):
         expect_features(call, operands[0], whole.shape[1 if self.transposed else 2])
         _expect_choices(call, division.experts, operands[2])
         return twin, division, operands
+
+    def _cuts(self) -> dict[str, HiddenCut]:
+        gated = _ACTIVATIONS[self.activation][1]
+        return hidden_cuts(gated=gated, interleaved=self.interleaved, transposed=self.transposed)
+
+    def dims(self, sliced: bool) -> list[int]:
+        """Returns the dimensions that the parameters are cut along. sliced: see Division."""
+        cuts = zip(self._cuts().values(), self.given, strict=True)
+        return [cut.dim if sliced else 0 for cut, each in cuts if each is not None]
+
+    def _slices(self, division: Division, shards: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Returns this rank's slice of each parameter, differentiable, for what it has at home. Collective."""
+        ring, made = self.options.ring, []
+        for (what, cut), whole, shard in zip(self._cuts().items(), self.given, shards, strict=True):
+            if shard is None:
+                made.append(None)
+                continue
+            key = (division.experts, cut, tuple(whole.shape))
+            slicing = ring.experts.slicings.get(key)
+            if slicing is None:
+                slicing = ring.experts.slicings[key] = Slicing(ring, division, cut, whole.shape)
+            made.append(Sliced.apply(shard, slicing, ring, f"{self.options.name}: {what}"))
+        return tuple(made)
 
     def operands(self, call: Call, inputs: Sequence[Any]) -> list[torch.Tensor]:
         x, (_, weights, index), name = call.operand(inputs[0]), inputs, call.name
@@ -185,7 +215,7 @@ class Experts(Operation):
         )
         if recipe is not None:
             facts = (*facts, ("recipe", recipe.name))
-        return self.agree(call, params, inputs, facts, derive)
+        return self.agree(call, params, inputs, facts, derive, fresh=self.sliced)
 
     def _expect_takes_recipe(self, call: Call, recipe: Recipe, in_blocks: bool) -> None:
         if self.recompute or in_blocks:

@@ -218,7 +218,8 @@ class Inspection:
             problem = RotatedExperts.refusal(part)
             if problem is not None:
                 return self._gathered(name, part, problem, notice="refused")
-            return self._rotated(name, part, "experts", {}, transposed=inputs_first(part))
+            cuts = RotatedExperts.cuts(part, self.facts.places)
+            return self._rotated(name, part, "experts", cuts, transposed=inputs_first(part))
         if is_taken(part):
             return self._rotated(name, part, "linear", {})
         if (problem := self.scaled.refusal(part)) is not None:

@@ -35,7 +35,7 @@ from rtp_ext.outer import AllReduce, ZeroOuter
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import type_name
-from rtp_ext.ring.expert_ring import indivisible
+from rtp_ext.ring.expert_ring import needs_whole_experts
 
 _MANAGERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
 
@@ -96,7 +96,9 @@ def _check_experts(plan: RotationPlan, request: Request) -> None:
     for module in plan.modules:
         problem = None
         if module.layer == "experts":
-            problem = indivisible(module.parameters[0].shape[0], places)
+            what = f"recipe={module.recipe}" if module.recipe is not None else None
+            what = "weights in blocks" if module.in_blocks else what
+            problem = needs_whole_experts(module.parameters[0].shape[0], places, what)
         elif (
             module.moved == GATHERED
             and module.notice == "refused"
