@@ -13,18 +13,32 @@ from harness import on_ranks
 from hf_models import check_parameters, fill
 from models import train
 from reference import adamw, assert_same, differs, random
-from test_divided_experts import DIMS, TOLERANCE, batch, loss_of, make, mean_loss, same_as, sent_by, total, within
+from test_divided_experts import (
+    DIFFERENCES,
+    DIMS,
+    TOLERANCE,
+    adapted,
+    checkpointed,
+    compare_trained,
+    loss_of,
+    make,
+    mean_loss,
+    same_as,
+    sent_by,
+    total,
+    within,
+)
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
 from rtp_ext import Ring
 from rtp_ext.nn import RotatedExperts
+from rtp_ext.outer import ZeroOuter
 from rtp_ext.ring.expert_ring import whole_experts
 
 D = 6
-# kind, mesh, sizes, experts, hidden features, capacity: E, E / N below 1, experts missing in a part, features missing on
-# ranks and in slices
+# kind, mesh, sizes, experts, hidden features, capacity
 LAYERS = {
     4: (
         ("mixtral", ("ring", "expert"), (2, 2), 3, 5, None),
@@ -86,7 +100,8 @@ UPS = ("gate_up_proj", "up_proj")
 def rotated(plain, ring, count, hidden):
     """The same parameters on a ring."""
     activation = "silu" if plain.kind == "plain" else "swiglu"
-    layer = RotatedExperts(count, D, hidden, activation=activation, bias=plain.kind != "mixtral", dtype=torch.float64, ring=ring)
+    options = {"activation": activation, "bias": plain.kind != "mixtral", "dtype": torch.float64}
+    layer = RotatedExperts(count, D, hidden, ring=ring, **options)
     if plain.kind == "gpt_oss":
         import transformers as hf
         from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -146,3 +161,141 @@ def test_of_a_layer(rank, ranks, cases):
                 for optimizer in optimizers:
                     optimizer.step()
                 check_parameters(layer, plain)
+
+
+@on_ranks(4)
+def test_a_difference_is_an_error_on_every_rank(rank, ranks, cases):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "ring"))
+    for planted, others in DIFFERENCES:
+        with cases.case(planted.__name__):
+            ring = Ring(mesh, dims=DIMS, timeout=20)
+            layers = [rotated(fill(Plain("mixtral", 3, 5)), ring, 3, 5) for _ in range(2)]
+            for layer, name in zip(layers, ("layer.first", "layer.second"), strict=True):
+                layer.qualified_name = name
+            layers[0](*routed(rank, 0, 3)).sum().backward()
+            text = None
+            try:
+                planted(rank, *layers, *routed(rank, 0, 3)).sum().backward()
+            except (ValueError, TypeError, IndexError, RuntimeError) as caught:
+                text = str(caught)
+            texts = [None] * ranks
+            dist.all_gather_object(texts, text)
+            assert not ring.alive and not ring.experts.inner.alive
+            for each, text in enumerate(texts):
+                assert text is not None and "layer.first" in text, text
+                assert each in others or any(f"rank {other}" in text for other in others), text
+
+
+def slice_bytes(ring, hidden, count=3):
+    """Bytes of float64 that this rank sends and receives of the slices of a gated layer without biases."""
+
+    def chunk(whole, parts, place):
+        size = -(-whole // parts)
+        return range(min(place * size, whole), min((place + 1) * size, whole))
+
+    places, sent = ring.experts.places, [0, 0]
+    for here, there in ((h, t) for h in range(ring.size) for t in range(ring.size) if h != t and ring.rank in (h, t)):
+        part, number = places[there]
+        experts, wanted = len(chunk(count, ring.experts.size, part)), chunk(hidden, ring.experts.inner.size, number)
+        both = {*wanted, *(hidden + feature for feature in wanted)}
+        rows = len(both.intersection(chunk(2 * hidden, ring.size, here)))
+        rows += len({*wanted}.intersection(chunk(hidden, ring.size, here)))
+        sent[ring.rank == there] += 8 * experts * rows * 16
+    return sum(sent)
+
+
+@on_ranks(4, timeout=300)
+def test_of_models(rank, ranks, cases):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "expert"))
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 7}
+    for family in ("mixtral", "gpt_oss"):
+        plain = make(family, **sizes)
+        model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=mesh, dims=DIMS, timeout=60)
+        with cases.case(f"{family}: three steps with clipping"):
+            norms = train(plain, lambda step, plain=plain: mean_loss(plain, ranks, step), 3, clip=0.5)
+            actual = train(model, lambda step, model=model: loss_of(model, rank, step), 3, clip=0.5)
+            assert_same(torch.tensor(actual), torch.tensor(norms), 1e-5, "gradient norms")
+            same_as(model, plain, 1e-5)
+        if family == "gpt_oss":
+            rtp_ext.ring_of(model).close()
+    plain = make("mixtral", **sizes)
+    model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=mesh, dims=DIMS, timeout=60)
+    with cases.case("explain, and bytes by closed form"):
+        planned = rtp_ext.explain(copy.deepcopy(plain), mesh=mesh, dims=DIMS)
+        mean_loss(plain, ranks, 0).backward()
+        loss_of(model, rank, 0).backward()
+        plan, ring = rtp_ext.explain(model), rtp_ext.ring_of(model)
+        assert planned.totals == plan.totals
+        before = sent_by(ring, "weight"), sent_by(ring, "gradient"), ring.experts.slice_bytes_sent
+        model.zero_grad()
+        loss_of(model, rank, 0).backward()
+        same_as(model, plain, 1e-5, lambda parameter: parameter.grad)
+        totals = plan.totals
+        assert sent_by(ring, "weight") - before[0] == totals["forward_bytes"] + totals["backward_bytes"]
+        assert sent_by(ring, "gradient") - before[1] == totals["gradient_bytes"]
+        assert ring.experts.slice_bytes_sent - before[2] == 2 * slice_bytes(ring, 7)  # of two layers
+        up = {row.name: row for row in plan.parameters}["model.layers.0.mlp.experts.gate_up_proj"]
+        assert up.placements == ("Shard(dim=1)",) and up.shard_sizes == (4, 4, 4, 2)
+        assert up.forward_bytes == 2 * 8 * 16 * 8, "a slice of two experts, of 4 of 7 hidden features"
+    with cases.case("checkpointing"):
+        again, twin = (checkpointed(copy.deepcopy(each), "not reentrant") for each in (plain, plain))
+        again = rtp_ext.fully_rotate(again, mesh=mesh, dims=DIMS, timeout=60)
+        twin.zero_grad()
+        mean_loss(twin, ranks, 0).backward()
+        loss_of(again, rank, 0).backward()
+        same_as(again, twin, 1e-5, lambda parameter: parameter.grad)
+        rtp_ext.ring_of(again).close()
+    with cases.case("DCP to another mesh, and whole tensors"):
+        folder = [tempfile.mkdtemp() if rank == 0 else None]
+        dist.broadcast_object_list(folder)
+        dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])
+        other = rtp_ext.fully_rotate(make("mixtral", **sizes), timeout=60)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        state = get_model_state_dict(other)
+        dcp.load(state, checkpoint_id=folder[0])
+        set_model_state_dict(other, state)
+        same_as(other, plain, 0)
+        rtp_ext.ring_of(other).close()
+        streamed = dict(rtp_ext.stream_weights(model))
+        assert all(torch.equal(streamed[name], value) for name, value in plain.state_dict().items())
+    with cases.case("Muon"):
+        optimizers = []
+        for each in (model, plain):
+            hidden, rest = rtp_ext.optim.matrices(each)
+            optimizers.append((rtp_ext.optim.Muon(hidden, lr=0.02), adamw(rest, lr=0.01)))
+        for optimizer in (each for pair in optimizers for each in pair):
+            optimizer.step()
+        same_as(model, plain, 1e-4)
+    rtp_ext.ring_of(model).close()
+    with cases.case("adapters of experts"):
+        plain = adapted(make("mixtral", **sizes))
+        model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=mesh, dims=DIMS, timeout=60)
+        loss_of(model, rank, 0).backward()
+        mean_loss(plain, ranks, 0).backward()
+        compare_trained(model, plain)
+    with cases.case("replicas with ZeroOuter"):
+        plain = make("mixtral", **{**sizes, "num_local_experts": 1, "num_experts_per_tok": 1})
+        replicas = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicas", "ring", "expert"))
+        dims = dataclasses.replace(DIMS, replicate="replicas")
+        model = rtp_ext.fully_rotate(copy.deepcopy(plain), mesh=replicas, dims=dims, outer=ZeroOuter(), timeout=60)
+        train(plain, lambda step, plain=plain: mean_loss(plain, ranks, step), 2, clip=0.5)
+        train(model, lambda step, model=model: loss_of(model, rank, step), 2, clip=0.5)
+        same_as(model, plain, 1e-5)
+        rtp_ext.ring_of(model).close()
+    with cases.case("what is in blocks or in 8 bits elsewhere stays wide"):
+        wide = make("mixtral", **{**sizes, "hidden_size": 32, "intermediate_size": 32}).float()
+        for name, parameter in wide.named_parameters():
+            parameter.requires_grad_("experts" not in name and "q_proj" not in name)
+        for options in ({"frozen": "nf4"}, {"recipe": "float8_rowwise"}):
+            plan = rtp_ext.explain(wide, mesh=mesh, dims=DIMS, **options)
+            rows = [row for row in plan.parameters if "experts" in row.name]
+            assert rows and all(row.travel == "float32" and "cut along their hidden" in row.wide for row in rows)
+    message = "RotatedExperts: 3 experts, which 2 parts have cut along their hidden features, cannot be combined with"
+    with (
+        cases.case("refused: products in 8 bits of a layer"),
+        Ring(mesh, dims=DIMS, timeout=60) as ring,
+        pytest.raises(ValueError, match=message),
+    ):
+        RotatedExperts(3, D, 8, recipe="float8_rowwise", ring=ring)

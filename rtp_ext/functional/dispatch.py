@@ -80,7 +80,7 @@ def dispatched(
 
 
 def fixed_starts(experts: ExpertRing, division: Division) -> tuple[int, ...]:
-    """Returns where the rows of each expert, or slice, of this rank's part begin in the order of experts, and the end, if ranks
+    """Returns where the rows of each expert, or slice, of this rank's part begin in their order, and the end, if ranks
     send fixed numbers of rows; else nothing."""
     each, own = (experts.capacity or 0) * experts.size, division.parts[experts.rank]
     if not each:

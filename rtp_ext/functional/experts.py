@@ -16,7 +16,7 @@ from rtp_ext.functional._operation import Operation, Options, expect_features, r
 from rtp_ext.functional._scaled import expect_fits, expect_takes_recipe, forget_codes
 from rtp_ext.functional.dispatch import dispatched, fixed_starts, refuse
 from rtp_ext.functional.mlp import ACTIVATIONS
-from rtp_ext.functional.sliced import HiddenCut, Sliced, Slicing, chosen_slices, hidden_cuts
+from rtp_ext.functional.sliced import HiddenCut, Sliced, Slicing, chosen_slices, expect_whole, hidden_cuts
 from rtp_ext.parameters.frozen import expect_takes_blocks, part_of_frozen
 from rtp_ext.parameters.sharding import frozen_of, local_shards
 from rtp_ext.recipes import Recipe, operands
@@ -84,8 +84,10 @@ class Experts(Operation):
         options, given = self.options, self.parameters()
         whole = frozen_of(given[0]) or given[0]
         division = experts.divide(whole.shape[0])
+        expect_whole(division, self.recipe and self.recipe.name, options.name)
         for each, dim in zip(given, self.dims(division.sliced), strict=True):
-            if not isinstance(each, DTensor) or each.device_mesh != options.ring.parameter_mesh or ring_dim(each) != dim:
+            on_mesh = isinstance(each, DTensor) and each.device_mesh == options.ring.parameter_mesh
+            if not on_mesh or ring_dim(each) != dim:
                 raise ValueError(
                     f"{options.name}: where dims have expert, expected parameters that are DTensors on the mesh of the "
                     f"ring, here cut along {dim}, got a {type(each).__name__} of shape {tuple(each.shape)}"
@@ -329,8 +331,9 @@ def rotated_experts(
         recipe: as in `rotated_linear`: each expert is two linear layers by itself, whose codes and scales, and those of
             the rows of its tokens, are its own. Not with recompute.
 
-    On a ring that divides experts (RotationDims(expert=...)) parameters are DTensors on its mesh; tokens travel to the
-    ranks of their experts, and outputs back. Collective then over all its ranks.
+    On a ring that divides experts (RotationDims(expert=...)) parameters are DTensors on its mesh, cut along H where
+    there are fewer experts than ranks; tokens travel to the ranks of their experts, and outputs back. Collective then
+    over all its ranks.
 
     up and down may be the parameters of frozen weights in blocks, as in `rotated_linears`. Biases travel in the same
     hops. The gradient of `weights` is exact. On CUDA a forward synchronises once, because the host reads the number of

@@ -90,26 +90,25 @@ class Slicing:
         places = [cut.places(whole, slices, number) for number in range(slices)]
         own_part, own_slice = experts.places[ring.rank]
 
-        def cell(of: slice, rows: list[int]) -> tuple[slice, Tensor]:
-            return of, torch.tensor(rows, dtype=torch.int64, device=ring.device)
-
         def owned(rank: int, number: int) -> list[tuple[int, int]]:
             start, end = starts[rank], starts[rank] + sizes[rank]
             return [(row - start, place) for row, place in places[number] if start <= row < end]
+
+        def cell(part: int, rows: list[int], first: int = 0) -> tuple[slice, Tensor]:
+            chosen = torch.tensor(rows, dtype=torch.int64, device=ring.device)
+            return slice(first, first + division.parts[part]), chosen
 
         self.dim = cut.dim
         self.home_shape, self.slice_shape = [*shape], [*shape]
         self.home_shape[cut.dim] = sizes[ring.rank]
         self.slice_shape[0], self.slice_shape[cut.dim] = max(division.parts), cut.extent(whole, slices)
         first = [sum(division.parts[:part]) for part in range(experts.size)]
-        mine = slice(0, division.parts[own_part])
         with torch.inference_mode(False):
             self.at_home: _Cells = [
-                cell(slice(first[part], first[part] + division.parts[part]), [row for row, _ in owned(ring.rank, number)])
-                for part, number in experts.places
+                cell(part, [row for row, _ in owned(ring.rank, number)], first[part]) for part, number in experts.places
             ]
             self.in_slice: _Cells = [
-                cell(mine, [place for _, place in owned(rank, own_slice)]) for rank in range(ring.size)
+                cell(own_part, [place for _, place in owned(rank, own_slice)]) for rank in range(ring.size)
             ]
 
     @unseen
@@ -138,6 +137,15 @@ class Slicing:
         shape = [*values.shape]
         shape[0], shape[self.dim] = experts.stop - experts.start, rows.numel()
         return torch.Size(shape)
+
+
+def expect_whole(division: Division, recipe: str | None, name: str) -> None:
+    """Raises ValueError where slices of experts would multiply in 8 bits: their codes are those of whole experts."""
+    if division.sliced and recipe is not None:
+        raise ValueError(
+            f"{name}: {division.experts} experts, which {len(division.parts)} parts have cut along their hidden "
+            f"features, cannot be combined with recipe {recipe}: expected whole experts, at least one for each rank"
+        )
 
 
 class Sliced(torch.autograd.Function):

@@ -13,7 +13,7 @@ from rtp_ext.families.recognised import computes_experts
 from rtp_ext.families.same_forward import FUNCTIONS, activation_of
 from rtp_ext.functional.experts import CLAMPED_SWIGLU, Experts
 from rtp_ext.functional.mlp import ACTIVATIONS
-from rtp_ext.functional.sliced import HiddenCut, hidden_cuts
+from rtp_ext.functional.sliced import HiddenCut, expect_whole, hidden_cuts
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
 from rtp_ext.parameters.sharded_module import mixed_class
@@ -21,7 +21,7 @@ from rtp_ext.parameters.sharding import init_weights, shallow_copy
 from rtp_ext.recipes import Recipe
 from rtp_ext.recipes import recipe as recipe_of
 from rtp_ext.ring import Ring
-from rtp_ext.ring.expert_ring import needs_whole_experts, whole_experts
+from rtp_ext.ring.expert_ring import whole_experts
 from rtp_ext.words import Activation, ExpertActivation, RecipeName
 
 
@@ -45,7 +45,7 @@ class RotatedExperts(RotatedModule, nn.Module):
 
     forward(hidden_states [..., D], top_k_index [..., K], top_k_weights [..., K]) -> [..., D], on this rank's own batch;
     an index equal to E selects no expert. See functional.rotated_experts. On a ring that divides experts
-    (RotationDims(expert=...)) tokens travel to them.
+    (RotationDims(expert=...)) tokens travel to them, and experts of which there are fewer than ranks are cut along H.
     """
 
     activation: ExpertActivation
@@ -180,11 +180,10 @@ class RotatedExperts(RotatedModule, nn.Module):
             activation = CLAMPED_SWIGLU if self.clamp else activation_of(self.act_fn, gated)
         self.activation = activation  # type: ignore[assignment]
         self.recompute, self.recipe = recompute, recipe
+        if ring.experts is not None:
+            division = ring.experts.divide(self.down_proj.shape[0])
+            expect_whole(division, recipe and recipe.name, options.get("name") or type(self).__name__)
         places = None if ring.experts is None else ring.experts.places
-        if places is not None:
-            what = f"recipe={recipe.name}" if recipe is not None else "weights in blocks" if options.get("frozen") else None
-            if (problem := needs_whole_experts(self.down_proj.shape[0], places, what)) is not None:
-                raise ValueError(f"{options.get('name') or type(self).__name__}: {problem}")
         self._adopt(ring, self.cuts(self, places), **options)
 
     @staticmethod

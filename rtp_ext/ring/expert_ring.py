@@ -105,14 +105,3 @@ def whole_experts(experts: int, places: Sequence[tuple[int, int]]) -> bool:
     parts = [part_sizes(experts, places, rank) for rank in range(1 + max(rank for rank, _ in places))]
     enough = experts >= len(places)
     return enough and all(sum(sizes) and sizes == shard_sizes(sum(sizes), len(sizes)) for sizes in parts)
-
-
-def needs_whole_experts(experts: int, places: Sequence[tuple[int, int]], what: str | None) -> str | None:
-    """Returns why experts that are cut along their hidden features cannot be combined with `what`; None where they can:
-    with None, or where experts are whole."""
-    if what is None or whole_experts(experts, places):
-        return None
-    return (
-        f"expected a multiple of {len(places)} experts with {what}, as many on every rank, got {experts}, which are cut "
-        "along their hidden features"
-    )
