@@ -1,16 +1,20 @@
-"""Which mesh for a mixture of experts, on paper: the table of docs/moe.md, from the planner.
+"""Which mesh for a mixture of experts, on paper: the tables of docs/moe.md, from the planner.
 
-    python benchmarks/planner/mixtures.py          # prints it
-    python benchmarks/planner/mixtures.py --write  # rewrites it in docs/moe.md
+    python benchmarks/planner/mixtures.py          # prints them
+    python benchmarks/planner/mixtures.py --write  # rewrites them in docs/moe.md
     python benchmarks/planner/mixtures.py --check  # exit status 1 where the page says anything else
 
-Everything is predicted; nothing ran. H100 of 80 GB, eight to a node, a 400 Gb/s port each; one sample of 8192 tokens
+Meshes are predicted; nothing ran. H100 of 80 GB, eight to a node, a 400 Gb/s port each; one sample of 8192 tokens
 for every GPU and step, fused loss, AdamW, float32 states. For each number of GPUs the fastest plan that stays below the
 memory line: replicas times rings of any power of two, agreeing by an all-reduce or by ZeRO, experts divided over N
 ranks and rotated over r, with and without recomputation.
+
+The other table holds one published mixture, whose experts were gathered and divided, against the planner: its shared
+experts count as routed ones, but for the exchange of tokens, and JAX as compiled torch with a fused loss.
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import sys
@@ -18,12 +22,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rtp_ext.planner import Cluster, ModelSpec, Strategy, estimate_memory, estimate_time
+from rtp_ext.planner import Cluster, ModelSpec, Strategy, TimeReport, estimate_memory, estimate_time
 from rtp_ext.planner.plans.search import limit_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from shared.table import markdown, marker, renew, wishes, with_blocks
+
+from planner import published
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "moe.md"
 BLOCK = marker("mixtures")
@@ -112,8 +118,36 @@ def table() -> str:
     return markdown(heads, rows)
 
 
+def published_step(parts: int) -> tuple[TimeReport, float]:
+    """Returns the planner's step of the published mixture with experts over `parts` GPUs, and its seconds without the
+    exchange of rows for shared experts."""
+    model = ModelSpec.llama(name="marin", **published.MARIN_SIZES)
+    all_active = dataclasses.replace(model, experts_per_token=model.experts_per_token + published.MARIN_SHARED)
+    gpus, batch = published.MARIN_GPUS, published.MARIN_BATCH
+    own = {"dp": gpus, "zero": 3, "ep": parts, "micro_batch": batch // gpus, "recompute": "full"}
+    strategy = Strategy(fused_loss=True, compiled=True, **own)  # type: ignore[arg-type]
+    cluster = Cluster.preset("gb200-186gb", gpus=gpus)
+    routed, whole = (estimate_time(each, cluster, strategy, batch) for each in (model, all_active))
+    more = whole.components["expert_parallel"] - routed.components["expert_parallel"]
+    return whole, whole.step_seconds - more
+
+
+def published_table() -> str:
+    (gathered, first), (_, second) = published_step(1), published_step(published.MARIN_GPUS)
+    ratio = published.MARIN_GATHERED / published.MARIN_DIVIDED
+    both = {
+        "experts gathered (ZeRO-3): step, s": (published.MARIN_STEP, first),
+        "of it, computing": (published.MARIN_COMPUTE, gathered.groups["compute"]),
+        "of that, forwards again in backward": (published.MARIN_AGAIN, gathered.components["recomputation"]),
+        "of it, collectives alone": (published.MARIN_EXPOSED, gathered.groups["exposed communication"]),
+        "experts divided over 64: step, s": (published.MARIN_STEP * ratio, second),
+        "divided / gathered": (ratio, second / first),
+    }
+    return markdown(("", "published", "planner"), [(key, *(f"{one:.3g}" for one in two)) for key, two in both.items()])
+
+
 def rewrite(texts: list[str]) -> list[str]:
-    return with_blocks(texts, BLOCK, {"meshes": table})
+    return with_blocks(texts, BLOCK, {"meshes": table, "published": published_table})
 
 
 def main() -> None:

@@ -102,3 +102,14 @@ TORCHTITAN = (
 # NVIDIA/Megatron-LM@d98e8a64dd, tests/functional_tests/test_cases/mixtral/mixtral_8x7b_alltoall_tp2pp4ep4_release and
 # ..._release_sm, H100: bytes between steps of the last rank, and its two peaks
 MIXTRAL = (17_703_634_944, (26_495_959_040, 27_638_417_408))
+# marin-community/marin: a mixture on 64 GB200 of one NVLink domain, trained with JAX, both ways to share its experts.
+# Gathered: seconds of a step and of its recomputed forwards, and MFU in percent (#8053); seconds of kernels that
+# compute, and of collectives beside which none does, in the stream of products and in others (#8054, which corrects the
+# 14.85 and 3.17 of #8053). Divided, with a capacity of 1.5: MFU (#7981).
+MARIN_SIZES = {
+    **{"layers": 48, "hidden": 6144, "heads": 48, "kv_heads": 12, "head_dim": 128, "ffn": 3072, "vocab": 128256},
+    **{"seq": 4096, "experts": 128, "experts_per_token": 4},
+}
+MARIN_SHARED, MARIN_BATCH, MARIN_GPUS = 2, 1024, 64  # shared experts of the same width; samples of a step
+MARIN_STEP, MARIN_COMPUTE, MARIN_AGAIN, MARIN_EXPOSED = 18.02, 14.53, 5.09, 2.15 + 0.91
+MARIN_GATHERED, MARIN_DIVIDED = 19.41, 22.9037

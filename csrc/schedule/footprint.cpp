@@ -125,17 +125,21 @@ class Walk {
   }
 
   // The first step records the order of the passes and the second one prefetches; the remaining slots are the start of
-  // the next step, until a step leaves the pools as it found them.
+  // the next step, until a step leaves the pools as it found them. After many steps hops may run further ahead, with
+  // the slots that are there.
   Footprint run() {
     for (int round = 0; round < kMostSteps; ++round) {
       const auto found = left();
       for (const size_t phase : {0, 1}) {
         for (size_t index = 0; index < passes_[phase].size(); ++index) {
-          run(passes_[phase][index], round > 0, [&](size_t ahead) { return next(phase, index + 1 + ahead); });
+          const size_t certain = passes_[phase].size() - index - 1;
+          run(passes_[phase][index], round > 0, certain, [&](size_t ahead) { return next(phase, index + 1 + ahead); });
         }
         finish_all_but(0);
       }
-      if (round > 0 && left() == found) break;
+      if (round == 0 || left() != found) continue;
+      if (turns_ == LookAhead::kManyTurns || !look_ahead_.waits_for_turns()) break;
+      turns_ = LookAhead::kManyTurns;
     }
     return {weights_.count(), gradients_.count(), scratch_.count(), weights_.free(), gradients_.free(), mailboxes()};
   }
@@ -251,9 +255,9 @@ class Walk {
   }
 
   // `expected`: hops are posted ahead. `next(ahead)`: returns the pass that comes `ahead` passes after the next one;
-  // null if there is none.
+  // null if there is none. `certain`: see LookAhead.
   template <typename Next>
-  void run(const PassSize& pass, bool expected, Next&& next) {
+  void run(const PassSize& pass, bool expected, size_t certain, Next&& next) {
     std::unique_ptr<SizedWeights> weights;
     if (ahead_.empty()) {
       weights = std::make_unique<SizedWeights>(weights_, pass);
@@ -280,7 +284,7 @@ class Walk {
         const auto open = [&](size_t count) {
           ahead_.push_back({std::make_unique<SizedWeights>(weights_, *next(count))});
         };
-        look_ahead_.run(*weights, position, 0, LookAhead::kManyTurns, ahead_, sizes, open);
+        look_ahead_.run(*weights, position, certain, turns_, ahead_, sizes, open);
       } else if (step.action != Action::compute && step.channel == Channel::weight && !weights->made(position)) {
         weights->make(look_ahead_.time());
       }
@@ -302,6 +306,7 @@ class Walk {
   SlotLedger<int64_t> weights_, gradients_, scratch_;
   std::map<std::pair<Channel, int>, int64_t> small_;  // bytes of a small message from each sender, at most
   LookAhead look_ahead_;
+  int turns_ = 0;
   std::deque<Ahead> ahead_;                // the next passes, as far as they are ahead
   std::deque<std::vector<int64_t>> late_;  // slots of passes whose reductions are late
 };
@@ -335,10 +340,10 @@ std::vector<Sent> traffic(const OperationFacts& operation, const StepSize& step,
                                                  : sent[place].backward;
         for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
           const int64_t numbers = numbers_of(shard, chunks, chunk, hop.half);
-          total += gradient          ? travel_bytes(numbers, step.gradient_travel(), step.reduce_bytes)
-                   : parameter.codes ? (collective ? step.ranks - 1 : 1) *
-                                           parameter.coded_bytes(pass, collective ? largest : shard)
-                                     : travelling_bytes(numbers, parameter.frozen, travel, step.compute_bytes);
+          total += gradient ? travel_bytes(numbers, step.gradient_travel(), step.reduce_bytes)
+                   : parameter.codes
+                       ? (collective ? step.ranks - 1 : 1) * parameter.coded_bytes(pass, collective ? largest : shard)
+                       : travelling_bytes(numbers, parameter.frozen, travel, step.compute_bytes);
         }
       }
     }

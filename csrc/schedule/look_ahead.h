@@ -175,6 +175,8 @@ class LookAhead {
     others_ = std::max(others_, others);
   }
   int64_t time() const { return time_; }
+  // Whether hops run further ahead after kManyTurns.
+  bool waits_for_turns() const { return on_ && !bytes_ && largest_ > received_; }
 
   // Called before the product at `position` of `current`. `pending`: the passes that are ahead, in order, with their
   // `weights`. Beyond them, `next(count)` returns the schedule and sizes of the `count`-th pass after `current`, or

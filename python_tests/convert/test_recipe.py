@@ -282,7 +282,10 @@ def test_refusals(rank, ranks, cases):
             "recipe='mxfp8' cannot be combined with outer.ZeroOuter",
             {"outer": rtp_ext.outer.ZeroOuter(), "mesh": mesh, "dims": dims},
         ),
-        ("recipe='mxfp8' expected linear layers whose sizes fit it, got none in a Linear", {"model": nn.Linear(5, 4)}),
+        (
+            "recipe='mxfp8' expected linear layers whose sizes fit it, or experts, got none in a L",
+            {"model": nn.Linear(5, 4)},
+        ),
         ("recipe='mxfp8' expected a compute dtype of 16 or 32 bits, got float64", {"model": make().double()}),
     ):
         with cases.case(error), pytest.raises(ValueError, match=error):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from code_reference import scaled_product
+from code_reference import scaled_experts, scaled_product
 from reference import assert_same, differs, random
 from test_recipes import matrices, same_codes, same_scales
 
 import rtp_ext
-from rtp_ext.functional import rotated_linear, rotated_linears
+from rtp_ext.functional import rotated_experts, rotated_linear, rotated_linears
 from rtp_ext.recipes import RECIPES, Plane, amax, quantize, recipe
 
 ON_H100 = ("float8_tensorwise", "float8_rowwise")  # with scales of float32, of whole rows or a whole matrix
@@ -130,3 +130,37 @@ def test_layers_of_equal_sizes_with_one_input(name):
     for layer, y in enumerate(found):
         assert_same(y.float().cpu(), expected[layer], 1e-2, f"y {layer}")
         assert differs(y.float().cpu(), expected[1 - layer], 1e-2), "control"
+
+
+@pytest.mark.parametrize("name", [*ON_H100, "float8_rowwise_with_gw_hp"])
+@pytest.mark.parametrize("inputs_first", (False, True))
+def test_experts(name, inputs_first):
+    """An emulated ring of two shards of three experts, of which some have few tokens, against the same on a CPU."""
+    ranks, dtype, tolerance = 2, torch.bfloat16, 3e-2  # activations that are rounded otherwise become other codes
+    shapes = {"up": (3, 96, 64), "down": (3, 64, 48)}
+    shards = {key: random(*shape, dtype=dtype, seed=len(key)) for key, shape in shapes.items()}
+    if inputs_first:
+        shards = {key: shard.transpose(1, 2).contiguous() for key, shard in shards.items()}
+    x, dy = (random(37, 64, dtype=dtype, seed=seed) for seed in (3, 4))
+    index = torch.stack([torch.arange(37) % 6, torch.full((37,), 4)], 1)
+    weights = random(37, 2, dtype=torch.float32, seed=5)
+    ring = rtp_ext.Ring.emulated(ranks, device="cuda")
+    mine = {key: each.cuda().requires_grad_() for key, each in {**shards, "x": x}.items()}
+    options = {"transposed": inputs_first, "activation": "reglu", "recipe": name, "ring": ring}
+    y = rotated_experts(mine["x"], index.cuda(), weights.cuda(), mine["up"], mine["down"], **options)
+    y.backward(dy.cuda())
+    whole = {key: shard.repeat(ranks, 1, 1).requires_grad_() for key, shard in shards.items()}
+    given = x.clone().requires_grad_()
+
+    def gate(pre):
+        return pre[:, :48].relu() * pre[:, 48:]
+
+    expected = scaled_experts(recipe(name), given, index, weights, whole, gate, inputs_first)
+    expected.backward(dy)
+    assert_same(y.float().cpu(), expected.float(), tolerance, "y")
+    assert_same(mine["x"].grad.float().cpu(), given.grad.float(), tolerance, "dx")
+    for key, stack in whole.items():
+        mean = stack.grad.float().view(ranks, *shards[key].shape).mean(0)
+        assert_same(mine[key].grad.float().cpu(), mean, tolerance, f"d{key}")
+    other = scaled_experts(recipe(name), x, index.roll(1, 0), weights, whole, gate, inputs_first)
+    assert differs(y.float().cpu(), other.float(), tolerance), "control"

@@ -73,3 +73,12 @@ def test_the_table_of_the_page(monkeypatch):
     monkeypatch.setattr(mixtures, "MODELS", {"gpt-oss-20b": MODEL})
     monkeypatch.setattr(mixtures, "GPUS", (8,))
     assert rows and mixtures.table().splitlines()[-2:] == [*rows, ""]
+
+
+def test_a_published_mixture():
+    assert mixtures.published_table() in mixtures.PAGE.read_text()
+    (gathered, step), (divided, other) = mixtures.published_step(1), mixtures.published_step(64)
+    assert step == gathered.step_seconds and gathered.components["expert_parallel"] == 0
+    routed = divided.components["expert_parallel"] * 4 / 6  # rows of shared experts stay
+    assert other == pytest.approx(divided.step_seconds - divided.components["expert_parallel"] + routed, rel=5e-3)
+    assert gathered.model_flops == pytest.approx(0.1941 * 64 * 2.5e15 * 18.02, rel=0.03), "its MFU is of 2.5 PFLOP/s"

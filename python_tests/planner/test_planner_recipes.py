@@ -38,6 +38,8 @@ SMALL |= {"intermediate_size": 512, "vocab_size": 132, "max_position_embeddings"
 def test_bytes_and_memory_are_the_engine_s(name):
     """Keys and values of 64 outputs a shard do not fit blocks of 128: they stay wide, and travel apart from queries."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from live_bytes import STEADY
+
     import rtp_ext
 
     ranks, config = 2, transformers.LlamaConfig(**SMALL)
@@ -47,7 +49,7 @@ def test_bytes_and_memory_are_the_engine_s(name):
     with rtp_ext.Ring.emulated(ranks) as ring:
         rtp_ext.fully_rotate(model, mesh=ring, recipe=name, loss_head="fused")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for _ in range(6):
+        for _ in range(STEADY):
             before = ring.bytes_sent("weight")
             model(input_ids=ids, labels=ids).loss.backward()
             sent = ring.bytes_sent("weight") - before
@@ -73,6 +75,75 @@ def test_bytes_and_memory_are_the_engine_s(name):
     assert layer == ([[True], [False], [False], [True], [True] * 2] if name == "float8_blockwise" else whole)
     plain, _ = rotations_of(spec, fused_loss=True)
     assert rtp_bytes(plain, ranks).weight_slots_bytes != counted[0], "control: wide"
+
+
+@pytest.mark.parametrize("name", ["float8_rowwise", "float8_blockwise"])
+def test_bytes_and_memory_of_experts_are_the_engine_s(name):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from live_bytes import STEADY
+
+    import rtp_ext
+
+    ranks, config = 2, transformers.MixtralConfig(num_local_experts=4, **SMALL, experts_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    spec = ModelSpec.from_hf_config(config.to_dict())
+    ids = torch.randint(0, 132, (2, 12), generator=torch.Generator().manual_seed(0))
+    with rtp_ext.Ring.emulated(ranks) as ring:
+        rtp_ext.fully_rotate(model, mesh=ring, recipe=name, loss_head="fused")
+        for _ in range(STEADY):
+            before = ring.bytes_sent("weight")
+            model(input_ids=ids, labels=ids).loss.backward()
+            sent = ring.bytes_sent("weight") - before
+        counted = [ring.slot_count(channel).peak_bytes for channel in ("weight", "gradient")]
+        told = rtp_ext.explain(model).parameters
+        codes = ring.communicator.executor.codes()[0]
+    assert sum(row.forward_bytes + row.backward_bytes for row in told) == sent
+    rotations, others = rotations_of(spec, fused_loss=True, recipe=recipe(name), ranks=ranks, gpu=False)
+    held = rtp_bytes(rotations, ranks, others=others, optimizer_moments=0)
+    assert [held.weight_slots_bytes, held.gradient_slots_bytes] == counted
+    assert held.codes_bytes == codes > 0
+    bundles = [each for each in rotations if each.kind == "bundle"]
+    assert len(bundles) == 2 and all(each.recipe is not None for each in bundles)
+    wide, _ = rotations_of(spec, fused_loss=True, recipe=recipe(name), ranks=ranks, gpu=False, bundle="recompute")
+    assert all(each.recipe is None for each in wide if each.kind == "bundle")
+    size = {"ranks": ranks, "in_place": False, "sends_anywhere": True, "receives_anywhere": True, "cast": False}
+    size |= {"compute_bytes": 4, "reduce_bytes": 4, "slot_cap": engine().SLOT_CAP}
+    for each in bundles:
+        for weight, found in zip(each.weights, engine().traffic(each.facts, 0, **size), strict=True):
+            told = [(ranks - 1) * weight.travelling_bytes(ranks, 4, backward=backward) for backward in (False, True)]
+            assert told == list(found[:2])
+    plain, _ = rotations_of(spec, fused_loss=True)
+    assert rtp_bytes(plain, ranks).weight_slots_bytes != held.weight_slots_bytes, "control: wide"
+
+
+def test_products_of_experts_by_hand():
+    """8 experts of [4096, 14336] and back, 2 a token: on 8 ranks one of each in a shard, a call each."""
+    tokens, ranks, bandwidth = 8192, 8, 3.35e12 * 0.7
+    shapes = ((8, 14336, 4096), (8, 4096, 14336))
+
+    def operation(name):
+        return RotatedOperation("bundle", tuple(Weight(shape, recipe=name and recipe(name)) for shape in shapes))
+
+    launches = dataclasses.replace(CONSTANTS, kernel_s=4e-6)
+    ways = (tokens, ranks, H100, launches, False, 2, 2)
+    found, wide = (step_seconds(operation(name), *ways) for name in ("float8_rowwise", None))
+    alone = [
+        product_s(Product("", tokens // 4, outputs, inputs, element_bytes=1), H100, launches)
+        + 4 * (tokens // 4) * outputs / bandwidth
+        for _, outputs, inputs in shapes
+    ]
+    assert found["forward"] == pytest.approx(sum(alone) + 2 * 4e-6)
+    assert found["wgrad"] < wide["wgrad"]
+    twice = step_seconds(operation("float8_rowwise"), *ways, shards=2)
+    assert twice["forward"] == pytest.approx(2 * found["forward"]), "experts of two shards are not one product"
+    made = casts_s(operation("float8_rowwise"), tokens, ranks, 2, True, H100, CONSTANTS, experts_per_token=2)
+    # codes of x and hidden values; of both gradients twice, and of both operands again; each value is read twice
+    assert made[0] == pytest.approx(5 * 2 * tokens * (4096 + 14336) / bandwidth)
+    assert made[1] == pytest.approx(5 * 2 * tokens * 3 * (4096 + 14336) / bandwidth)
+    mixtral = ModelSpec.preset("mixtral-8x7b", seq=2048)
+    for each in ({}, {"bundle": "recompute"}, {"ep": 2, "rtp": 4}):
+        plan = Strategy(**{"rtp": 8, "recipe": "float8_rowwise", **each})
+        assert estimate_time(mixtral, Cluster.preset("h100-80gb", gpus=8), plan, 8).step_seconds > 0
 
 
 def _operation(outputs, inputs, name):

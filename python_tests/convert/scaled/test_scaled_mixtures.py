@@ -1,5 +1,6 @@
 """Mixtures of the transformers package with products in 8 bits, experts too, against the same layers in one process."""
 
+import peft
 import torch
 import transformers as hf
 from code_reference import scaled, scaled_experts
@@ -134,6 +135,15 @@ def test_training(rank, ranks, cases):
                 assert_same(whole[path], parameter, 2e-2, path)
             ring.close()
 
+    with cases.case("experts of which one weight is in blocks"):
+        model = make("mixtral")
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_("experts.down_proj" not in path)
+        plan = rtp_ext.explain(model, recipe="float8_rowwise", frozen="int8")
+        up, down = (row for row in plan.parameters if len(row.shape) == 3)
+        assert (up.travel, down.travel) == ("float32", "int8")
+        assert up.wide == "the other weight of its experts is in blocks" and down.wide is None
+
 
 def own_shape(row, rank):
     sizes = list(row.shape)
@@ -150,3 +160,7 @@ def test_experts_that_stay_wide():
             rows = rtp_ext.explain(make(family, inner), mesh=ring, recipe="mxfp8", **options).parameters
             found = [row for row in rows if len(row.shape) == 3]
             assert len(found) == 2 and all(reason in row.wide and row.travel == "float32" for row in found), found
+        targets = ["experts.gate_up_proj", "experts.down_proj"]
+        model = peft.get_peft_model(make("mixtral"), peft.LoraConfig(r=2, target_parameters=targets))
+        rows = rtp_ext.explain(model, mesh=ring, recipe="mxfp8").parameters
+        assert [row.wide for row in rows if len(row.shape) == 3] == ["an adapter changes its parameters"] * 2
