@@ -58,7 +58,8 @@ ScheduleOptions pass_options(const OperationFacts& operation, const StepSize& st
   options.dgrad = weights;
   options.wgrad = forward || gradients;
   options.bundle = operation.kind.bundle && !forward;
-  options.halves = step.halves && !step.direct_gradients() && !forward && !operation.in_codes();
+  const bool takes_halves = operation.kind.bundle || !operation.in_codes();
+  options.halves = step.halves && !step.direct_gradients() && !forward && takes_halves;
   options.receive_in_slots = !forward && !step.movement.receives_anywhere;
   options.late = step.late > 0 && operation.late() && !forward && alone;
   options.gradient_route = step.gradient_route;
@@ -128,7 +129,7 @@ class Walk {
   // the next step, until a step leaves the pools as it found them. After many steps hops may run further ahead, with
   // the slots that are there.
   Footprint run() {
-    for (int round = 0; round < kMostSteps; ++round) {
+    for (int round = 0, most = kMostSteps; round < most; ++round) {
       const auto found = left();
       for (const size_t phase : {0, 1}) {
         for (size_t index = 0; index < passes_[phase].size(); ++index) {
@@ -139,7 +140,7 @@ class Walk {
       }
       if (round == 0 || left() != found) continue;
       if (turns_ == LookAhead::kManyTurns || !look_ahead_.waits_for_turns()) break;
-      turns_ = LookAhead::kManyTurns;
+      turns_ = LookAhead::kManyTurns, most = round + kMostSteps;
     }
     return {weights_.count(), gradients_.count(), scratch_.count(), weights_.free(), gradients_.free(), mailboxes()};
   }

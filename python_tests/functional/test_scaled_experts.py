@@ -193,8 +193,9 @@ class Stack(nn.ModuleList):
 
 def test_the_pool_is_the_footprint():
     native, ranks, seen = rtp_ext._native, 4, set()
-    for name, group, gradients in product(RECIPES, (1, 3, 4), ("chain", "direct")):
-        ring = rtp_ext.Ring.emulated(ranks, group=group, gradient_route=gradients)
+    ways = [(*way, False) for way in product(RECIPES, (1, 3, 4), ("chain", "direct"))]
+    for name, group, gradients, halves in [*ways, ("float8_rowwise", 1, "chain", True)]:
+        ring = rtp_ext.Ring.emulated(ranks, group=group, gradient_route=gradients, gradient_halves=halves)
         model = rtp_ext.fully_rotate(
             Stack([RotatedExperts(8, 256, 128, recipe=name, ring=ring) for _ in range(2)]), mesh=ring
         )
@@ -207,7 +208,7 @@ def test_the_pool_is_the_footprint():
             [facts] * 2,
             **dict(ranks=ranks, in_place=False, sends_anywhere=True, receives_anywhere=True, slot_cap=0, cast=False),
             **dict(compute_bytes=4, reduce_bytes=4, gradient_route=gradients, gradients_apart=True),
-            **dict(group=group, look_ahead=None),
+            **dict(group=group, halves=halves, look_ahead=None),
         )
         assert_pool(ring, planned, f"{name}, group {group}, {gradients}")
         told = [row for row in rtp_ext.explain(model).parameters]

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import rtp_ext
 from rtp_ext import Ring, RotationDims
+from rtp_ext.functional import dispatch
 from rtp_ext.nn import RotatedExperts, RotatedMoE
 from rtp_ext.outer import AllReduce, LocalSGD, ZeroOuter
 
@@ -195,6 +196,15 @@ def test_with_fixed_numbers_of_rows(rank, ranks, cases):
         layer = RotatedExperts(E, D, H, dtype=torch.float64, ring=ring)
         with pytest.raises(ValueError, match=r"the ranks of divided experts disagree.* 2 rows.* 3 rows"):
             layer(*routed(rank, "usual"))
+    with cases.case("a rank with wrong arguments, as on GPUs"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "_compares_on_host", lambda _: False)
+        with Ring(mesh, dims=dataclasses.replace(DIMS, expert_capacity=2), timeout=30) as ring:
+            layer = RotatedExperts(E, D, H, dtype=torch.float64, ring=ring)
+            x, index, weights = routed(rank, "usual")
+            with pytest.raises(IndexError if rank == 1 else RuntimeError) as told:
+                layer(x, index + E if rank == 1 else index, weights)
+            if rank == 1:
+                assert "expected an index in [0, 12]" in str(told.value)
     with cases.case("arguments"):
         for wrong in (0, 1.5, True):
             with pytest.raises(ValueError, match="expected expert_capacity to be a positive integer, got"):

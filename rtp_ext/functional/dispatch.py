@@ -115,7 +115,17 @@ def refuse(experts: ExpertRing, name: str, error: Exception) -> None:
     """Takes the place of `dispatched` on a rank with wrong arguments: the other ranks get to know its `error`, which it
     raises. Collective."""
     none = torch.zeros(experts.size, dtype=torch.int64, device=experts.device)
-    _sizes(experts, none, f"{name} is refused: {type(error).__name__}: {error}", name, error)
+    facts = f"{name} is refused: {type(error).__name__}: {error}"
+    if _compares_on_host(experts):
+        _sizes(experts, none, facts, name, error)
+        return
+    _exchange(experts, none, facts, name)
+    experts.end(error)
+    raise error
+
+
+def _compares_on_host(experts: ExpertRing) -> bool:
+    return experts.capacity is None or experts.device.type == "cpu"
 
 
 def _fixed_sizes(
@@ -126,11 +136,11 @@ def _fixed_sizes(
     leaving = [part * capacity for part in division.parts]
     arriving = [leaving[experts.rank]] * experts.size
     told = torch.zeros(experts.size, dtype=torch.int64, device=experts.device)
-    if told.is_cuda:
+    if _compares_on_host(experts):
+        _sizes(experts, told, facts, name)
+    else:
         sent, received = _exchange(experts, told, facts, name)
         torch._assert_async((sent == received).all())
-    else:
-        _sizes(experts, told, facts, name)
     return leaving, arriving
 
 

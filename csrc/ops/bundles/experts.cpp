@@ -189,8 +189,8 @@ at::Tensor gradients_of(const ExpertsShape& shape, const at::Tensor& d_value, co
 }
 
 // Returns the product of the gradients of outputs without the router's weights, and with them. In 8 bits the gradients
-// become codes with the weights, as those of a plain layer, and the product is divided by them; small ones, which may be
-// zero, count as more then.
+// become codes with the weights, as those of a plain layer, and the product is divided by them; small ones, which may
+// be zero, count as more then.
 template <typename Product>
 std::pair<at::Tensor, at::Tensor> gradients_of_hidden(const ExpertsShape& shape, const at::Tensor& d_rows,
                                                       const at::Tensor& factor, Product&& product) {
@@ -235,7 +235,7 @@ void route(const at::Tensor& index, const ExpertsShape& shape, const RotationOpt
                       options.name, ": expected starts of ", shape.experts, " experts among ", sorted.numel(),
                       " choices, got ", shape.starts);
     const at::Tensor expected = at::tensor(shape.starts, at::kLong).to(found.device(), /*non_blocking=*/true);
-    at::_assert_async(found.narrow(0, 0, shape.experts + 1).eq(expected).all(), options.name + ": starts of experts");
+    at::_assert_async(found.narrow(0, 0, shape.experts + 1).eq(expected).all());
     result.starts = shape.starts;
     return;
   }

@@ -18,6 +18,7 @@ from rtp_ext.nn import Flyweight, RotatedMLP
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.sharded_module import plain_class
 from rtp_ext.parameters.sharding import frozen_of, held
+from rtp_ext.recipes import Recipe
 from rtp_ext.ring.mesh import ring_shape
 
 _PLAN = "_rtp_plan"  # attribute of a module: its ModulePlan, of the conversion that changed it
@@ -109,7 +110,8 @@ class Kept:
         ]
         kind, layer = plain_class(part).__name__, layer_of(type(part))
         recipe, inputs_first = getattr(part, "recipe", None), getattr(part, "is_transposed", False)
-        made: dict[str, Any] = {"transposed": inputs_first, "recipe": None if recipe is None else recipe.name}
+        named = recipe.name if isinstance(recipe, Recipe) else None
+        made: dict[str, Any] = {"transposed": inputs_first, "recipe": named}
         return ModulePlan(name, kind, ROTATED, layer, tuple(rows), part.mp_policy, **made)
 
     def _flyweight(self, name: str, part: Flyweight) -> ModulePlan:
