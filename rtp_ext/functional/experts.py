@@ -125,17 +125,18 @@ class Experts(Operation):
 
     def _slices(self, division: Division, shards: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Returns this rank's slice of each parameter, differentiable, for what it has at home. Collective."""
-        ring, made = self.options.ring, []
-        for (what, cut), whole, shard in zip(self._cuts().items(), self.given, shards, strict=True):
-            if shard is None:
-                made.append(None)
+        ring, known = self.options.ring, self.options.ring.experts.slicings
+        slicings = []
+        for cut, whole in zip(self._cuts().values(), self.given, strict=True):
+            if whole is None:
                 continue
             key = (division.experts, cut, tuple(whole.shape))
-            slicing = ring.experts.slicings.get(key)
-            if slicing is None:
-                slicing = ring.experts.slicings[key] = Slicing(ring, division, cut, whole.shape)
-            made.append(Sliced.apply(shard, slicing, ring, f"{self.options.name}: {what}"))
-        return tuple(made)
+            if key not in known:
+                known[key] = Slicing(ring, division, cut, whole.shape)
+            slicings.append(known[key])
+        homes = [shard for shard in shards if shard is not None]
+        made = iter(Sliced.apply(slicings, ring, self.options.name, *homes))
+        return tuple(None if whole is None else next(made) for whole in self.given)
 
     def operands(self, call: Call, inputs: Sequence[Any]) -> list[torch.Tensor]:
         x, (_, weights, index), name = call.operand(inputs[0]), inputs, call.name

@@ -9,16 +9,17 @@ belongs to the slice of that rank, and gets its gradient back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.ring import Ring
-from rtp_ext.ring.autograd import first_order_only, unseen
+from rtp_ext.ring.autograd import first_order_only, unseen, wanted
 from rtp_ext.ring.expert_ring import Division
 
 
@@ -71,14 +72,22 @@ def hidden_cuts(*, gated: bool, interleaved: bool, transposed: bool) -> dict[str
     }
 
 
-_Cells = list[tuple[slice, Tensor]]  # for each rank, experts and rows of a tensor
+class _Cell(NamedTuple):
+    """Rows of some experts of a tensor that travel between two ranks, and the shape of the block that they are."""
+
+    experts: slice
+    rows: Tensor
+    shape: tuple[int, ...]
 
 
 class Slicing:
     """Which values of a parameter travel between which ranks of the whole ring.
 
-    Args:
-        shape: of the whole parameter.
+    Attributes:
+        shape, dim: of the whole parameter, and the dimension that is cut.
+        home, in_slice: for each rank of the ring, what of the shard at home goes into its slice, and what it has at home
+            of the slice of this rank.
+        home_shape, slice_shape: of the shard and of the slice of this rank.
     """
 
     def __init__(self, ring: Ring, division: Division, cut: HiddenCut, shape: Sequence[int]) -> None:
@@ -90,53 +99,70 @@ class Slicing:
         places = [cut.places(whole, slices, number) for number in range(slices)]
         own_part, own_slice = experts.places[ring.rank]
 
+        def resized(count: int, rows: int) -> tuple[int, ...]:
+            return count, *shape[1 : cut.dim], rows, *shape[cut.dim + 1 :]
+
         def owned(rank: int, number: int) -> list[tuple[int, int]]:
             start, end = starts[rank], starts[rank] + sizes[rank]
             return [(row - start, place) for row, place in places[number] if start <= row < end]
 
-        def cell(part: int, rows: list[int], first: int = 0) -> tuple[slice, Tensor]:
-            chosen = torch.tensor(rows, dtype=torch.int64, device=ring.device)
-            return slice(first, first + division.parts[part]), chosen
+        def cell(part: int, rows: list[int], first: int = 0) -> _Cell:
+            count, chosen = division.parts[part], torch.tensor(rows, dtype=torch.int64, device=ring.device)
+            return _Cell(slice(first, first + count), chosen, resized(count, len(rows)))
 
-        self.dim = cut.dim
-        self.home_shape, self.slice_shape = [*shape], [*shape]
-        self.home_shape[cut.dim] = sizes[ring.rank]
-        self.slice_shape[0], self.slice_shape[cut.dim] = max(division.parts), cut.extent(whole, slices)
+        self.shape, self.dim = tuple(shape), cut.dim
+        self.home_shape = resized(shape[0], sizes[ring.rank])
+        self.slice_shape = resized(max(division.parts), cut.extent(whole, slices))
         first = [sum(division.parts[:part]) for part in range(experts.size)]
         with torch.inference_mode(False):
-            self.at_home: _Cells = [
+            self.home = [
                 cell(part, [row for row, _ in owned(ring.rank, number)], first[part]) for part, number in experts.places
             ]
-            self.in_slice: _Cells = [
+            self.in_slice = [
                 cell(own_part, [place for _, place in owned(rank, own_slice)]) for rank in range(ring.size)
             ]
 
-    @unseen
-    def move(self, ring: Ring, values: Tensor, back: bool, name: str) -> Tensor:
-        """Returns this rank's slice for what it has at home; `back`: the reverse. Collective over the whole ring."""
-        here, there = (self.in_slice, self.at_home) if back else (self.at_home, self.in_slice)
-        found = values.new_zeros(self.home_shape if back else self.slice_shape)
-        sent = [self._of(values, cell).reshape(-1) for cell in here]
-        shapes = [self._shape(found, cell) for cell in there]
-        leaving, arriving = [each.numel() for each in sent], [shape.numel() for shape in shapes]
-        received = values.new_empty(sum(arriving))
-        ring.experts.slice_bytes_sent += (sum(leaving) - leaving[ring.rank]) * values.itemsize  # type: ignore[union-attr]
-        identity = f"slices of {name} {'back' if back else 'out'} ({found.dtype})"
-        ring.communicator.all_to_all(received, torch.cat(sent), arriving, leaving, name, identity)
-        for (experts, rows), block, shape in zip(there, received.split(arriving), shapes, strict=True):
-            if shape.numel():
-                found[experts].index_copy_(self.dim, rows, block.view(shape))
-        return found
 
-    def _of(self, values: Tensor, cell: tuple[slice, Tensor]) -> Tensor:
-        experts, rows = cell
-        return values[experts].index_select(self.dim, rows) if rows.numel() else values.new_empty(0)
+@unseen
+def _moved(ring: Ring, slicings: Sequence[Slicing], values: Sequence[Tensor], back: bool, name: str) -> list[Tensor]:
+    """Returns this rank's slices of parameters for what it has at home of them; `back`: the reverse. One exchange for
+    all parameters of a dtype. Collective over the whole ring."""
+    found = [
+        value.new_zeros(each.home_shape if back else each.slice_shape)
+        for each, value in zip(slicings, values, strict=True)
+    ]
+    for dtype in dict.fromkeys(value.dtype for value in values):
+        chosen = [place for place, value in enumerate(values) if value.dtype == dtype]
+        own = [slicings[place] for place in chosen]
+        here = [each.in_slice if back else each.home for each in own]
+        there = [each.home if back else each.in_slice for each in own]
+        leaving, arriving = (
+            [sum(math.prod(cell.shape) for cell in cells) for cells in zip(*side, strict=True)]
+            for side in (here, there)
+        )
+        sent, received = (found[chosen[0]].new_empty(sum(counts)) for counts in (leaving, arriving))
+        for part, dim, rows, block in _blocks(sent, own, here, [values[place] for place in chosen]):
+            torch.index_select(part, dim, rows, out=block)
+        ring.experts.slice_bytes_sent += (sum(leaving) - leaving[ring.rank]) * dtype.itemsize  # type: ignore[union-attr]
+        identity = f"slices of {name} {'back' if back else 'out'} ({dtype} {', '.join(str(each.shape) for each in own)})"
+        ring.communicator.all_to_all(received, sent, arriving, leaving, name, identity)
+        for part, dim, rows, block in _blocks(received, own, there, [found[place] for place in chosen]):
+            part.index_copy_(dim, rows, block)
+    return found
 
-    def _shape(self, values: Tensor, cell: tuple[slice, Tensor]) -> torch.Size:
-        experts, rows = cell
-        shape = [*values.shape]
-        shape[0], shape[self.dim] = experts.stop - experts.start, rows.numel()
-        return torch.Size(shape)
+
+def _blocks(
+    buffer: Tensor, slicings: Sequence[Slicing], side: Sequence[Sequence[_Cell]], tensors: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, int, Tensor, Tensor]]:
+    """Yields for each rank and parameter the experts of a cell, the dimension and its rows, and its block of a buffer,
+    except for empty ones."""
+    start = 0
+    for cells in zip(*side, strict=True):
+        for slicing, cell, tensor in zip(slicings, cells, tensors, strict=True):
+            size = math.prod(cell.shape)
+            if size:
+                yield tensor[cell.experts], slicing.dim, cell.rows, buffer[start : start + size].view(cell.shape)
+            start += size
 
 
 def expect_whole(division: Division, recipe: str | None, name: str) -> None:
@@ -149,18 +175,25 @@ def expect_whole(division: Division, recipe: str | None, name: str) -> None:
 
 
 class Sliced(torch.autograd.Function):
-    """What this rank has at home of a parameter -> its slice of the experts of its part: [most experts of a part,
-    rows of a slice, ...], with zeros for experts and rows that are missing. Its gradient comes back."""
+    """What this rank has at home of parameters -> its slices of the experts of its part: [most experts of a part, rows
+    of a slice, ...], with zeros for experts and rows that are missing. Their gradients come back."""
 
     @staticmethod
-    def forward(ctx: Any, home: Tensor, slicing: Slicing, ring: Ring, name: str) -> Tensor:
-        ctx.slicing, ctx.ring, ctx.name = slicing, ring, name
-        return slicing.move(ring, home, False, name)
+    def forward(ctx: Any, slicings: Sequence[Slicing], ring: Ring, name: str, *homes: Tensor):
+        ctx.slicings, ctx.ring, ctx.name = slicings, ring, name
+        found = _moved(ring, slicings, homes, False, name)
+        ctx.mark_non_differentiable(*[made for made, home in zip(found, homes, strict=True) if not home.requires_grad])
+        return tuple(found)
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, gradient: Tensor):
-        return ctx.slicing.move(ctx.ring, gradient, True, f"gradients of {ctx.name}"), None, None, None
+    def backward(ctx: Any, *gradients: Tensor):
+        results: list[Tensor | None] = [None] * len(gradients)
+        chosen = [place for place, need in enumerate(wanted(ctx)[3:]) if need]
+        given = [ctx.slicings[place] for place in chosen], [gradients[place] for place in chosen]
+        for place, gradient in zip(chosen, _moved(ctx.ring, *given, True, f"gradients of {ctx.name}"), strict=True):
+            results[place] = gradient
+        return None, None, None, *results
 
 
 def chosen_slices(numbers: Tensor, experts: int, slices: int) -> Tensor:
