@@ -130,9 +130,9 @@ class Prefetcher {
   Context context_;
   int index_ = 0;
   std::array<PassHistory<Record>, 2> histories_;  // of forwards and of backwards
-  bool turned_ = false;  // a backward has followed the newest forward
-  int turns_ = 0;  // the number of forwards in a row before the newest one that a backward followed
-  std::deque<Pending> pending_;                   // the next passes, in order
+  bool turned_ = false;                           // a backward has followed the newest forward
+  int turns_ = 0;                // the number of forwards in a row before the newest one that a backward followed
+  std::deque<Pending> pending_;  // the next passes, in order
   bool keeps_ = false;
   std::deque<Kept> kept_;
   std::map<const PassWeights*, Kept> keeping_;  // the passes that run and will keep their weights, one in another

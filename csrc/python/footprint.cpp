@@ -52,8 +52,8 @@ void bind_footprint(py::module_& m) {
   py::class_<CodePlanes>(m, "CodePlanes", "The planes in which a weight travels forward and backward.")
       .def(py::init<CodePlane, CodePlane>(), py::arg("forward"), py::arg("backward"));
   py::class_<ParameterFacts>(m, "ParameterFacts", "A parameter of a whole shape that a ring cuts.")
-      .def(py::init<std::vector<int64_t>, size_t, std::optional<BlockFormat>, int64_t, bool,
-                    std::optional<CodePlanes>, bool>(),
+      .def(py::init<std::vector<int64_t>, size_t, std::optional<BlockFormat>, int64_t, bool, std::optional<CodePlanes>,
+                    bool>(),
            py::arg("shape"), py::arg("dim") = 0, py::arg("frozen") = std::nullopt, py::arg("group") = 0,
            py::arg("trained") = true, py::arg("codes") = std::nullopt, py::arg("inputs_first") = false)
       .def_property_readonly("rows_of_group", &ParameterFacts::rows_of_group)

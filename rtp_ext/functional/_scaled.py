@@ -21,11 +21,10 @@ def expect_takes_recipe(call: Call, recipe: Recipe) -> None:
         )
 
 
-def expect_fits(call: Call, refusals: Sequence[str | None]) -> None:
-    """Raises ValueError for the first of the reasons why sizes do not fit a recipe."""
-    for reason in refusals:
-        if reason is not None:
-            raise ValueError(f"{call.name}: expected sizes that fit the recipe: {reason}")
+def expect_fits(call: Call, reason: str | None) -> None:
+    """Raises ValueError where there is a reason why sizes do not fit a recipe."""
+    if reason is not None:
+        raise ValueError(f"{call.name}: expected sizes that fit the recipe: {reason}")
 
 
 def forget_codes(call: Call, shards: Sequence[torch.Tensor]) -> None:

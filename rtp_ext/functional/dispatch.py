@@ -45,7 +45,7 @@ def dispatched(
 
     The ranks compare the layer, and exchange numbers of rows, once in a forward: the only wait of the host for the
     device. Raises ValueError on every rank where they are about to compute different layers, dtypes, sizes or
-    gradients. Collective.
+    gradients. With a capacity no host waits for a GPU, which compares, and ends with an assertion. Collective.
     """
     capacity, choices = experts.capacity, index.shape[1]
     enabled = torch.is_grad_enabled()
@@ -125,6 +125,7 @@ def refuse(experts: ExpertRing, name: str, error: Exception) -> None:
 
 
 def _compares_on_host(experts: ExpertRing) -> bool:
+    """Returns whether the host reads what the ranks tell each other; else a GPU compares it."""
     return experts.capacity is None or experts.device.type == "cpu"
 
 

@@ -35,7 +35,6 @@ class Experts(Operation):
     """Stacked MLPs, cut along the experts. Inputs: x, weights of the router, index. Settings: an _Experts."""
 
     key = label = "experts"
-    starts: tuple[int, ...] = ()  # of every expert among the rows, and the end, where ranks send fixed numbers of rows
 
     def __init__(
         self,
@@ -54,6 +53,7 @@ class Experts(Operation):
         self.clamp, self.recompute, self.recipe = clamp, recompute, recipe
         self.sliced = False  # its experts are slices, made in each call
         self.of_part = False  # its tensors are local ones of parameters, whose changes their versions show
+        self.starts: tuple[int, ...] = ()  # of the rows of every expert, and the end, where ranks send fixed numbers
 
     def run(self, inputs: Sequence[Any], owner: Any = None) -> torch.Tensor:
         """Returns the result for x, weights and index. Where the ring divides experts, tokens travel to them, and the
@@ -66,8 +66,6 @@ class Experts(Operation):
         except (TypeError, ValueError, IndexError) as error:
             refuse(experts, name, error)
             raise
-
-        twin.starts = fixed_starts(experts, division)
 
         def compute(rows: torch.Tensor, numbers: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
             if division.sliced:
@@ -101,7 +99,7 @@ class Experts(Operation):
             None if each is None else part_of_frozen(each, next(shards), division.parts[experts.rank])
             for each in self.given
         ]
-        twin.given, twin.of_part = tuple(parts), True
+        twin.given, twin.of_part, twin.starts = tuple(parts), True, fixed_starts(experts, division)
         call = Call.of(
             given[0],
             ring=options.ring,
@@ -185,8 +183,8 @@ class Experts(Operation):
                 expect_shape(call, param, whole, expected[param.what])
             products = {}
             if recipe is not None:
-                sizes = ((up_rows, features), (features, hidden))
-                expect_fits(call, [recipe.refusal(*matrix, gpu=gpu) for matrix in sizes])
+                for outputs, inner in ((up_rows, features), (features, hidden)):
+                    expect_fits(call, recipe.refusal(outputs, inner, gpu=gpu))
                 products = {"codes": recipe.shard_planes(gpu=gpu), "scaled": operands(recipe, gpu=gpu)}
             shape = _native.ExpertsShape(
                 experts=experts,
@@ -207,15 +205,16 @@ class Experts(Operation):
             forgets = recipe is not None and not self.of_part
             return _Experts(experts, features, shape, self.recompute, forgets)
 
-        facts = (
+        facts: tuple[tuple[str, Any], ...] = (
             ("frozen", frozen),
             ("activation", self.activation),
             ("recompute", self.recompute),
             ("transposed", transposed),
             ("interleaved", self.interleaved),
             ("clamped", self.clamp),
-            ("starts", self.starts),
         )
+        if self.starts:
+            facts = (*facts, ("starts", self.starts))
         if recipe is not None:
             facts = (*facts, ("recipe", recipe.name))
         return self.agree(call, params, inputs, facts, derive, fresh=self.sliced)

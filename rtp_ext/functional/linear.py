@@ -366,7 +366,7 @@ def _bundle(
     if recipe is not None:
         for out_features, in_features in outputs:
             cuts = tuple(_native.shard_sizes(out_features, call.ring.size))
-            expect_fits(call, [recipe.refusal(out_features, in_features, cuts, gpu=gpu)])
+            expect_fits(call, recipe.refusal(out_features, in_features, cuts, gpu=gpu))
         codes = {"codes": recipe.shard_planes(gpu=gpu)}
     layers = [
         _native.LinearShape(*sizes, by_outputs=True, transposed=transposed, **_native_blocks(each), **codes)

@@ -33,10 +33,10 @@ class RotationDims:
             None: there is one ring.
         expert: the experts of a mixture are divided over it, and tokens travel to them; each rank's experts rotate over
             `ring`. All other shards rotate over `ring` and `expert` as one ring. None: all experts rotate.
-        expert_capacity: the number of rows that each rank sends every expert in a call, whatever its tokens are: all
-            first choices, by position, then all second ones, and so on (GShard, arXiv 2006.16668, algorithm 1). Further
-            choices are dropped, missing ones are rows of zeros, and no host waits for numbers of rows. None: as many as
-            tokens have chosen it.
+        expert_capacity: the number of rows that each rank sends to each expert in a call. Choices fill them in the
+            order of GShard (arXiv 2006.16668, algorithm 1): all first choices, by position, then all second ones. The
+            rank drops further choices, and fills missing rows with zeros; no host waits for numbers of rows. None: one
+            row for every choice.
     """
 
     ring: str | tuple[str, ...] = "ring"

@@ -13,6 +13,7 @@ from rtp_ext.convert.modules.bundled import BundledMLP
 from rtp_ext.convert.modules.head import FusedLossModel
 from rtp_ext.convert.plan.layers import layer_of, own_parameters
 from rtp_ext.convert.plan.rotation_plan import GATHERED, IGNORED, REPLICATED, ROTATED, BundlePlan, ModulePlan, Owned
+from rtp_ext.convert.plan.scaled_products import inputs_first
 from rtp_ext.convert.plan.traffic import RingFacts
 from rtp_ext.nn import Flyweight, RotatedMLP
 from rtp_ext.nn._base import RotatedModule
@@ -109,9 +110,9 @@ class Kept:
             for key, parameter in own_parameters(part).items()
         ]
         kind, layer = plain_class(part).__name__, layer_of(type(part))
-        recipe, inputs_first = getattr(part, "recipe", None), getattr(part, "is_transposed", False)
+        recipe = getattr(part, "recipe", None)
         named = recipe.name if isinstance(recipe, Recipe) else None
-        made: dict[str, Any] = {"transposed": inputs_first, "recipe": named}
+        made: dict[str, Any] = {"transposed": inputs_first(part), "recipe": named}
         return ModulePlan(name, kind, ROTATED, layer, tuple(rows), part.mp_policy, **made)
 
     def _flyweight(self, name: str, part: Flyweight) -> ModulePlan:

@@ -73,10 +73,8 @@ class ScaledProducts:
             return self._wide[id(part)]
         if self.recomputes:
             return "bundle='recompute' computes hidden values of experts again, for which other codes travel"
-        if self.parallel:
-            return "tensor parallelism has cut the model"
-        if self.tied.intersection(map(id, own.values())):  # type: ignore[union-attr]
-            return "it is shared with another module"
+        if (reason := self._cut_or_shared(own.values())) is not None:
+            return reason
         matrices = (weight.shape[1:] for weight in own.values() if weight.dim() == 3)
         if inputs_first(part):
             matrices = (matrix[::-1] for matrix in matrices)
@@ -85,12 +83,15 @@ class ScaledProducts:
 
     def _unfit(self, part: nn.Module, recipe: Recipe) -> str | None:
         weight: Any = part._parameters["weight"]
-        if self.parallel:
-            return "tensor parallelism has cut the model"
-        if id(weight) in self.tied:
-            return "it is shared with another module"
+        if (reason := self._cut_or_shared([weight])) is not None:
+            return reason
         outputs, inputs = weight.shape
         return recipe.refusal(outputs, inputs, tuple(shard_sizes(outputs, self.ranks)), gpu=self.gpu)
+
+    def _cut_or_shared(self, weights: Iterable[Any]) -> str | None:
+        if self.parallel:
+            return "tensor parallelism has cut the model"
+        return "it is shared with another module" if any(id(each) in self.tied for each in weights) else None
 
 
 def inputs_first(experts: nn.Module) -> bool:

@@ -41,7 +41,7 @@ class Term:
 
     def _spelled(self, index: int) -> str:
         def spell(factor: Factor) -> str:
-            return factor[0] if index == 0 else number_text(factor[1])
+            return factor[0].replace("_", " ") if index == 0 else number_text(factor[1])
 
         return " / ".join([" * ".join(map(spell, self.times)), *map(spell, self.over)])
 
@@ -66,8 +66,7 @@ class Term:
 
 def term(component: str, what: str, source: str, over: Iterable[Factor] = (), /, **times: float) -> Term:
     """Returns a term whose factors are named by keyword (with _ for a space). Omits divisors of 1."""
-    factors = tuple((name.replace("_", " "), number) for name, number in times.items())
-    return Term(component, what, factors, tuple(factor for factor in over if factor[1] != 1), source)
+    return Term(component, what, tuple(times.items()), tuple(factor for factor in over if factor[1] != 1), source)
 
 
 def number_text(number: float) -> str:
@@ -99,10 +98,10 @@ class StageMemory:
     @property
     def components(self) -> dict[str, float]:
         """Bytes of every component."""
-        return {
-            component: float(sum(term.value for term in self.terms if term.component == component))
-            for component in COMPONENTS
-        }
+        sums = dict.fromkeys(COMPONENTS, 0.0)
+        for term in self.terms:
+            sums[term.component] += term.value
+        return sums
 
     @property
     def allocated_bytes(self) -> float:

@@ -192,13 +192,27 @@ def allocated_bytes(
 ) -> float:
     """Returns the maximum over the first and the last stage; stages between hold less. lean, or without a cluster: a
     lower bound, with slots of one shard."""
+    return max(_bytes_of_stages(model, strategy, global_batch, cluster, lean))
+
+
+def _bytes_of_stages(
+    model: ModelSpec, strategy: Strategy, global_batch: int | None, cluster: Cluster | None, lean: bool
+) -> Iterator[float]:
     micro_batches = strategy.micro_batches(global_batch)
     hosts = strategy.hosts(cluster) if cluster else 1
     planned = 0.0 if lean or cluster is None else planned_bytes(model, cluster, strategy)
     ends = range(strategy.pp) if strategy.stage_layers or strategy.stage_recompute else {0, strategy.pp - 1}
-    return max(
-        stage_memory(model, strategy, stage, micro_batches, hosts=hosts, planned=planned).allocated_bytes
-        for stage in ends
+    for stage in ends:
+        yield stage_memory(model, strategy, stage, micro_batches, hosts=hosts, planned=planned).allocated_bytes
+
+
+def _fits(model: ModelSpec, strategy: Strategy, global_batch: int | None, cluster: Cluster) -> bool:
+    """Returns whether `allocated_bytes` stays below the limit. Its lower bound comes first: it needs no times."""
+    limit = limit_bytes(cluster)
+    return all(
+        size <= limit
+        for lean in ((True, False) if strategy.rtp > 1 else (False,))
+        for size in _bytes_of_stages(model, strategy, global_batch, cluster, lean)
     )
 
 
@@ -234,8 +248,7 @@ def _with_best_stages(
     own = {"recompute": mode, "stage_recompute": cut.recomputed} if any(cut.recomputed) else {"recompute": "none"}
     other = dataclasses.replace(plan, stage_layers=cut.layers, **own)
     faster = estimate_time(model, cluster, other, global_batch).step_seconds
-    fits = allocated_bytes(model, other, global_batch, cluster) <= limit_bytes(cluster)
-    return (faster, other) if fits and faster < seconds else pair
+    return (faster, other) if faster < seconds and _fits(model, other, global_batch, cluster) else pair
 
 
 def _fastest(
@@ -259,7 +272,7 @@ def _fastest(
                 raise
             continue  # a layout that cannot have these fields
         for strategy in strategies:
-            if allocated_bytes(model, strategy, global_batch, cluster) <= limit_bytes(cluster):
+            if _fits(model, strategy, global_batch, cluster):
                 seconds = estimate_time(model, cluster, strategy, global_batch).step_seconds
                 if best is None or seconds < best[0]:
                     best = seconds, strategy
@@ -321,7 +334,7 @@ def smallest_cluster(model: ModelSpec, cluster: Cluster, *, largest: int = 16384
         for layout in layouts(model, sized, None):
             for strategies in _variants(model, sized, layout, None):
                 strategy = strategies[-1]
-                if allocated_bytes(model, strategy, None, sized) <= limit_bytes(cluster):
+                if _fits(model, strategy, None, sized):
                     held = ((allocated_bytes(model, s, None, sized), s) for s in strategies)
                     return sized, next(s for size, s in held if size <= limit_bytes(cluster))
                 break  # larger micro-batches and more chunks take more memory

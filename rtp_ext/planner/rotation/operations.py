@@ -334,9 +334,13 @@ def rotations_of(
     def weight(*shape: int, dim: int = 0) -> Weight:
         return Weight(shape, dim, trained=trained)
 
-    def experts(*shapes: tuple[int, ...]) -> tuple[Weight, ...]:
+    def experts(*shapes: tuple[int, int, int]) -> tuple[Weight, ...]:
         found = []
-        fits = recipe and bundle != "recompute" and not any(recipe.refusal(*shape[1:], gpu=gpu) for shape in shapes)
+        fits = (
+            recipe
+            and bundle != "recompute"
+            and not any(recipe.refusal(rows, columns, gpu=gpu) for _, rows, columns in shapes)
+        )
         for shape in shapes:
             whole = frozen is not None and engine().rows_of_blocks(frozen, math.prod(shape[1:])) == 1
             stored = frozen if whole else None

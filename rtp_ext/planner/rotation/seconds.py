@@ -313,7 +313,7 @@ def casts_s(
 def codes_traffic(rotation: RotatedOperation, rows: int, compute_bytes: int) -> tuple[float, float]:
     """Returns the bytes that a rank moves in forward and backward to make codes of x and dy, and to transpose those of
     all shards where the recipe has one plane. A block that spans the matrix is read twice: its largest magnitude
-    first. rows: tokens, or those that all experts have, of which each layer has operands of its own."""
+    first. rows: the number of tokens; with experts, the number of rows of all experts."""
     recipe, weights = rotation.recipe, [weight for weight in rotation.weights if not weight.is_bias]
     assert recipe is not None
 
@@ -327,7 +327,7 @@ def codes_traffic(rotation: RotatedOperation, rows: int, compute_bytes: int) -> 
         return made(recipe.tokens, inputs), backward
 
     if len(weights[0].shape) == 3:
-        each = [of(*weight.shape[1:], count=weight.shape[0]) for weight in weights]
+        each = [of(outputs, inputs, count) for count, outputs, inputs in (weight.shape for weight in weights)]
         return sum(made[0] for made in each), sum(made[1] for made in each)
     outputs = sum(weight.shape[0] for weight in weights)
     forward, backward = of(outputs, weights[0].shape[1])
