@@ -113,11 +113,13 @@ def rotated(plain, ring, count, hidden):
     return layer
 
 
-def routed(rank, seed, count):
+def routed(rank, seed, count, kind="usual"):
     """Tokens of a rank, none on rank 1, their experts, of which one may be none, and weights."""
-    tokens = 0 if rank == 1 else 3 + rank
+    tokens = 0 if rank == 1 or kind == "nowhere" else 3 + rank
     x, weights = (random(tokens, size, dtype=torch.float64, seed=seed + 10 * rank + size) for size in (D, 2))
     index = torch.randint(count + 1, (tokens, 2), generator=torch.Generator().manual_seed(seed + rank))
+    if kind == "crowded":
+        index.fill_(count // 2)  # one expert alone
     return x.requires_grad_(), index, weights.requires_grad_()
 
 
@@ -136,8 +138,8 @@ def test_of_a_layer(rank, ranks, cases):
             held = -(-first.shape[2 if kind == "gpt_oss" else 1] // ranks)
             assert first.to_local().numel() <= held * count * D, "hidden features of every expert on every rank"
             optimizers = [adamw(part.parameters(), lr=0.05) for part in (layer, plain)]
-            for step in range(3):
-                batches = [routed(each, 100 * step, count) for each in range(ranks)]
+            for step, chosen in enumerate(("usual", "crowded", "nowhere")):
+                batches = [routed(each, 100 * step, count, chosen) for each in range(ranks)]
                 outputs = [
                     plain(x, index if capacity is None else within(index, capacity, count), weights)
                     for x, index, weights in batches
@@ -148,7 +150,11 @@ def test_of_a_layer(rank, ranks, cases):
                 for optimizer in optimizers:
                     optimizer.zero_grad()
                 total(outputs, ranks).backward()
-                total([y], 1).backward()
+                loss = total([y], 1)
+                if step == 0:
+                    (alone,) = torch.autograd.grad(loss, [layer.down_proj], retain_graph=True)
+                    assert_same(alone.full_tensor(), plain.down_proj.grad, TOLERANCE, "one gradient alone", 1.0)
+                loss.backward()
                 for place in (0, 2):
                     assert_same(mine[place].grad, batches[rank][place].grad * ranks, TOLERANCE, "input gradient", 1.0)
                 check_parameters(layer, plain, lambda parameter: parameter.grad)
@@ -163,10 +169,14 @@ def test_of_a_layer(rank, ranks, cases):
                 check_parameters(layer, plain)
 
 
+def frozen_across(rank, first, second, *batch):
+    return first.requires_grad_(rank % 2 == 0)(*batch)
+
+
 @on_ranks(4)
 def test_a_difference_is_an_error_on_every_rank(rank, ranks, cases):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "ring"))
-    for planted, others in DIFFERENCES:
+    for planted, others in (*DIFFERENCES, (frozen_across, (1, 3))):
         with cases.case(planted.__name__):
             ring = Ring(mesh, dims=DIMS, timeout=20)
             layers = [rotated(fill(Plain("mixtral", 3, 5)), ring, 3, 5) for _ in range(2)]
@@ -292,6 +302,22 @@ def test_of_models(rank, ranks, cases):
             plan = rtp_ext.explain(wide, mesh=mesh, dims=DIMS, **options)
             rows = [row for row in plan.parameters if "experts" in row.name]
             assert rows and all(row.travel == "float32" and "cut along their hidden" in row.wide for row in rows)
+    with cases.case("biases of another dtype"), Ring(mesh, dims=DIMS, timeout=60) as ring:
+        plain = fill(Plain("plain", 3, 5))
+        layer = rotated(plain, ring, 3, 5)
+        for name in ("up_proj", "down_proj"):
+            layer.register_parameter(name, torch.nn.Parameter(layer.get_parameter(name).detach().float()))
+        x, index, weights = (each.detach() for each in routed(rank, 0, 3))
+        y = layer(x.float(), index, weights)
+        y.sum().backward()
+        assert_same(y, plain(x, index, weights).float(), 1e-5, "output", 1.0)
+        assert [layer.get_parameter(name).grad.dtype for name in ("up_proj", "up_proj_bias")] == [y.dtype, x.dtype]
+    message = r"expected a whole down weight of shape \(3, 6, 5\), got \(3, 6, 6\)"
+    with cases.case("refused: sizes with equal slices"), Ring(mesh, dims=DIMS, timeout=60) as ring:
+        layer, other = (RotatedExperts(3, D, hidden, ring=ring, dtype=torch.float64) for hidden in (5, 6))
+        layer.register_parameter("down_proj", other.down_proj)
+        with pytest.raises(ValueError, match=message):
+            layer(*routed(rank, 0, 3))
     message = "RotatedExperts: 3 experts, which 2 parts have cut along their hidden features, cannot be combined with"
     with (
         cases.case("refused: products in 8 bits of a layer"),

@@ -83,12 +83,13 @@ class Experts(Operation):
         whole = frozen_of(given[0]) or given[0]
         division = experts.divide(whole.shape[0])
         expect_whole(division, self.recipe and self.recipe.name, options.name)
-        for each, dim in zip(given, self.dims(division.sliced), strict=True):
+        for param in (params := self._params(division.sliced)):
+            each = param.tensor
             on_mesh = isinstance(each, DTensor) and each.device_mesh == options.ring.parameter_mesh
-            if not on_mesh or ring_dim(each) != dim:
+            if not on_mesh or ring_dim(each) != param.dim:
                 raise ValueError(
                     f"{options.name}: where dims have expert, expected parameters that are DTensors on the mesh of the "
-                    f"ring, here cut along {dim}, got a {type(each).__name__} of shape {tuple(each.shape)}"
+                    f"ring, here cut along {param.dim}, got a {type(each).__name__} of shape {tuple(each.shape)}"
                 )
         twin = copy.copy(self)
         twin.sliced = division.sliced
@@ -107,6 +108,10 @@ class Experts(Operation):
             compute_dtype=options.compute_dtype,
             reduce_dtype=options.reduce_dtype,
         )
+        if division.sliced:  # sizes that differ may have slices of equal sizes
+            for param in params:
+                param.check(call)
+            self._expect_sizes(call, params, [tuple(param.tensor.shape) for param in params])
         operands = self.operands(call, inputs)
         expect_features(call, operands[0], whole.shape[1 if self.transposed else 2])
         _expect_choices(call, division.experts, operands[2])
@@ -116,10 +121,34 @@ class Experts(Operation):
         gated = _ACTIVATIONS[self.activation][1]
         return hidden_cuts(gated=gated, interleaved=self.interleaved, transposed=self.transposed)
 
-    def dims(self, sliced: bool) -> list[int]:
-        """Returns the dimensions that the parameters are cut along. sliced: see Division."""
-        cuts = zip(self._cuts().values(), self.given, strict=True)
-        return [cut.dim if sliced else 0 for cut, each in cuts if each is not None]
+    def _params(self, sliced: bool = False) -> list[ShardedParameter]:
+        """Returns the parameters, as they are cut. sliced: see Division."""
+        return [
+            ShardedParameter(what, tensor, cut.dim if sliced else 0, 3 if what.endswith("weight") else 2)
+            for (what, cut), tensor in zip(self._cuts().items(), self.given, strict=True)
+            if tensor is not None
+        ]
+
+    def _expect_sizes(
+        self, call: Call, params: Sequence[ShardedParameter], shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[int, int, int]:
+        """Returns the numbers of experts, features, and hidden features. Raises ValueError where the parameters, of
+        whole `shapes`, do not fit."""
+        experts, *matrix = shapes[0]
+        features, up_rows = matrix if self.transposed else reversed(matrix)
+        gated = _ACTIVATIONS[self.activation][1]
+        if gated and up_rows % 2:
+            raise ValueError(f"{call.name}: expected an even number of rows of gate and up, got {up_rows}")
+        hidden = up_rows // 2 if gated else up_rows
+        expected = {
+            "up weight": shapes[0],
+            "up bias": (experts, up_rows),
+            "down weight": (experts, hidden, features) if self.transposed else (experts, features, hidden),
+            "down bias": (experts, features),
+        }
+        for param, whole in zip(params, shapes, strict=True):
+            expect_shape(call, param, whole, expected[param.what])
+        return experts, features, hidden
 
     def _slices(self, division: Division, shards: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Returns this rank's slice of each parameter, differentiable, for what it has at home. Collective."""
@@ -153,14 +182,9 @@ class Experts(Operation):
 
     def prepare(self, call: Call, inputs: Sequence[torch.Tensor]) -> _Experts:
         function, gated = _ACTIVATIONS[self.activation]
-        names, transposed, name = ("up weight", "up bias", "down weight", "down bias"), self.transposed, call.name
-        params = [
-            ShardedParameter(what, tensor, 0, 3 if what.endswith("weight") else 2)
-            for what, tensor in zip(names, self.given, strict=True)
-            if tensor is not None
-        ]
+        params, transposed = self._params(), self.transposed
         frozen = tuple([frozen_of(param.tensor) for param in params])
-        expect_takes_blocks(name, frozen, False, call.ring.in_place)
+        expect_takes_blocks(call.name, frozen, False, call.ring.in_place)
         recipe, gpu = self.recipe, call.ring.device.type == "cuda"
         if recipe is not None:
             self._expect_takes_recipe(call, recipe, any(frozen))
@@ -168,22 +192,10 @@ class Experts(Operation):
 
         def derive(shapes: list[tuple[int, ...]]) -> _Experts:
             shapes = [shape if each is None else each.shape for shape, each in zip(shapes, frozen, strict=True)]
-            experts, *matrix = shapes[0]
-            features, up_rows = matrix if transposed else reversed(matrix)
-            hidden = up_rows // 2 if gated else up_rows
-            if gated and up_rows % 2:
-                raise ValueError(f"{name}: expected an even number of rows of gate and up, got {up_rows}")
-            expected = {
-                "up weight": shapes[0],
-                "up bias": (experts, up_rows),
-                "down weight": (experts, hidden, features) if transposed else (experts, features, hidden),
-                "down bias": (experts, features),
-            }
-            for param, whole in zip(params, shapes, strict=True):
-                expect_shape(call, param, whole, expected[param.what])
+            experts, features, hidden = self._expect_sizes(call, params, shapes)
             products = {}
             if recipe is not None:
-                for outputs, inner in ((up_rows, features), (features, hidden)):
+                for outputs, inner in (((1 + gated) * hidden, features), (features, hidden)):
                     expect_fits(call, recipe.refusal(outputs, inner, gpu=gpu))
                 products = {"codes": recipe.shard_planes(gpu=gpu), "scaled": operands(recipe, gpu=gpu)}
             shape = _native.ExpertsShape(

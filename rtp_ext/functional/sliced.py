@@ -9,6 +9,7 @@ belongs to the slice of that rank, and gets its gradient back.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class HiddenCut:
         ]
 
 
+@functools.cache
 def hidden_cuts(*, gated: bool, interleaved: bool, transposed: bool) -> dict[str, HiddenCut]:
     """Returns the cuts of the parameters of experts: `up weight`, `up bias`, `down weight`, `down bias`."""
     rows = 2 if gated else 1
@@ -124,9 +126,11 @@ class Slicing:
 
 
 @unseen
-def _moved(ring: Ring, slicings: Sequence[Slicing], values: Sequence[Tensor], back: bool, name: str) -> list[Tensor]:
+def _moved(
+    ring: Ring, slicings: Sequence[Slicing], values: Sequence[Tensor], back: bool, name: str, what: str
+) -> list[Tensor]:
     """Returns this rank's slices of parameters for what it has at home of them; `back`: the reverse. One exchange for
-    all parameters of a dtype. Collective over the whole ring."""
+    all parameters of a dtype. what: in errors where it differs between ranks. Collective over the whole ring."""
     found = [
         value.new_zeros(each.home_shape if back else each.slice_shape)
         for each, value in zip(slicings, values, strict=True)
@@ -144,7 +148,7 @@ def _moved(ring: Ring, slicings: Sequence[Slicing], values: Sequence[Tensor], ba
         for part, dim, rows, block in _blocks(sent, own, here, [values[place] for place in chosen]):
             torch.index_select(part, dim, rows, out=block)
         ring.experts.slice_bytes_sent += (sum(leaving) - leaving[ring.rank]) * dtype.itemsize  # type: ignore[union-attr]
-        identity = f"slices of {name} {'back' if back else 'out'} ({dtype} {', '.join(str(each.shape) for each in own)})"
+        identity = f"{what} of {name} ({dtype} {', '.join(str(each.shape) for each in own)})"
         ring.communicator.all_to_all(received, sent, arriving, leaving, name, identity)
         for part, dim, rows, block in _blocks(received, own, there, [found[place] for place in chosen]):
             part.index_copy_(dim, rows, block)
@@ -170,7 +174,7 @@ def expect_whole(division: Division, recipe: str | None, name: str) -> None:
     if division.sliced and recipe is not None:
         raise ValueError(
             f"{name}: {division.experts} experts, which {len(division.parts)} parts have cut along their hidden "
-            f"features, cannot be combined with recipe {recipe}: expected whole experts, at least one for each rank"
+            f"features, cannot be combined with recipe {recipe}: expected whole experts, as many on every rank"
         )
 
 
@@ -181,7 +185,8 @@ class Sliced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slicings: Sequence[Slicing], ring: Ring, name: str, *homes: Tensor):
         ctx.slicings, ctx.ring, ctx.name = slicings, ring, name
-        found = _moved(ring, slicings, homes, False, name)
+        needs = ctx.needs_input_grad[3:]  # no other comparison before the rotation has all ranks of the ring
+        found = _moved(ring, slicings, homes, False, name, f"slices with gradients {needs}")
         ctx.mark_non_differentiable(*[made for made, home in zip(found, homes, strict=True) if not home.requires_grad])
         return tuple(found)
 
@@ -191,7 +196,8 @@ class Sliced(torch.autograd.Function):
         results: list[Tensor | None] = [None] * len(gradients)
         chosen = [place for place, need in enumerate(wanted(ctx)[3:]) if need]
         given = [ctx.slicings[place] for place in chosen], [gradients[place] for place in chosen]
-        for place, gradient in zip(chosen, _moved(ctx.ring, *given, True, f"gradients of {ctx.name}"), strict=True):
+        made = _moved(ctx.ring, *given, True, ctx.name, "gradients of slices")
+        for place, gradient in zip(chosen, made, strict=True):
             results[place] = gradient
         return None, None, None, *results
 

@@ -51,7 +51,7 @@ from rtp_ext.parameters.sharding import type_name
 
 SCALAR = "a scalar has no dimension to cut"
 IN_IGNORED = "in ignored_params"
-SLICED = "its experts, fewer than ranks, are cut along their hidden features"
+SLICED = "its experts are cut along their hidden features"
 BESIDE_IGNORED = "its module has another parameter in ignored_params"
 
 
