@@ -69,7 +69,7 @@ class Experts(Operation):
 
         def compute(rows: torch.Tensor, numbers: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
             if division.sliced:
-                twin.given = self._slices(division, twin.given)
+                twin.given = self._slices(experts, division, twin.given)
                 numbers = chosen_slices(numbers, max(division.parts), experts.inner.size)
                 ones = ones.expand(numbers.shape)
             return rotate(twin, [rows, ones, numbers])[0]
@@ -82,7 +82,7 @@ class Experts(Operation):
         options, given = self.options, self.parameters()
         whole = frozen_of(given[0]) or given[0]
         division = experts.divide(whole.shape[0])
-        expect_whole(division, self.recipe and self.recipe.name, options.name)
+        expect_whole(division, self.recipe, options.name)
         for param in (params := self._params(division.sliced)):
             each = param.tensor
             on_mesh = isinstance(each, DTensor) and each.device_mesh == options.ring.parameter_mesh
@@ -150,10 +150,11 @@ class Experts(Operation):
             expect_shape(call, param, whole, expected[param.what])
         return experts, features, hidden
 
-    def _slices(self, division: Division, shards: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    def _slices(
+        self, experts: ExpertRing, division: Division, shards: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
         """Returns this rank's slice of each parameter, differentiable, for what it has at home. Collective."""
-        ring, known = self.options.ring, self.options.ring.experts.slicings
-        slicings = []
+        ring, known, slicings = self.options.ring, experts.slicings, []
         for cut, whole in zip(self._cuts().values(), self.given, strict=True):
             if whole is None:
                 continue

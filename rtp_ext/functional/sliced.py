@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rtp_ext._native import shard_sizes
+from rtp_ext.recipes import Recipe
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import first_order_only, unseen, wanted
 from rtp_ext.ring.expert_ring import Division
@@ -87,8 +88,8 @@ class Slicing:
 
     Attributes:
         shape, dim: of the whole parameter, and the dimension that is cut.
-        home, in_slice: for each rank of the ring, what of the shard at home goes into its slice, and what it has at home
-            of the slice of this rank.
+        home, in_slice: for each rank of the ring, what of this rank's shard goes into its slice, and what of its shard
+            goes into the slice of this rank.
         home_shape, slice_shape: of the shard and of the slice of this rank.
     """
 
@@ -169,12 +170,12 @@ def _blocks(
             start += size
 
 
-def expect_whole(division: Division, recipe: str | None, name: str) -> None:
+def expect_whole(division: Division, recipe: Recipe | None, name: str) -> None:
     """Raises ValueError where slices of experts would multiply in 8 bits: their codes are those of whole experts."""
     if division.sliced and recipe is not None:
         raise ValueError(
             f"{name}: {division.experts} experts, which {len(division.parts)} parts have cut along their hidden "
-            f"features, cannot be combined with recipe {recipe}: expected whole experts, as many on every rank"
+            f"features, cannot be combined with recipe {recipe.name}: expected whole experts, as many on every rank"
         )
 
 

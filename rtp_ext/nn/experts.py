@@ -182,7 +182,7 @@ class RotatedExperts(RotatedModule, nn.Module):
         self.recompute, self.recipe = recompute, recipe
         if ring.experts is not None:
             division = ring.experts.divide(self.down_proj.shape[0])
-            expect_whole(division, recipe and recipe.name, options.get("name") or type(self).__name__)
+            expect_whole(division, recipe, options.get("name") or type(self).__name__)
         places = None if ring.experts is None else ring.experts.places
         self._adopt(ring, self.cuts(self, places), **options)
 
