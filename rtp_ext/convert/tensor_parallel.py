@@ -1,8 +1,9 @@
-"""Models that tensor parallelism has sharded before the conversion: the dimension, and the style of each module."""
+"""Models that tensor parallelism, or expert parallelism, has sharded before the conversion: the dimension, and the style
+of each module."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -52,6 +53,16 @@ def tensor_dimensions(
 def on_tensor_mesh(parameter: Any, mesh: DeviceMesh | None) -> bool:
     """Returns whether tensor parallelism over `mesh` has laid out a parameter."""
     return isinstance(parameter, DTensor) and mesh is not None and parameter.device_mesh == mesh
+
+
+def is_divided(part: nn.Module, column: Sequence[int] | None) -> bool:
+    """Returns whether other code has divided the experts of a module among the ranks that experts are divided among:
+    all its parameters are DTensors Shard(0) over these ranks."""
+    own = [parameter for parameter in part._parameters.values() if parameter is not None]
+    return bool(own) and all(
+        isinstance(each, DTensor) and each.placements == (Shard(0),) and each.device_mesh.mesh.tolist() == list(column or ())
+        for each in own
+    )
 
 
 def _cut(part: nn.Module, mesh: DeviceMesh | None, ignored: Collection[int]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from rtp_ext.ring.mesh import ring_dim
 from rtp_ext.words import ExpertActivation, RecipeName
 
 CLAMPED_SWIGLU: Final = "clamped_swiglu"  # the gate of GPT-OSS
+_NAMES = ("up weight", "up bias", "down weight", "down bias", "gate weight")
 # ExpertActivation -> (activation of the engine, gated)
 _ACTIVATIONS = {**ACTIVATIONS, CLAMPED_SWIGLU: ("silu", True)}
 
@@ -47,7 +48,7 @@ class Experts(Operation):
         recompute: bool = False,
         recipe: Recipe | None = None,
     ) -> None:
-        super().__init__(options, *shards)  # up, its bias, down, its bias
+        super().__init__(options, *shards)  # up, its bias, down, its bias; the gate, where it is a parameter of its own
         self.activation, self.transposed, self.interleaved = activation, transposed, interleaved
         self.clamp, self.recompute, self.recipe = clamp, recompute, recipe
         self.of_part = False  # its tensors are local ones of parameters, whose changes their versions show
@@ -60,7 +61,8 @@ class Experts(Operation):
         if experts is None:
             return rotate(self, inputs, owner)[0]
         try:
-            twin, division, (x, weights, index) = self._of_part(experts, inputs)
+            twin, division = self._of_part(experts)
+            x, weights, index = self._checked(division, inputs)
         except (TypeError, ValueError, IndexError) as error:
             refuse(experts, name, error)
             raise
@@ -71,8 +73,19 @@ class Experts(Operation):
         wanted = [each.requires_grad for each in twin.parameters()]
         return dispatched(experts, division, x, index, weights, compute, wanted, name).reshape(inputs[0].shape)
 
-    def _of_part(self, experts: ExpertRing, inputs: Sequence[Any]) -> tuple[Experts, Division, Sequence[torch.Tensor]]:
-        """Returns the operation of this rank's part of the experts, their division, and the checked operands."""
+    def run_arrived(self, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns the outputs [n, D] of rows [n, D] that other code has brought to the ranks of their experts. numbers
+        [n, 1]: of the expert among those of this rank's part, or of all where the ring divides none; their number
+        selects none."""
+        experts, ones = self.options.ring.experts, rows.new_ones(numbers.shape, dtype=torch.float32)
+        if experts is None:
+            return rotate(self, [rows, ones, numbers])[0]
+        with experts.ended_by_errors(self.options.name):  # the ranks of other experts wait for the outputs
+            twin, _ = self._of_part(experts)
+            return rotate(twin, [rows, ones, numbers])[0]
+
+    def _of_part(self, experts: ExpertRing) -> tuple[Experts, Division]:
+        """Returns the operation of this rank's part of the experts, and their division."""
         options, given = self.options, self.parameters()
         for each in given:
             if not isinstance(each, DTensor) or each.device_mesh != options.ring.parameter_mesh or ring_dim(each) != 0:
@@ -91,6 +104,11 @@ class Experts(Operation):
             for each in self.given
         ]
         twin.given, twin.of_part, twin.starts = tuple(parts), True, fixed_starts(experts, division)
+        return twin, division
+
+    def _checked(self, division: Division, inputs: Sequence[Any]) -> Sequence[torch.Tensor]:
+        options, given = self.options, self.parameters()
+        whole = frozen_of(given[0]) or given[0]
         call = Call.of(
             given[0],
             ring=options.ring,
@@ -101,7 +119,7 @@ class Experts(Operation):
         operands = self.operands(call, inputs)
         expect_features(call, operands[0], whole.shape[1 if self.transposed else 2])
         _expect_choices(call, division.experts, operands[2])
-        return twin, division, operands
+        return operands
 
     def operands(self, call: Call, inputs: Sequence[Any]) -> list[torch.Tensor]:
         x, (_, weights, index), name = call.operand(inputs[0]), inputs, call.name
@@ -120,7 +138,8 @@ class Experts(Operation):
 
     def prepare(self, call: Call, inputs: Sequence[torch.Tensor]) -> _Experts:
         function, gated = _ACTIVATIONS[self.activation]
-        names, transposed, name = ("up weight", "up bias", "down weight", "down bias"), self.transposed, call.name
+        names, transposed, name = _NAMES[: len(self.given)], self.transposed, call.name
+        apart = len(self.given) == len(_NAMES)
         params = [
             ShardedParameter(what, tensor, 0, 3 if what.endswith("weight") else 2)
             for what, tensor in zip(names, self.given, strict=True)
@@ -137,14 +156,16 @@ class Experts(Operation):
             shapes = [shape if each is None else each.shape for shape, each in zip(shapes, frozen, strict=True)]
             experts, *matrix = shapes[0]
             features, up_rows = matrix if transposed else reversed(matrix)
-            hidden = up_rows // 2 if gated else up_rows
-            if gated and up_rows % 2:
+            joined = gated and not apart
+            hidden = up_rows // 2 if joined else up_rows
+            if joined and up_rows % 2:
                 raise ValueError(f"{name}: expected an even number of rows of gate and up, got {up_rows}")
             expected = {
                 "up weight": shapes[0],
                 "up bias": (experts, up_rows),
                 "down weight": (experts, hidden, features) if transposed else (experts, features, hidden),
                 "down bias": (experts, features),
+                "gate weight": shapes[0],
             }
             for param, whole in zip(params, shapes, strict=True):
                 expect_shape(call, param, whole, expected[param.what])
@@ -162,6 +183,7 @@ class Experts(Operation):
                 down_bias=self.given[3] is not None,
                 transposed=transposed,
                 interleaved=self.interleaved,
+                gate_apart=apart,
                 activation=function,
                 clamped=None if self.clamp is None else _native.ClampedGate(alpha=self.clamp[0], limit=self.clamp[1]),
                 up_frozen=formats.get("up weight"),
@@ -201,12 +223,13 @@ class Experts(Operation):
         needs_x, needs_weights, *needs = call.needs
         keep = settings.keeps(call)
         names = [param.what for param in call.params]
-        needs_up = any([need for need, what in zip(needs, names, strict=True) if what.startswith("up")])
+        needs_up = any([need for need, what in zip(needs, names, strict=True) if what.startswith(("up", "gate"))])
         read = {
             "up weight": needs_x or not keep,  # for dx, and with its bias to recompute
             "up bias": not keep,
             "down weight": needs_x or needs_weights or needs_up,  # for hidden values, and the router's weights
             "down bias": needs_weights,
+            "gate weight": needs_x or not keep,
         }
         return [read[what] for what in names]
 
