@@ -1,6 +1,5 @@
 """Experts that other code has divided and dispatches tokens to, as torchtitan's ExpertParallel: their shards rotate."""
 
-import copy
 import dataclasses
 import tempfile
 
@@ -199,13 +198,14 @@ def sent(model, channel):
 def test_dispatched_experts(rank, ranks, cases):
     meshes = [init_device_mesh("cpu", sizes, mesh_dim_names=names) for names, sizes in MESHES]
     ways = [(mesh, {}) for mesh in meshes]
-    ways += [(meshes[1], {"hooks": False}), (meshes[0], {"checkpointed": True})]
+    ways += [(meshes[1], {"hooks": False, "bundle": "recompute"}), (meshes[0], {"checkpointed": True})]
     kept = []
     for mesh, options in ways:
         label = f"{mesh.mesh_dim_names} {tuple(mesh.shape)} {options}"
         hooks, checkpointed = options.get("hooks", True), options.get("checkpointed", False)
         plain = make()
-        model = rotated(parallel(make(checkpointed=checkpointed), mesh, hooks=hooks), mesh)
+        model = parallel(make(checkpointed=checkpointed), mesh, hooks=hooks)
+        model = rotated(model, mesh, bundle=options.get("bundle", True))
         assert all(isinstance(block.experts, RotatedGroupedExperts) for block in model.blocks)
         optimizers = [adamw(part.parameters(), lr=0.05) for part in (model, plain)]
         for kind in KINDS:
@@ -258,6 +258,7 @@ def test_dispatched_experts(rank, ranks, cases):
         r"\(Shard\(dim=1\),\)": {"dim": 1},
         r"a DTensor with placements \(Shard\(dim=0\),\) on a mesh \('expert',\)": other_mesh,
         r'experts that are Shard\(0\) over mesh\["ep"\]': {"dims": RotationDims(ring=("ring", "expert"))},
+        r"experts that were divided so take RotationDims\(expert=": {"dims": RotationDims(ring="ring")},
         r"blocks.0.experts .*expected hooks that dispatch its tokens": {"hooks": False},
         r"over ranks \[\d, \d\]: its forward does not compute w2": {"experts": OtherExperts},
         r"a multiple of 4 experts, as many on every rank": {"count": 6},

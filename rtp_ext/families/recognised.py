@@ -364,7 +364,10 @@ def computes_grouped_experts(module: Any, names: tuple[str, str, str]) -> bool:
         last[-1] = 5
         every = [(spread, 0.1, 0), (spread, 10.0, 0), (last, 1.0, 0), (none, 1.0, 0), (spread, 1.0, 4)]
         return [
-            (((scale * torch.randn(int(each.sum()) + more, width, dtype=torch.float64)).requires_grad_(), each), more > 0)
+            (
+                ((scale * torch.randn(int(each.sum()) + more, width, dtype=torch.float64)).requires_grad_(), each),
+                more > 0,
+            )
             for each, scale, more in every
         ]
 

@@ -19,8 +19,8 @@ class RotatedGroupedExperts(RotatedModule, nn.Module):
 
     A call has rows [n, D] in the order of all E experts, and their numbers [E]. The hooks send them on, and `forward`
     gets the rows of this rank's experts, in their order, and their numbers [E / N]; rows behind the last are padding.
-    A hook sends the rows of E / N experts in a row to each rank. Where these are not the experts of its part, because
-    the ring comes before the experts in the mesh, rows are in the order of parts on the way.
+    The hooks send each rank the rows of E / N consecutive experts. In a mesh whose ring comes before the experts, parts
+    have others: there rows are in the order of parts from before the hooks until after them.
     """
 
     recompute: bool
@@ -39,7 +39,8 @@ class RotatedGroupedExperts(RotatedModule, nn.Module):
     def _rotate(self, ring: Ring, *, memo: dict[int, nn.Parameter], recompute: bool = False, **options: Any) -> None:
         self.recompute = recompute
         for parameter in self._parameters.values():
-            memo[id(parameter)] = shard_anew(parameter, ring)
+            if parameter is not None and id(parameter) not in memo:
+                memo[id(parameter)] = shard_anew(parameter, ring)
         self._adopt(ring, dict.fromkeys(self._parameters, 0), memo=memo, **options)
 
     def __call__(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -49,8 +50,8 @@ class RotatedGroupedExperts(RotatedModule, nn.Module):
         count = next(self.parameters()).shape[0]
         if counts.shape != (count,):
             raise ValueError(
-                f"{self.qualified_name}: expected the numbers of rows of {count} experts, which hooks of the module send "
-                f"to their ranks, got shape {tuple(counts.shape)}: dispatch outside of it takes a mesh whose dimension of "
+                f"{self.qualified_name}: expected the numbers of rows of {count} experts, which hooks of the module "
+                f"dispatch, got shape {tuple(counts.shape)}: dispatch outside of them takes a mesh whose dimension of "
                 "experts comes before the ring"
             )
         places = experts.divide(count, self.qualified_name).places

@@ -218,9 +218,10 @@ def shard_anew(parameter: Any, ring: Ring) -> nn.Parameter:
     meta device too. Collective among the ranks of that mesh."""
     part, mesh = _values(parameter).detach(), parameter.device_mesh
     start, size = shard_bounds(parameter.shape[0], ring)
-    local = part.new_empty(size, *parameter.shape[1:])
-    shape = tuple(parameter.shape)
-    for (first, *_), section in () if part.is_meta else sections(part, mesh, 0, 0, shape, None, part.device):
+    shape = parameter.shape
+    local = part.new_empty(size, *shape[1:]) if mesh.size() > 1 else part[start : start + size].clone()
+    moves = mesh.size() > 1 and not part.is_meta
+    for (first, *_), section in sections(part, mesh, 0, 0, tuple(shape), None, part.device) if moves else ():
         begin, end = max(first, start), min(first + len(section), start + size)
         if begin < end:
             local[begin - start : end - start] = section[begin - first : end - first]

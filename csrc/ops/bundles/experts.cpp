@@ -33,7 +33,8 @@ struct ExpertsWeights : Weights {
     };
     RTP_CHECK_VALUE(!shape.scaled || !executor.sourced(), options.name,
                     ": expected no products in 8 bits of shards that are pulled");
-    RTP_ASSERT(!shape.gate_apart || (shape.gated && !shape.interleaved && !shape.transposed && !shape.up_bias), "a gate");
+    const bool joined = shape.interleaved || shape.transposed || shape.up_bias;
+    RTP_ASSERT(!shape.gate_apart || (shape.gated && !joined), "a gate that is a parameter of its own");
     const int64_t own_rows = shape.gate_apart ? shape.hidden_features : up_rows;
     up = add(stacked(own_rows, shape.features, shape.up_frozen));
     up_bias = add({{shape.experts, up_rows}}, shape.up_bias);
