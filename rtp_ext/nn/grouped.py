@@ -54,7 +54,7 @@ class RotatedGroupedExperts(RotatedModule, nn.Module):
                 f"dispatch, got shape {tuple(counts.shape)}: dispatch outside of them takes a mesh whose dimension of "
                 "experts comes before the ring"
             )
-        places = experts.divide(count, self.qualified_name).places
+        places = experts.divide(count).places
         order = places[_experts_of(x, counts)].argsort(stable=True)
         y = super().__call__(x.index_select(0, order), counts[places[:count].argsort()])
         return torch.empty_like(y).index_copy(0, order, y)
