@@ -207,6 +207,35 @@ def test_copies_of_the_local_shard(rank, ranks, ring):
             assert torch.equal(ours, theirs)
 
 
+@on_ranks(2, **ROOM)
+def test_two_models_whose_optimizers_step_in_backward(rank, ranks, ring, cases):
+    """In turns, for so long that hops run ahead across the end of a forward."""
+
+    plain, ours = ([make_model(checkpointed=False, blocks=blocks) for blocks in (2, 3)] for _ in range(2))
+    ours = [rtp_ext.fully_rotate(each, mesh=ring, bundle=False) for each in ours]
+    for parameter in [parameter for each in (*plain, *ours) for parameter in each.parameters()]:
+        optimizer = torch.optim.SGD([parameter], lr=0.05)
+
+        def step(_, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    sent = []
+    for step in range(12):
+        before = ring.bytes_sent("weight")
+        for number in (0, 1) if step % 3 else (1, 0):
+            batch_loss(ours[number], rank, step).backward()
+            mean_loss(plain[number], ranks, step).backward()
+        sent.append(ring.bytes_sent("weight") - before)
+    for number, each in enumerate(plain):
+        for name, parameter in each.named_parameters():
+            with cases.case(f"{name} of model {number}"):
+                assert_same(full(ours[number].get_parameter(name)), parameter, TOLERANCE, name)
+    with cases.case("weights are kept"):
+        assert min(sent) < sent[0], "in turns whose order was learned"
+
+
 def test_what_no_ring_can_keep():
     for options, said in (({"buffers": "lean"}, "buffers='lean'"), ({"prefetch": False}, "prefetch=False")):
         with pytest.raises(ValueError, match=f"keep_recomputed None or False with {said}, got True"):

@@ -30,7 +30,7 @@ BUDGET = {
     "rtp_ext/planner": 9422,
     "rtp_ext/ring": 5821,
     "python_tests/convert": 8169,
-    "python_tests/engine": 3211,
+    "python_tests/engine": 3240,
     "python_tests/examples": 750,
     "python_tests/families": 2962,
     "python_tests/functional": 3683,
