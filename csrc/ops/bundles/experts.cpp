@@ -31,8 +31,6 @@ struct ExpertsWeights : Weights {
       facts.codes = shape.codes, facts.inputs_first = shape.transposed;
       return facts;
     };
-    RTP_CHECK_VALUE(!shape.scaled || !executor.sourced(), options.name,
-                    ": expected no products in 8 bits of shards that are pulled");
     up = add(stacked(up_rows, shape.features, shape.up_frozen));
     up_bias = add({{shape.experts, up_rows}}, shape.up_bias);
     down = add(stacked(shape.features, shape.hidden_features, shape.down_frozen));
