@@ -205,7 +205,7 @@ def test_refusals(rank, ranks):
         ValueError, match=r"expected weights None, .*, 'float8_rowwise', .*got 'float8_tensorwise_whole'"
     ):
         rtp_ext.rotate_for_inference(wide, weights="float8_tensorwise_whole", timeout=60.0)
-    with pytest.raises(ValueError, match="recipe='mxfp8' expected linear layers whose sizes fit it"):
+    with pytest.raises(ValueError, match="weights='mxfp8' expected weights of linear layers, got none in a Sequential"):
         rtp_ext.rotate_for_inference(wide, weights="mxfp8", timeout=60.0)
     with pytest.raises(ValueError, match="expected a compute dtype of 16 or 32 bits, got float64"):
         rtp_ext.rotate_for_inference(copy.deepcopy(wide).double(), weights="float8_rowwise", timeout=60.0)
