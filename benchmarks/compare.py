@@ -305,10 +305,10 @@ def _closed_form(strategy: str, place: Place, args: argparse.Namespace) -> float
     if {args.dtype, ways["reduce_dtype"]} != {"float32"} or ways["gradient_travel"]:
         return None
     workload = WORKLOADS[args.model]
-    if args.lora or ways["travel"]:
-        return adapters_form(strategy, workload.sizes, args.lora, place.ranks, ways) if args.lora else None
+    if args.lora:
+        return adapters_form(strategy, workload.sizes, args.lora, place.ranks, ways)
     with torch.device("meta"):
-        return closed_form(strategy, workload.build(), place.ranks, args.ranks_per_host)
+        return closed_form(strategy, workload.build(), place.ranks, args.ranks_per_host, ways)
 
 
 def _add_comparisons(rows: list[Result], first_loss: float) -> None:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 # in 8 bits have about four times the error of 16 bits.
 TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (2.0**-6, 10 * 2.0**-6), "int8": (2.0**-4, 40 * 2.0**-6)}
 # Muon makes all singular values of an update about as large, those that are rounding errors of a gradient too.
+TOLERANCES["float8_rowwise"] = TOLERANCES["int8"]  # e4m3: of all operands, with three bits of mantissa
 TOLERANCES |= {"adamw": TOLERANCES["float32"], "muon": (1e-4, TOLERANCES["float32"][1])}
 NEGLIGIBLE = 1e-3  # of the norm of all gradients: what differences are at least compared with
 PROBED = 2**16  # elements of a gradient that are summed
@@ -20,7 +21,7 @@ def tolerances(row: dict[str, Any]) -> tuple[float, float]:
     """Returns the tolerances of a strategy's row, of losses and of gradients: those of the coarsest dtype that it
     computes with or sends, or of its optimizer."""
     kinds = (row[key] for key in ("dtype", "reduce_dtype", "travel", "gradient_travel", "optimizer"))
-    return max(TOLERANCES[kind] for kind in kinds if kind is not None)
+    return max(TOLERANCES[kind] for kind in (*kinds, row.get("recipe")) if kind is not None)
 
 
 def spreads(

@@ -72,7 +72,7 @@ def complete(args: argparse.Namespace, error: Callable[[str], Any]) -> None:
             if kind.refusal(workload.make, args.optimizer, args.lora) is None and kind.replicas == 1
             if kind.package is None
             if args.travel is None or name != "rtp-inplace"
-            if otherwise or not kind.exact or kind.ways
+            if otherwise or not kind.exact or (kind.ways and args.lora)
         ]
     for strategy in args.strategies:
         if strategy not in STRATEGIES:

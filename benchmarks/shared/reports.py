@@ -550,6 +550,7 @@ TABLES: dict[str, Table] = {
         {key: cell for key, cell in HOSTS.items() if key not in (_RATIO, *_DETAILS)}
         | {"step / no communication": quotient("step_ms", "reference_forward_backward_ms", "optimizer_ms")},
     ),
+    "hosts-narrow": _hosts("narrow", {key: cell for key, cell in HOSTS.items() if key != "largest PSS, MiB"}),
     "hosts-overlap": Table("hosts_overlap", HOSTS_OVERLAP, last_cases, _links, ANY),
     "peers": _hosts("peers", {**HOSTS, **_some(COMPARE, "transient, MiB", "memory efficiency, kept", "peak")}),
     "paper": Table(

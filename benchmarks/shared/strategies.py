@@ -33,7 +33,8 @@ class Strategy:
     of the weights, each of them spread over as many ranks. `exact`: is given no options of what travels, so that it
     stands beside those that are. `muon`: a key of `MUONS`, the one of its hidden matrices; None: it is not compared
     with Muon. `only_muon`: with AdamW it would be another strategy of the list. `ways`: options of fully_rotate about
-    what travels that a strategy with `exact` has of its own; such strategies are compared on adapters only.
+    what travels that a strategy with `exact` has of its own; those of frozen weights are compared on adapters only, a
+    recipe without adapters only.
     `package`: what it needs besides torch and rtp_ext. Such a strategy is compared where it is named, in float32, and
     has a trainer of its own, which converts the model (shared/peers.py).
     """
@@ -59,8 +60,10 @@ class Strategy:
 
     def refusal(self, model: type[nn.Module], optimizer: str = "adamw", lora: int | None = None) -> str | None:
         """Why models of this class cannot be trained so with this optimizer, or None. `lora`: the rank of adapters."""
-        if lora is None and self.ways:
+        if lora is None and "frozen" in self.ways:
             return "it needs --lora"
+        if lora is not None and "recipe" in self.ways:
+            return "adapters are not compared in 8 bits"
         if lora is not None and self.package is not None:
             return f"adapters are not compared with {self.package}"
         if lora is not None and self.model_method is not None:
@@ -139,6 +142,7 @@ STRATEGIES = {
     "rtp-whole": Strategy(_rotate(), follows_policy=True, muon="whole", only_muon=True),
     "rtp-bf16": Strategy(_rotate(), follows_policy=True, exact=True, ways={"travel": "bfloat16"}),
     "rtp-int8": Strategy(_rotate(), follows_policy=True, exact=True, ways={"travel": "int8"}),
+    "rtp-rowwise": Strategy(_rotate(), follows_policy=True, exact=True, ways={"recipe": "float8_rowwise"}),
     "rtp-nf4": Strategy(_rotate(), follows_policy=True, exact=True, ways={"frozen": "nf4"}),
     "rtp-c10d": Strategy(_rotate(transport="c10d"), follows_policy=True),
     "rtp-exact": Strategy(_rotate(), follows_policy=True, exact=True),

@@ -135,7 +135,8 @@ def ranks_of(row: Row) -> str:
 
 def ways_of(row: Row) -> str | None:
     """Describes the values that travelled in another format than that of the computation; None if there are none."""
-    ways = [f"{what} {row[key]}" for key, what in (("travel", "weights"), ("frozen", "frozen weights")) if row.get(key)]
+    kinds = {"travel": "weights", "frozen": "frozen weights", "recipe": "products"}
+    ways = [f"{what} {row[key]}" for key, what in kinds.items() if row.get(key)]
     gradients = row.get("gradient_travel") or row.get("reduce_dtype")
     if gradients not in (None, "float32"):
         ways.append(f"gradients {gradients}")

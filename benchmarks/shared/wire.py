@@ -127,6 +127,7 @@ def measure_sockets(place: Place, rate: str | None, times: int) -> Sockets:
 
 
 _RINGS = ("rtp", "rtp-lean", "rtp-unkept", "rtp-exact", "rtp-c10d", "rtp-unbundled", "rtp-gram", "rtp-whole")
+_RINGS += ("rtp-bf16", "rtp-int8", "rtp-rowwise")
 
 
 class Counter:
@@ -150,8 +151,20 @@ class Counter:
         return [bytes_sent() - self._before]
 
 
-def closed_form(strategy: str, model: nn.Module, ranks: int, per_host: int = 1) -> float | None:
+def _narrow(layers: list[nn.Linear], ranks: int, ways: Mapping[str, str | None]) -> float:
+    """Bytes of these weights in forward and backward together, in the format in which they travel."""
+    values = sum(layer.weight.numel() for layer in layers)
+    if ways.get("recipe") == "float8_rowwise":  # a code a value; a float32 scale a row there, a column of a shard back
+        return 2 * values + 4 * sum(layer.out_features + ranks * layer.in_features for layer in layers)
+    return 2 * travel_bytes(ways.get("travel"), 4) * values
+
+
+def closed_form(
+    strategy: str, model: nn.Module, ranks: int, per_host: int = 1, ways: Mapping[str, str | None] | None = None
+) -> float | None:
     """Bytes that one rank sends in forward and backward in float32; None for strategies without a formula here.
+
+    ways: `travel` and `recipe` of the linear layers of blocks, None as computed with.
 
     Between hosts it is also what leaves a host, however many of the ring's ranks it has, each next to the last one; a
     ring that can be one of two levels is, and then each of K hosts hands on (K - 1) / K of the shards in a pass.
@@ -171,7 +184,9 @@ def closed_form(strategy: str, model: nn.Module, ranks: int, per_host: int = 1) 
             share = (ranks - per_host) / ranks
         twice = strategy == "rtp-unkept" and getattr(model, "computes_again", False)
         more = size(model.blocks.parameters()) if twice else 0  # for the forward that backward computes again
-        return share * (3 * whole - only_looked_up + more)  # no backward of indices reads weights
+        layers = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
+        saved = 8 * sum(layer.weight.numel() for layer in layers) - _narrow(layers, ranks, ways or {})
+        return share * (3 * whole - only_looked_up + more - saved)  # no backward of indices reads weights
     if strategy == "ddp":
         return share * 2 * whole
     if strategy in ("fsdp2", "fsdp2-gathered"):  # parameters outside of blocks are gathered once

@@ -102,6 +102,16 @@ def _compares(rank, ranks, file):
             assert wide["travel"] is None and narrow["ring_bytes"] == lines[-2]["ring_bytes"]
             assert 0.3 < narrow["ring_bytes"] / wide["ring_bytes"] < 0.4 and lines[-1]["ring_bytes"] is None
             assert 1e-6 < narrow["loss_spread"] < 2.0**-6, "control: weights were rounded"
+    with cases.case("formats of their own"):
+        run("--strategies", "rtp,rtp-bf16,rtp-int8,rtp-rowwise", "--no-memory", "--steps", "1")
+        if rank == 0:
+            rows = {line["strategy"]: line for line in read_lines(Path(file))[-4:]}
+            for name, row in rows.items():  # norms are gathered
+                assert row["ring_bytes"] == pytest.approx(row["closed_form_bytes"], rel=0.02), name
+            rows.pop("rtp")
+            assert all(row["ring_bytes"] < 0.7 * wide["ring_bytes"] for row in rows.values()), "control"
+            assert all(row["loss_spread"] > 1e-6 for row in rows.values()), "control: weights were rounded"
+            assert rows["rtp-rowwise"]["recipe"] == "float8_rowwise"
     _check_agreement(cases, compare, run, rank)
     if rank == 0:
         _check_compare(cases, compare, parse, file)
@@ -248,6 +258,7 @@ def _check_compare(cases, compare, parse, file):
         (["--output", "/proc/compare.jsonl"], "cannot be written"),
         (["--model", "gpt3"], "invalid choice"),
         (["--strategies", "rtp-nf4"], "it needs --lora"),
+        (["--strategies", "rtp-rowwise", "--lora", "4"], "adapters are not compared in 8 bits"),
         (["--lora", "4"], "expected a model of the transformers package, got mlp-tiny"),
         (["--model", "llama-tiny", "--lora", "4", "--tokens", "128", "--strategies", "tp"], "no plan for adapters"),
         (["--travel", "int4"], "invalid choice"),
