@@ -399,8 +399,9 @@ def _expect_takes_recipe(call: Call, recipe: Recipe, otherwise: bool) -> None:
 
 
 def _native_blocks(frozen: FrozenWeight | None) -> dict[str, Any]:
-    plain = frozen is None or isinstance(frozen, CodedWeight)
-    return {} if plain else {"frozen": frozen.format, "in_mlp": frozen.rows > 0}
+    if frozen is None or isinstance(frozen, CodedWeight):
+        return {}
+    return {"frozen": frozen.format, "in_mlp": frozen.rows > 0}
 
 
 def _check_projections(

@@ -104,6 +104,6 @@ def stored_codes(name: str, weights: Sequence[Any], recipe: Recipe | None) -> bo
     if stored <= {None}:
         return False
     if stored != {recipe and recipe.name}:
-        expected = "weights in no codes" if recipe is None else f"weights in codes of {recipe.name}"
-        raise ValueError(f"{name}: expected {expected}, got {', '.join(sorted(each or 'others' for each in stored))}")
+        found = ", ".join(sorted(each or "others" for each in stored))
+        raise ValueError(f"{name}: expected weights in codes of {recipe and recipe.name}, got {found}")
     return True

@@ -50,8 +50,9 @@ class ScaledProducts:
 
     def stored(self, recipe: str, weight: Any, inputs_first: bool) -> CodedWeight:
         """Returns how a weight is stored that is multiplied in 8 bits in forwards only."""
-        cut = {"ranks": self.ranks, "gpu": self.gpu, "inputs_first": inputs_first}
-        return CodedWeight(recipe, tuple(weight.shape), weight.dtype, **cut)
+        return CodedWeight(
+            recipe, tuple(weight.shape), weight.dtype, ranks=self.ranks, gpu=self.gpu, inputs_first=inputs_first
+        )
 
     def refusal(self, part: nn.Module) -> str | None:
         """Returns why a module that torchao computes in 8 bits does not rotate; None for any other one."""
