@@ -29,7 +29,7 @@ BUDGET = {
     "rtp_ext/parameters": 2529,
     "rtp_ext/planner": 9422,
     "rtp_ext/ring": 5816,
-    "python_tests/convert": 8383,
+    "python_tests/convert": 8384,
     "python_tests/engine": 3211,
     "python_tests/examples": 750,
     "python_tests/families": 2962,
