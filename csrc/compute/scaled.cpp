@@ -122,7 +122,8 @@ CodeMemory empty_codes(const CodePlane& plane, int64_t rows, int64_t columns, at
     if (stacked) shape.insert(shape.begin(), *stacked);
     return at::empty(shape, at::TensorOptions().device(device).dtype(dtype));
   };
-  return {room(plane.code_memory(rows, columns), at::kByte), room(plane.scale_memory(rows, columns), scale_dtype(plane))};
+  return {room(plane.code_memory(rows, columns), at::kByte),
+          room(plane.scale_memory(rows, columns), scale_dtype(plane))};
 }
 
 Codes codes_in(const CodePlane& plane, const CodeMemory& memory, int64_t rows, int64_t columns) {

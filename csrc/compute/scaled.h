@@ -43,8 +43,8 @@ CodeMemory empty_codes(const CodePlane& plane, int64_t rows, int64_t columns, at
 // Returns the matrix [rows, columns] that lies in memory.
 Codes codes_in(const CodePlane& plane, const CodeMemory& memory, int64_t rows, int64_t columns);
 
-// Quantizes a matrix, in place with contiguous rows, or `inputs_first` with contiguous columns. See quantize_codes, also
-// for `amax`.
+// Quantizes a matrix, in place with contiguous rows, or `inputs_first` with contiguous columns. See quantize_codes,
+// also for `amax`.
 void quantize_into(const CodePlane& plane, const CodeMemory& memory, const at::Tensor& values,
                    bool inputs_first = false, const std::optional<at::Tensor>& amax = std::nullopt);
 Codes quantized(const CodePlane& plane, const at::Tensor& values);

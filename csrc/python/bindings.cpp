@@ -192,7 +192,9 @@ void bind_executor(py::module_& m) {
           "forget_codes", [](Executor& e, const at::Tensor& shard) { e.codes().forget(shard); }, py::arg("shard"))
       .def(
           "set_amax",
-          [](Executor& e, const at::Tensor& shard, float amax, int64_t phase) { e.codes().set_amax(shard, amax, phase); },
+          [](Executor& e, const at::Tensor& shard, float amax, int64_t phase) {
+            e.codes().set_amax(shard, amax, phase);
+          },
           py::arg("shard"), py::arg("amax"), py::arg("phase"))
       .def(
           "has_amax",

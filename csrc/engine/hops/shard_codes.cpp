@@ -32,8 +32,9 @@ void ShardCodes::refresh(std::optional<int64_t> version) {
   version_.reset();  // until all codes are made
   std::optional<at::Tensor> amax;
   if (coding_.plane.whole && shard.dim() == 2) {  // matrices of a stack are whole
-    RTP_CHECK_VALUE(amax_.has_value(), "codes of a shard of shape ", shard.sizes(),
-                    ": expected the largest magnitude of the whole weight, which ranks exchange in a forward, got none");
+    RTP_CHECK_VALUE(
+        amax_.has_value(), "codes of a shard of shape ", shard.sizes(),
+        ": expected the largest magnitude of the whole weight, which ranks exchange in a forward, got none");
     // rounded as the weight: the largest of the rounded numbers
     const at::TensorOptions options = shard.options().dtype(at::kFloat);
     amax = at::full({1, 1}, *amax_, options).to(coding_.dtype).to(at::kFloat);
