@@ -17,7 +17,7 @@ from torch import nn
 import rtp_ext
 from rtp_ext import trace
 
-STOPPED = 0.4  # seconds in which the owner of the shards does not answer
+STOPPED = 1.0  # seconds in which the owner of the shards does not answer
 LAYERS = 3
 
 
@@ -61,6 +61,6 @@ def _check(recorded, transport, weights):
         assert not pulled and found["weights"] == 0, "control: nothing is pulled"
         return
     assert len(pulled) == LAYERS, "one other rank"
-    assert 0.7 * STOPPED < found["weights"] <= total and found["products"] < 0.5 * STOPPED, found
+    assert 0.5 * STOPPED < found["weights"] <= total and found["products"] < 0.5 * STOPPED, found
     assert (found["conversions"] > 0) == (weights is not None), found
-    assert sum(each.waiting for each in trace.summaries([recorded])) >= 0.7 * STOPPED
+    assert sum(each.waiting for each in trace.summaries([recorded])) >= 0.5 * STOPPED

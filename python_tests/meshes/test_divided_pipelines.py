@@ -9,25 +9,27 @@ from hf_models import fill
 from reference import adamw, assert_same, differs, random
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 
 import rtp_ext
 from rtp_ext import RotationDims
 from rtp_ext.nn import RotatedExperts
 
-D, E, MICRO, ROWS, TOKENS = 6, 4, 4, 2, 3
+D, MICRO, ROWS, TOKENS = 6, 4, 2, 3
+# schedules, numbers of stages, and of experts, which are whole, or cut along their hidden features
+SCHEDULES = (Schedule1F1B, 2, 4), (ScheduleInterleavedZeroBubble, 4, 3)
 DIMS = RotationDims(ring="ring", expert="expert")
 
 
 class Stage(nn.Module):
     """A linear layer and a mixture of Mixtral."""
 
-    def __init__(self):
+    def __init__(self, experts):
         super().__init__()
         from transformers.models.mixtral import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-        sizes = {"hidden_size": D, "intermediate_size": 4, "num_local_experts": E, "num_experts_per_tok": 2}
+        sizes = {"hidden_size": D, "intermediate_size": 4, "num_local_experts": experts, "num_experts_per_tok": 2}
         self.mix = nn.Linear(D, D)
         self.mixture = MixtralSparseMoeBlock(MixtralConfig(experts_implementation="eager", **sizes))
 
@@ -51,8 +53,8 @@ def test_like_one_process(rank, ranks, cases):
     rings = ranks // 4
     mesh = init_device_mesh("cpu", (2, rings, 2), mesh_dim_names=("pp", "ring", "expert"))
     inner, place = mesh["ring", "expert"], rank % (2 * rings)
-    for schedule, count in ((Schedule1F1B, 2), (ScheduleInterleaved1F1B, 4)):
-        plain = fill(nn.Sequential(*(Stage() for _ in range(count))).double())
+    for schedule, count, experts in SCHEDULES:
+        plain = fill(nn.Sequential(*(Stage(experts) for _ in range(count))).double())
         start, expected = copy.deepcopy(plain), adamw(plain.parameters(), lr=0.02)
         mine = {index: copy.deepcopy(plain[index]) for index in range(mesh.get_local_rank("pp"), count, 2)}
         made = []

@@ -103,11 +103,8 @@ def _adapted_shard(wrapper: Any, base: RotatedModule, parameter: DTensor, adapte
     for name in adapters:
         if wrapper.num_experts > 1:
             left, right, scaling = wrapper.get_delta_factors(name)
-            experts = [(*factor.shape[:1], *parameter.shape[1:]) for factor in (left, right)]
-            left, right = (
-                factor.narrow(0, *own_bounds(shape, spec.mesh, spec.placements)[0])
-                for factor, shape in zip((left, right), experts, strict=True)
-            )
+            experts, rows, columns = own_bounds(parameter.shape, spec.mesh, spec.placements)
+            left, right = left.narrow(0, *experts).narrow(1, *rows), right.narrow(0, *experts).narrow(2, *columns)
             part = scaling * (left @ right)
         else:
             part = own_part(wrapper.get_delta_weight(name), spec.mesh, spec.placements)

@@ -241,6 +241,7 @@ def prepare(
     tokens: int | None = None,
     size: Callable[[list[tuple[int, ...]]], LayerSize | TableSize] | None = None,
     late: bool = False,
+    fresh: bool = False,
 ) -> Any:
     """Makes `call` ready to run and returns `derive(whole shapes)`, computed once and kept in `prepared`.
 
@@ -256,6 +257,7 @@ def prepare(
         tokens, size: for an operation with several routes: this rank's number of tokens, and its LayerSize or
             TableSize as a function of the whole shapes.
         late: the backward passes the gradients of parameters on without reading them.
+        fresh: the parameters are new tensors in each call, so that no shard can travel ahead of it.
     """
     ring, plain = call.ring, False
     looks: list[tuple] = []
@@ -285,7 +287,7 @@ def prepare(
         ready = table.found.get(key)
     if ready is None:
         _check(call, prepared, params)
-        serial = 0 if prepared is None else ring.new_agreement()
+        serial = 0 if prepared is None or fresh else ring.new_agreement()
         ready = _agree(call, table, key, params, facts, serial, tokens or 0, size, late)
         ready.derived = derive(ready.shapes)
         table.found[key] = ready

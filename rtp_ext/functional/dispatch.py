@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,10 +80,15 @@ def dispatched(
 
 
 def fixed_starts(experts: ExpertRing, division: Division) -> tuple[int, ...]:
-    """Returns where the rows of each expert of this rank's part begin in the order of experts, and the end, if ranks
+    """Returns where the rows of each expert, or slice, of this rank's part begin in their order, and the end, if ranks
     send fixed numbers of rows; else nothing."""
-    each = (experts.capacity or 0) * experts.size
-    return tuple(number * each for number in range(division.parts[experts.rank] + 1)) if each else ()
+    each, own = (experts.capacity or 0) * experts.size, division.parts[experts.rank]
+    if not each:
+        return ()
+    rows = [each] * own
+    if division.sliced:  # each slice has the rows of its expert
+        rows = [*rows, *[0] * (max(division.parts) - own)] * experts.inner.size
+    return tuple(itertools.accumulate(rows, initial=0))
 
 
 def within_capacity(index: Tensor, experts: int, capacity: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from rtp_ext.functional._operation import Operation, Options, expect_features, r
 from rtp_ext.functional._scaled import expect_fits, expect_takes_recipe, forget_codes
 from rtp_ext.functional.dispatch import dispatched, fixed_starts, refuse
 from rtp_ext.functional.mlp import ACTIVATIONS
+from rtp_ext.functional.sliced import HiddenCut, Sliced, Slicing, chosen_slices, expect_whole, hidden_cuts
 from rtp_ext.parameters.coded import CodedWeight, stored_codes
 from rtp_ext.parameters.frozen import expect_takes_blocks, part_of_frozen
 from rtp_ext.parameters.sharding import frozen_of, local_shards
@@ -51,6 +52,7 @@ class Experts(Operation):
         super().__init__(options, *shards)  # up, its bias, down, its bias
         self.activation, self.transposed, self.interleaved = activation, transposed, interleaved
         self.clamp, self.recompute, self.recipe = clamp, recompute, recipe
+        self.sliced = False  # its experts are slices, made in each call
         self.of_part = False  # its tensors are local ones of parameters, whose changes their versions show
         self.starts: tuple[int, ...] = ()  # of the rows of every expert, and the end, where ranks send fixed numbers
 
@@ -67,6 +69,10 @@ class Experts(Operation):
             raise
 
         def compute(rows: torch.Tensor, numbers: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
+            if division.sliced:
+                twin.given = self._slices(experts, division, twin.given)
+                numbers = chosen_slices(numbers, max(division.parts), experts.inner.size)
+                ones = ones.expand(numbers.shape)
             return rotate(twin, [rows, ones, numbers])[0]
 
         wanted = [each.requires_grad for each in twin.parameters()]
@@ -75,15 +81,19 @@ class Experts(Operation):
     def _of_part(self, experts: ExpertRing, inputs: Sequence[Any]) -> tuple[Experts, Division, Sequence[torch.Tensor]]:
         """Returns the operation of this rank's part of the experts, their division, and the checked operands."""
         options, given = self.options, self.parameters()
-        for each in given:
-            if not isinstance(each, DTensor) or each.device_mesh != options.ring.parameter_mesh or ring_dim(each) != 0:
+        whole = frozen_of(given[0]) or given[0]
+        division = experts.divide(whole.shape[0])
+        expect_whole(division, self.recipe, options.name)
+        for param in (params := self._params(division.sliced)):
+            each = param.tensor
+            on_mesh = isinstance(each, DTensor) and each.device_mesh == options.ring.parameter_mesh
+            if not on_mesh or ring_dim(each) != param.dim:
                 raise ValueError(
                     f"{options.name}: where dims have expert, expected parameters that are DTensors on the mesh of the "
-                    f"ring, cut along the experts, got a {type(each).__name__} of shape {tuple(each.shape)}"
+                    f"ring, here cut along {param.dim}, got a {type(each).__name__} of shape {tuple(each.shape)}"
                 )
-        whole = frozen_of(given[0]) or given[0]
-        division = experts.divide(whole.shape[0], options.name)
         twin = copy.copy(self)
+        twin.sliced = division.sliced
         twin.options = options._replace(ring=experts.inner, prepared=options.prepared and options.prepared.divided)
         # The ring of this part averages over its own ranks.
         shards = iter(local_shards(given, scale=1 / experts.size))
@@ -99,10 +109,63 @@ class Experts(Operation):
             compute_dtype=options.compute_dtype,
             reduce_dtype=options.reduce_dtype,
         )
+        if division.sliced:  # sizes that differ may have slices of equal sizes
+            for param in params:
+                param.check(call)
+            self._expect_sizes(call, params, [tuple(param.tensor.shape) for param in params])
         operands = self.operands(call, inputs)
         expect_features(call, operands[0], whole.shape[1 if self.transposed else 2])
         _expect_choices(call, division.experts, operands[2])
         return twin, division, operands
+
+    def _cuts(self) -> dict[str, HiddenCut]:
+        gated = _ACTIVATIONS[self.activation][1]
+        return hidden_cuts(gated=gated, interleaved=self.interleaved, transposed=self.transposed)
+
+    def _params(self, sliced: bool = False) -> list[ShardedParameter]:
+        """Returns the parameters, as they are cut. sliced: see Division."""
+        return [
+            ShardedParameter(what, tensor, cut.dim if sliced else 0, 3 if what.endswith("weight") else 2)
+            for (what, cut), tensor in zip(self._cuts().items(), self.given, strict=True)
+            if tensor is not None
+        ]
+
+    def _expect_sizes(
+        self, call: Call, params: Sequence[ShardedParameter], shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[int, int, int]:
+        """Returns the numbers of experts, features, and hidden features. Raises ValueError where the parameters, of
+        whole `shapes`, do not fit."""
+        experts, *matrix = shapes[0]
+        features, up_rows = matrix if self.transposed else reversed(matrix)
+        gated = _ACTIVATIONS[self.activation][1]
+        if gated and up_rows % 2:
+            raise ValueError(f"{call.name}: expected an even number of rows of gate and up, got {up_rows}")
+        hidden = up_rows // 2 if gated else up_rows
+        expected = {
+            "up weight": shapes[0],
+            "up bias": (experts, up_rows),
+            "down weight": (experts, hidden, features) if self.transposed else (experts, features, hidden),
+            "down bias": (experts, features),
+        }
+        for param, whole in zip(params, shapes, strict=True):
+            expect_shape(call, param, whole, expected[param.what])
+        return experts, features, hidden
+
+    def _slices(
+        self, experts: ExpertRing, division: Division, shards: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Returns this rank's slice of each parameter, differentiable, for what it has at home. Collective."""
+        ring, known, slicings = self.options.ring, experts.slicings, []
+        for cut, whole in zip(self._cuts().values(), self.given, strict=True):
+            if whole is None:
+                continue
+            key = (division.experts, cut, tuple(whole.shape))
+            if key not in known:
+                known[key] = Slicing(ring, division, cut, whole.shape)
+            slicings.append(known[key])
+        homes = [shard for shard in shards if shard is not None]
+        made = iter(Sliced.apply(slicings, ring, self.options.name, *homes))
+        return tuple(None if whole is None else next(made) for whole in self.given)
 
     def operands(self, call: Call, inputs: Sequence[Any]) -> list[torch.Tensor]:
         x, (_, weights, index), name = call.operand(inputs[0]), inputs, call.name
@@ -121,14 +184,9 @@ class Experts(Operation):
 
     def prepare(self, call: Call, inputs: Sequence[torch.Tensor]) -> _Experts:
         function, gated = _ACTIVATIONS[self.activation]
-        names, transposed, name = ("up weight", "up bias", "down weight", "down bias"), self.transposed, call.name
-        params = [
-            ShardedParameter(what, tensor, 0, 3 if what.endswith("weight") else 2)
-            for what, tensor in zip(names, self.given, strict=True)
-            if tensor is not None
-        ]
+        params, transposed = self._params(), self.transposed
         frozen = tuple([frozen_of(param.tensor) for param in params])
-        expect_takes_blocks(name, frozen, False, call.ring.in_place)
+        expect_takes_blocks(call.name, frozen, False, call.ring.in_place)
         recipe, gpu = self.recipe, call.ring.device.type == "cuda"
         if recipe is not None:
             matrices = [each for param, each in zip(params, frozen, strict=True) if param.dims == 3]
@@ -138,22 +196,10 @@ class Experts(Operation):
 
         def derive(shapes: list[tuple[int, ...]]) -> _Experts:
             shapes = [shape if each is None else each.shape for shape, each in zip(shapes, frozen, strict=True)]
-            experts, *matrix = shapes[0]
-            features, up_rows = matrix if transposed else reversed(matrix)
-            hidden = up_rows // 2 if gated else up_rows
-            if gated and up_rows % 2:
-                raise ValueError(f"{name}: expected an even number of rows of gate and up, got {up_rows}")
-            expected = {
-                "up weight": shapes[0],
-                "up bias": (experts, up_rows),
-                "down weight": (experts, hidden, features) if transposed else (experts, features, hidden),
-                "down bias": (experts, features),
-            }
-            for param, whole in zip(params, shapes, strict=True):
-                expect_shape(call, param, whole, expected[param.what])
+            experts, features, hidden = self._expect_sizes(call, params, shapes)
             products = {}
             if recipe is not None:
-                for outputs, inner in ((up_rows, features), (features, hidden)):
+                for outputs, inner in (((1 + gated) * hidden, features), (features, hidden)):
                     expect_fits(call, recipe.refusal(outputs, inner, gpu=gpu))
                 products = {"codes": recipe.shard_planes(gpu=gpu), "scaled": operands(recipe, gpu=gpu)}
             shape = _native.ExpertsShape(
@@ -187,7 +233,7 @@ class Experts(Operation):
             facts = (*facts, ("starts", self.starts))
         if recipe is not None:
             facts = (*facts, ("recipe", recipe.name))
-        return self.agree(call, params, inputs, facts, derive)
+        return self.agree(call, params, inputs, facts, derive, fresh=self.sliced)
 
     def _expect_takes_recipe(self, call: Call, recipe: Recipe, in_blocks: bool) -> None:
         if self.recompute or in_blocks:
@@ -301,8 +347,9 @@ def rotated_experts(
         recipe: as in `rotated_linear`: each expert is two linear layers by itself, whose codes and scales, and those of
             the rows of its tokens, are its own. Not with recompute.
 
-    On a ring that divides experts (RotationDims(expert=...)) parameters are DTensors on its mesh; tokens travel to the
-    ranks of their experts, and outputs back. Collective then over all its ranks.
+    On a ring that divides experts (RotationDims(expert=...)) parameters are DTensors on its mesh, cut along H where
+    there are fewer experts than ranks; tokens travel to the ranks of their experts, and outputs back. Collective then
+    over all its ranks.
 
     up and down may be the parameters of frozen weights in blocks, as in `rotated_linears`. Biases travel in the same
     hops. The gradient of `weights` is exact. On CUDA a forward synchronises once, because the host reads the number of

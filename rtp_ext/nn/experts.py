@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from rtp_ext.families.recognised import computes_experts
 from rtp_ext.families.same_forward import FUNCTIONS, activation_of
 from rtp_ext.functional.experts import CLAMPED_SWIGLU, Experts
 from rtp_ext.functional.mlp import ACTIVATIONS
+from rtp_ext.functional.sliced import HiddenCut, expect_whole, hidden_cuts
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.parameters.initial import construct
 from rtp_ext.parameters.sharded_module import mixed_class
@@ -19,6 +21,7 @@ from rtp_ext.parameters.sharding import init_weights, shallow_copy
 from rtp_ext.recipes import Recipe
 from rtp_ext.recipes import recipe as recipe_of
 from rtp_ext.ring import Ring
+from rtp_ext.ring.expert_ring import whole_experts
 from rtp_ext.words import Activation, ExpertActivation, RecipeName
 
 
@@ -42,7 +45,7 @@ class RotatedExperts(RotatedModule, nn.Module):
 
     forward(hidden_states [..., D], top_k_index [..., K], top_k_weights [..., K]) -> [..., D], on this rank's own batch;
     an index equal to E selects no expert. See functional.rotated_experts. On a ring that divides experts
-    (RotationDims(expert=...)) tokens travel to them.
+    (RotationDims(expert=...)) tokens travel to them, and experts of which there are fewer than ranks are cut along H.
     """
 
     activation: ExpertActivation
@@ -177,9 +180,21 @@ class RotatedExperts(RotatedModule, nn.Module):
             activation = CLAMPED_SWIGLU if self.clamp else activation_of(self.act_fn, gated)
         self.activation = activation  # type: ignore[assignment]
         self.recompute, self.recipe = recompute, recipe
-        if ring.experts is not None:  # refuses numbers of experts
-            ring.experts.divide(self.down_proj.shape[0], options.get("name") or type(self).__name__)
-        self._adopt(ring, dict.fromkeys(self._parameters, 0), **options)
+        if ring.experts is not None:
+            division = ring.experts.divide(self.down_proj.shape[0])
+            expect_whole(division, recipe, options.get("name") or type(self).__name__)
+        places = None if ring.experts is None else ring.experts.places
+        self._adopt(ring, self.cuts(self, places), **options)
+
+    @staticmethod
+    def cuts(module: nn.Module, places: Sequence[tuple[int, int]] | None) -> dict[str, int]:
+        """Returns the dimension that each parameter of an experts module is cut along. places: see ExpertMesh; None:
+        experts are not divided."""
+        names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        count = module.get_parameter("down_proj").shape[0]
+        if places is None or whole_experts(count, places):
+            return dict.fromkeys(names, 0)
+        return {name: cut.dim for name, cut in sliced_parameters(names, _is_transposed(module)).items()}
 
     @property
     def _up_name(self) -> str:
@@ -218,6 +233,16 @@ class RotatedExperts(RotatedModule, nn.Module):
             f"activation={self.activation}, ring={self.ring.size}"
             f"{'' if self.recipe is None else f', recipe={self.recipe.name}'}"
         )
+
+
+def sliced_parameters(names: Iterable[str], transposed: bool) -> dict[str, HiddenCut]:
+    """Returns the cuts of the parameters of experts along their hidden features, by their names in a module."""
+    found = {}
+    for name in names:
+        side = "down" if name.startswith("down") else "up"
+        cuts = hidden_cuts(gated=name.startswith("gate"), interleaved=False, transposed=transposed)
+        found[name] = cuts[f"{side} {'bias' if name.endswith('_bias') else 'weight'}"]
+    return found
 
 
 def _check(module: nn.Module) -> None:

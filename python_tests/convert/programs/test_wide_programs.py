@@ -98,7 +98,7 @@ def test_what_is_drawn():
     drawn = [programs.Program.draw(seed, ranks, wide=True) for seed in range(100) for ranks in (2, 3, 4, 6)]
     assert {program.policy for program in drawn} == set(POLICIES)
     assert {program.backend for program in drawn} == set(BACKENDS) and {program.twin for program in drawn} == set(TWINS)
-    assert {action for program in drawn for action in program.actions} == set(WIDE_ACTIONS) and len(SWAPS) == 5
+    assert {action for program in drawn for action in program.actions} == {*WIDE_ACTIONS, "turns"} and len(SWAPS) == 5
     assert {(program.replicas, program.ring) for program in drawn} >= {(2, 3), (3, 2), (2, 2), (4, 1), (1, 3)}
     faulty = [faults.Fault.draw(program) for program in drawn]
     assert {fault.place for fault in faulty} == set(faults.PLACES)

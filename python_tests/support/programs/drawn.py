@@ -92,6 +92,11 @@ class Program:
             program.widen(draw)
         elif ranks == 2:
             program.replicas = 1
+        draw = random.Random(f"{seed} {ranks}")  # of its own: what is drawn above stays
+        for options in program.options:
+            options |= program.look_ahead(draw, options)
+        if not brief and program.dtype == torch.float64 and draw.random() < 0.2:
+            program.actions += ["turns", "step"]
         return program
 
     @staticmethod
@@ -107,6 +112,24 @@ class Program:
             "in_place": draw.random() < 0.3,
             "bundle": draw.choice((True, False, "recompute")),
         }
+
+    def look_ahead(self, draw: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+        """Draws how many shards are one operand, how they arrive, and which weights are kept, as `options` permit."""
+        kept = options["prefetch"] and not options["in_place"] and options.get("buffers") != "lean"
+        drawn = {
+            "keep_recomputed": draw.choice((None, False, True)) if kept else None,
+            "embedding": draw.choice(("auto", "rotate", "rows")),
+            "group": draw.choice((None, 1, self.ring)) if options["route"] != "gather" else None,
+        }
+        if options["in_place"]:
+            drawn["group"] = None
+        whole = options["route"] == "gather" or drawn["group"] == self.ring
+        direct = options.get("gradient_route") == "direct" or options["gradient_halves"]
+        if self.ring > 1 and whole and not direct and not (options["in_place"] or options["checksum"]):
+            drawn["collective"] = draw.choice((False, True))
+            if drawn["collective"]:
+                drawn["transport"] = "c10d"
+        return drawn
 
     def widen(self, draw: random.Random) -> None:
         """Draws the further parts of wide programs."""

@@ -199,6 +199,11 @@ class Run:
         self.backward()
         self.end_step()
 
+    def do_turns(self) -> None:
+        """So many steps in a row that hops run ahead across the end of a forward."""
+        for _ in range(10):
+            self.do_step()
+
     def do_accumulate(self) -> None:
         for _ in range(self.draw.randint(2, 3)):
             self.backward()
@@ -229,11 +234,12 @@ class Run:
         self.both(True)  # and no backward
 
     def do_freeze(self) -> None:
+        if "DiLoCo" in self.program.policy:  # which leaves out frozen parameters, unlike the workers
+            return
         number = self.draw.randrange(sum(1 for _ in self.plain.parameters()))
         for model in self.both_models:
             parameter = list(model.parameters())[number]
-            if parameter.requires_grad or "DiLoCo" not in self.program.policy:  # which has no anchors of the others
-                parameter.requires_grad_(not parameter.requires_grad)
+            parameter.requires_grad_(not parameter.requires_grad)
         self.optimizers = self.make_optimizers()
 
     def do_reload(self) -> None:

@@ -51,6 +51,7 @@ from rtp_ext.parameters.sharding import type_name
 
 SCALAR = "a scalar has no dimension to cut"
 IN_IGNORED = "in ignored_params"
+SLICED = "its experts are cut along their hidden features"
 BESIDE_IGNORED = "its module has another parameter in ignored_params"
 
 
@@ -218,7 +219,8 @@ class Inspection:
             problem = RotatedExperts.refusal(part)
             if problem is not None:
                 return self._gathered(name, part, problem, notice="refused")
-            return self._rotated(name, part, "experts", {}, transposed=inputs_first(part))
+            cuts = RotatedExperts.cuts(part, self.facts.places)
+            return self._rotated(name, part, "experts", cuts, transposed=inputs_first(part))
         if is_taken(part):
             return self._rotated(name, part, "linear", {})
         if (problem := self.scaled.refusal(part)) is not None:
@@ -267,18 +269,22 @@ class Inspection:
         if may_gather and not self.facts.emulated and (reason := self._cut_otherwise(name, part, cuts)) is not None:
             return self._gathered(name, part, reason, notice="kept")
         rows = []
-        takes = layer == "experts" or (layer == "linear" and not transposed and not cuts.get("weight"))
+        sliced = layer == "experts" and any(cuts.values())
+        takes = layer == "linear" and not transposed and not cuts.get("weight")
+        takes = takes or (layer == "experts" and not sliced)
         recipe = self._recipe_name(part) if takes else None
         for key, parameter in own_parameters(part).items():
             moved, dim, reason = self.kept.moved(part, key, cuts.get(key, 0))
             wide = frozen = None
             if moved == ROTATED:
                 wide, frozen = self.in_blocks.wide(part, key, layer), self.in_blocks.weight(part, key, layer)
+                if sliced and frozen is not None:
+                    wide, frozen = SLICED, None
                 multiplied = parameter.dim() == 3 if layer == "experts" else key == "weight"
                 if frozen is None and recipe is None and multiplied:
                     wide = wide or self.scaled.wide(part)
                     if wide is None and layer == "experts" and self.scaled.recipe is not None:
-                        wide = "the other weight of its experts is in blocks"
+                        wide = SLICED if sliced else "the other weight of its experts is in blocks"
                 elif recipe is not None and multiplied and not self.request.trains:
                     frozen = self.scaled.stored(recipe, parameter, transposed)
             rows.append(self._owned(name, key, parameter, moved, dim, reason, wide=wide, frozen=frozen))

@@ -30,6 +30,7 @@ from rtp_ext.functional.convolution import Convolution
 from rtp_ext.functional.cross_entropy import LinearCrossEntropy
 from rtp_ext.functional.linear import Linears, PartialLinear
 from rtp_ext.functional.mlp import MLP
+from rtp_ext.nn.experts import sliced_parameters
 from rtp_ext.parameters.coded import CodedWeight
 from rtp_ext.parameters.frozen import FrozenWeight
 from rtp_ext.recipes import Recipe
@@ -454,14 +455,17 @@ def _members(module: ModulePlan, gpu: bool, divides: RingFacts | None = None) ->
                 found += [(module, owned, part)] * 3
             continue
         if owned.moved == ROTATED and owned.dim is not None:
-            shape, frozen, recipe = owned.ring_shape, owned.frozen, module.recipe_of(owned)
-            if divides is not None:
+            shape, frozen, recipe, dim = owned.ring_shape, owned.frozen, module.recipe_of(owned), owned.dim
+            if divides is not None and dim == 0:
                 shape = (divides.part(owned.shape[0]), *shape[1:])
                 frozen = frozen and frozen.with_rows(shape[0])
+            elif divides is not None:
+                cut = sliced_parameters([owned.key], module.transposed)[owned.key]
+                shape, dim = divides.slices(shape, cut), 0
             codes = recipe and recipe.shard_planes(gpu=gpu)
             facts = frozen and frozen.facts
             stored = {"codes": codes, "inputs_first": module.transposed} if codes else {}
-            facts = facts or ParameterFacts(shape, owned.dim, trained=owned.trained, **stored)
+            facts = facts or ParameterFacts(shape, dim, trained=owned.trained, **stored)
             found.append((module, owned, facts))
     return found
 

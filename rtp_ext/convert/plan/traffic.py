@@ -20,6 +20,7 @@ from rtp_ext.functional.embedding import Embedding
 from rtp_ext.functional.experts import Experts
 from rtp_ext.functional.linear import Linears
 from rtp_ext.functional.mlp import MLP
+from rtp_ext.functional.sliced import HiddenCut
 from rtp_ext.options import RingOptions
 from rtp_ext.ring import Ring
 from rtp_ext.ring.expert_ring import part_sizes
@@ -211,6 +212,15 @@ class RingFacts:
     def part(self, experts: int) -> int:
         """Returns how many of E experts rotate over the ring of this rank's part."""
         return experts if self.places is None else sum(part_sizes(experts, self.places, self.places[self.rank][0]))
+
+    def slices(self, shape: Sequence[int], cut: HiddenCut) -> tuple[int, ...]:
+        """Returns the shape of the slices, of a stacked parameter of that shape, that rotate over the ring of this
+        rank's part; they are cut along the first dimension."""
+        assert self.places is not None and self.experts is not None
+        parts, ranks = self.ranks // self.experts.ranks, self.experts.ranks
+        found = [-(-shape[0] // parts) * ranks, *shape[1:]]
+        found[cut.dim] = cut.extent(shape[cut.dim], ranks)
+        return tuple(found)
 
     def route_of(self, passes: Passes) -> tuple[str, bool]:
         """Returns the route of an operation, and whether its gradients travel in halves."""

@@ -35,7 +35,6 @@ from rtp_ext.outer import AllReduce, ZeroOuter
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import type_name
-from rtp_ext.ring.expert_ring import indivisible
 
 _MANAGERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
 
@@ -81,9 +80,7 @@ def validate(plan: RotationPlan, request: Request) -> None:
 def _check_experts(plan: RotationPlan, request: Request) -> None:
     """Raises ValueError where experts cannot be divided, or divided experts combined with the other options, and where
     there are none."""
-    place, places = request.place, request.place.facts.places
-    assert places is not None, "experts are divided"
-    other = None
+    place, other = request.place, None
     if place.in_place:
         other = "in_place=True"
     elif request.offloads:
@@ -94,17 +91,15 @@ def _check_experts(plan: RotationPlan, request: Request) -> None:
         raise ValueError(f"fully_rotate: dims that have expert cannot be combined with {other}")
     found = [module for module in plan.modules if module.layer == "experts"]
     for module in plan.modules:
-        problem = None
-        if module.layer == "experts":
-            problem = indivisible(module.parameters[0].shape[0], places)
-        elif (
+        if (
             module.moved == GATHERED
             and module.notice == "refused"
             and is_experts(request.root.get_submodule(module.name))
         ):
-            problem = f"its experts cannot rotate: {module.reason}"
-        if problem is not None:
-            raise ValueError(f"fully_rotate: dims have expert, but {module.label} ({module.kind}): {problem}")
+            raise ValueError(
+                f"fully_rotate: dims have expert, but {module.label} ({module.kind}): its experts cannot rotate: "
+                f"{module.reason}"
+            )
     if not found and place.ring is None:
         raise ValueError(
             "fully_rotate: dims have expert: expected a model with experts that rotate (stacked weights in a module of "
