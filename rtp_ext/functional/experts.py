@@ -190,7 +190,7 @@ class Experts(Operation):
         recipe, gpu = self.recipe, call.ring.device.type == "cuda"
         if recipe is not None:
             matrices = [each for param, each in zip(params, frozen, strict=True) if param.dims == 3]
-            self._expect_takes_recipe(call, recipe, any(frozen) and not stored_codes(name, matrices, recipe))
+            self._expect_takes_recipe(call, recipe, any(frozen) and not stored_codes(call.name, matrices, recipe))
         blocks = {param.what: each for param, each in zip(params, frozen, strict=True) if each is not None}
         formats = {what: each.format for what, each in blocks.items() if not isinstance(each, CodedWeight)}
 
