@@ -61,6 +61,7 @@ void bind_bundles(py::module_& m) {
       .required("interleaved", &ExpertsShape::interleaved)
       .required("activation", &ExpertsShape::activation)
       .required("clamped", &ExpertsShape::clamped)
+      .optional("gate_apart", &ExpertsShape::gate_apart)
       .optional("up_frozen", &ExpertsShape::up_frozen)
       .optional("down_frozen", &ExpertsShape::down_frozen)
       .optional("starts", &ExpertsShape::starts)

@@ -322,7 +322,7 @@ def checksums(module: nn.Module, ignored: Collection[str], ring: Ring) -> dict[s
         return {}
     sums, kinds = {}, {}
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh in (ring.parameter_mesh, ring.mesh):
+        if isinstance(parameter, DTensor) and parameter.device_mesh != ring.tensor_mesh:
             continue
         data = held(parameter).data
         if name in ignored or type(data) is not torch.Tensor or data.is_meta or data.layout != torch.strided:

@@ -33,9 +33,11 @@ from rtp_ext.convert.plan.rotation_plan import (
 )
 from rtp_ext.convert.tensor_parallel import parallel_class
 from rtp_ext.families.float8_layers import unwrap
+from rtp_ext.families.recognised import is_experts
 from rtp_ext.nn import Flyweight, RotatedExperts
 from rtp_ext.nn._base import RotatedModule
 from rtp_ext.nn.embedding import RotatedRows
+from rtp_ext.nn.grouped import RotatedGroupedExperts
 from rtp_ext.nn.linear import RotatedTransposedLinear
 from rtp_ext.parameters.initial import draw_as_whole
 from rtp_ext.parameters.sharded_module import ShardedModule, Tie, class_above, mixed_class
@@ -129,7 +131,8 @@ class Application:
             mixed = FusedHead
             self.counts["vocabulary head: fused with the loss"] += 1
         elif module.layer == "experts":
-            mixed, options = RotatedExperts, {"recompute": True} if self.recompute else {}
+            mixed = RotatedExperts if is_experts(part) else RotatedGroupedExperts
+            options = {"recompute": True} if self.recompute else {}
         elif module.transposed:
             mixed, options = RotatedTransposedLinear, {"shard_dim": 1 - (module.cuts["weight"] or 0)}
         else:

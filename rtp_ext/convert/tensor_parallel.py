@@ -1,8 +1,9 @@
-"""Models that tensor parallelism has sharded before the conversion: the dimension, and the style of each module."""
+"""Models that tensor or expert parallelism has sharded before the conversion: the dimension, and the style of each
+module."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -54,6 +55,18 @@ def on_tensor_mesh(parameter: Any, mesh: DeviceMesh | None) -> bool:
     return isinstance(parameter, DTensor) and mesh is not None and parameter.device_mesh == mesh
 
 
+def is_divided(part: nn.Module, column: Sequence[int] | None) -> bool:
+    """Returns whether other code has divided the experts of a module among the ranks that experts are divided among:
+    all its parameters are DTensors Shard(0) over these ranks."""
+    own = [parameter for parameter in part._parameters.values() if parameter is not None]
+    return bool(own) and all(
+        isinstance(each, DTensor)
+        and each.placements == (Shard(0),)
+        and each.device_mesh.mesh.tolist() == list(column or ())
+        for each in own
+    )
+
+
 def _cut(part: nn.Module, mesh: DeviceMesh | None, ignored: Collection[int]) -> dict[str, Any]:
     """Returns the parameters of a module that tensor parallelism has laid out, by name."""
     return {
@@ -93,7 +106,7 @@ def check_style(name: str, part: nn.Module, mesh: DeviceMesh | None, ignored: Co
         f"{'' if problem is None else ', but ' + problem}: expected an nn.Linear or nn.Embedding, with the forward of "
         "torch and no parameters but weight and bias, as ColwiseParallel and RowwiseParallel cut them, or parameters "
         "that are all Replicate() (SequenceParallel). Leave the module out of the plan of parallelize_module, or its "
-        "parameters to the caller by ignored_params"
+        "parameters to the caller by ignored_params; experts that were divided so take RotationDims(expert=...)"
     )
 
 

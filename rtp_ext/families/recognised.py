@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -321,6 +322,56 @@ def computes_experts(
         ]
 
     return computes(module, inputs, expected, sizes, (activation, transposed, interleaved, clamp))
+
+
+# -- experts of other packages -----------------------------------------------------------------------------------------
+
+
+def grouped_experts(module: nn.Module) -> tuple[str, str, str] | None:
+    """Returns the names of gate, up and down [E, H, D], [E, H, D] and [E, D, H] of a module that stacks experts as
+    torchtitan's GroupedExperts; None for any other. They are w1, w3 and w2, or begin so before `_`."""
+    own = {name: tuple(each.shape) for name, each in module._parameters.items() if each is not None}
+    names = {name.partition("_")[0]: name for name in own}
+    if len(own) != 3 or names.keys() != {"w1", "w2", "w3"}:
+        return None
+    gate, up, down = names["w1"], names["w3"], names["w2"]
+    fits = len(own[gate]) == 3 and own[gate] == own[up] == (own[down][0], *own[down][:0:-1])
+    return (gate, up, down) if fits else None
+
+
+def computes_grouped_experts(module: Any, names: tuple[str, str, str]) -> bool:
+    """Returns whether the forward of a module with gate, up and down of these names computes, for rows [n, D] in the
+    order of experts and their numbers [E], down(silu(gate(x)) * up(x)) by the expert of each. It may refuse rows behind
+    those. A module with `use_grouped_mm` is compared without: torch's kernel rounds to bfloat16."""
+    experts, features, hidden = module._parameters[names[2]].shape
+    sizes = {} if module._parameters[names[2]].numel() < TINY else _small_sizes(experts, features, hidden)
+    if "use_grouped_mm" in module.__dict__:
+        module = copy.copy(module)
+        module.use_grouped_mm = False
+
+    def expected(parameters: Mapping[str, torch.Tensor], x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        rows = int(counts.sum())
+        found = [x.new_zeros(len(x) - rows, x.shape[1])]
+        for expert, own in reversed([*enumerate(x[:rows].split(counts.tolist()))]):
+            gate, up, down = (parameters[name][expert].t() for name in names)
+            found.insert(0, (F.silu(own @ gate) * (own @ up)) @ down)
+        return torch.cat(found)
+
+    def inputs() -> Sequence[tuple[tuple[Any, ...], bool]]:
+        """Spread over experts, small and large values; all to the last one; none; rows behind those of experts."""
+        width, spread = sizes.get(features, features), (torch.arange(experts) + 1) % 3
+        last, none = torch.zeros_like(spread), torch.zeros_like(spread)
+        last[-1] = 5
+        every = [(spread, 0.1, 0), (spread, 10.0, 0), (last, 1.0, 0), (none, 1.0, 0), (spread, 1.0, 4)]
+        return [
+            (
+                ((scale * torch.randn(int(each.sum()) + more, width, dtype=torch.float64)).requires_grad_(), each),
+                more > 0,
+            )
+            for each, scale, more in every
+        ]
+
+    return computes(module, inputs, expected, sizes, names)
 
 
 def _small_sizes(experts: int, features: int, hidden: int) -> dict[int, int]:

@@ -49,7 +49,7 @@ class Experts(Operation):
         recompute: bool = False,
         recipe: Recipe | None = None,
     ) -> None:
-        super().__init__(options, *shards)  # up, its bias, down, its bias
+        super().__init__(options, *shards)  # up, its bias, down, its bias; the gate, where it is a parameter of its own
         self.activation, self.transposed, self.interleaved = activation, transposed, interleaved
         self.clamp, self.recompute, self.recipe = clamp, recompute, recipe
         self.sliced = False  # its experts are slices, made in each call
@@ -63,7 +63,8 @@ class Experts(Operation):
         if experts is None:
             return rotate(self, inputs, owner)[0]
         try:
-            twin, division, (x, weights, index) = self._of_part(experts, inputs)
+            twin, division = self._of_part(experts)
+            x, weights, index = self._checked(division, inputs)
         except (TypeError, ValueError, IndexError) as error:
             refuse(experts, name, error)
             raise
@@ -78,13 +79,24 @@ class Experts(Operation):
         wanted = [each.requires_grad for each in twin.parameters()]
         return dispatched(experts, division, x, index, weights, compute, wanted, name).reshape(inputs[0].shape)
 
-    def _of_part(self, experts: ExpertRing, inputs: Sequence[Any]) -> tuple[Experts, Division, Sequence[torch.Tensor]]:
-        """Returns the operation of this rank's part of the experts, their division, and the checked operands."""
+    def run_arrived(self, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns the outputs [n, D] of rows [n, D] that other code has brought to the ranks of their experts. numbers
+        [n, 1]: of the expert among those of this rank's part, or of all where the ring divides none; their number
+        selects none."""
+        experts, ones = self.options.ring.experts, rows.new_ones(numbers.shape, dtype=torch.float32)
+        if experts is None:
+            return rotate(self, [rows, ones, numbers])[0]
+        with experts.ended_by_errors(self.options.name):  # the ranks of other experts wait for the outputs
+            twin, _ = self._of_part(experts)
+            return rotate(twin, [rows, ones, numbers])[0]
+
+    def _of_part(self, experts: ExpertRing) -> tuple[Experts, Division]:
+        """Returns the operation of this rank's part of the experts, and their division."""
         options, given = self.options, self.parameters()
         whole = frozen_of(given[0]) or given[0]
         division = experts.divide(whole.shape[0])
         expect_whole(division, self.recipe, options.name)
-        for param in (params := self._params(division.sliced)):
+        for param in self._params(division.sliced):
             each = param.tensor
             on_mesh = isinstance(each, DTensor) and each.device_mesh == options.ring.parameter_mesh
             if not on_mesh or ring_dim(each) != param.dim:
@@ -102,6 +114,11 @@ class Experts(Operation):
             for each in self.given
         ]
         twin.given, twin.of_part, twin.starts = tuple(parts), True, fixed_starts(experts, division)
+        return twin, division
+
+    def _checked(self, division: Division, inputs: Sequence[Any]) -> Sequence[torch.Tensor]:
+        options, given = self.options, self.parameters()
+        whole = frozen_of(given[0]) or given[0]
         call = Call.of(
             given[0],
             ring=options.ring,
@@ -110,17 +127,22 @@ class Experts(Operation):
             reduce_dtype=options.reduce_dtype,
         )
         if division.sliced:  # sizes that differ may have slices of equal sizes
+            params = self._params(True)
             for param in params:
                 param.check(call)
             self._expect_sizes(call, params, [tuple(param.tensor.shape) for param in params])
         operands = self.operands(call, inputs)
         expect_features(call, operands[0], whole.shape[1 if self.transposed else 2])
         _expect_choices(call, division.experts, operands[2])
-        return twin, division, operands
+        return operands
 
     def _cuts(self) -> dict[str, HiddenCut]:
-        gated = _ACTIVATIONS[self.activation][1]
-        return hidden_cuts(gated=gated, interleaved=self.interleaved, transposed=self.transposed)
+        cuts = hidden_cuts(gated=self._joined(), interleaved=self.interleaved, transposed=self.transposed)
+        return cuts | ({"gate weight": cuts["up weight"]} if len(self.given) > len(cuts) else {})
+
+    def _joined(self) -> bool:
+        """Returns whether up has the rows of a gate."""
+        return _ACTIVATIONS[self.activation][1] and len(self.given) < 5
 
     def _params(self, sliced: bool = False) -> list[ShardedParameter]:
         """Returns the parameters, as they are cut. sliced: see Division."""
@@ -137,15 +159,16 @@ class Experts(Operation):
         whole `shapes`, do not fit."""
         experts, *matrix = shapes[0]
         features, up_rows = matrix if self.transposed else reversed(matrix)
-        gated = _ACTIVATIONS[self.activation][1]
-        if gated and up_rows % 2:
+        joined = self._joined()
+        if joined and up_rows % 2:
             raise ValueError(f"{call.name}: expected an even number of rows of gate and up, got {up_rows}")
-        hidden = up_rows // 2 if gated else up_rows
+        hidden = up_rows // 2 if joined else up_rows
         expected = {
             "up weight": shapes[0],
             "up bias": (experts, up_rows),
             "down weight": (experts, hidden, features) if self.transposed else (experts, features, hidden),
             "down bias": (experts, features),
+            "gate weight": shapes[0],
         }
         for param, whole in zip(params, shapes, strict=True):
             expect_shape(call, param, whole, expected[param.what])
@@ -211,6 +234,7 @@ class Experts(Operation):
                 down_bias=self.given[3] is not None,
                 transposed=transposed,
                 interleaved=self.interleaved,
+                gate_apart=len(self.given) > 4,
                 activation=function,
                 clamped=None if self.clamp is None else _native.ClampedGate(alpha=self.clamp[0], limit=self.clamp[1]),
                 up_frozen=formats.get("up weight"),
@@ -250,12 +274,13 @@ class Experts(Operation):
         needs_x, needs_weights, *needs = call.needs
         keep = settings.keeps(call)
         names = [param.what for param in call.params]
-        needs_up = any([need for need, what in zip(needs, names, strict=True) if what.startswith("up")])
+        needs_up = any([need for need, what in zip(needs, names, strict=True) if what.startswith(("up", "gate"))])
         read = {
             "up weight": needs_x or not keep,  # for dx, and with its bias to recompute
             "up bias": not keep,
             "down weight": needs_x or needs_weights or needs_up,  # for hidden values, and the router's weights
             "down bias": needs_weights,
+            "gate weight": needs_x or not keep,
         }
         return [read[what] for what in names]
 

@@ -9,6 +9,7 @@ from torch import nn
 from rtp_ext.families.blocks import is_transposed_linear, vocabulary_heads
 from rtp_ext.families.recognised import is_experts
 from rtp_ext.nn import RotatedExperts, RotatedLinearCrossEntropy
+from rtp_ext.nn.grouped import RotatedGroupedExperts
 from rtp_ext.nn.linear import RotatedTransposedLinear
 
 
@@ -39,7 +40,8 @@ def matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 def _hidden(module: nn.Module) -> Iterator[nn.Parameter]:
     linear = isinstance(module, (nn.Linear, RotatedTransposedLinear)) or is_transposed_linear(module)
-    experts = isinstance(module, RotatedExperts) or (is_experts(module) and RotatedExperts.refusal(module) is None)
+    rotated = isinstance(module, (RotatedExperts, RotatedGroupedExperts))
+    experts = rotated or (is_experts(module) and RotatedExperts.refusal(module) is None)
     for name, parameter in module.named_parameters(recurse=False):
         attention = isinstance(module, nn.MultiheadAttention) and name.endswith("proj_weight")
         if not parameter.is_floating_point():

@@ -213,6 +213,21 @@ def shard_parameter(parameter: nn.Parameter, ring: Ring, dim: int) -> nn.Paramet
     return _in_place_of(parameter, as_sharded(local, parameter.shape, ring, dim, tensor))
 
 
+def shard_anew(parameter: Any, ring: Ring) -> nn.Parameter:
+    """Returns a sharded parameter, cut along dimension 0, for a DTensor `Shard(0)` over a mesh of one dimension, on the
+    meta device too. Collective among the ranks of that mesh."""
+    part, mesh = _values(parameter).detach(), parameter.device_mesh
+    start, size = shard_bounds(parameter.shape[0], ring)
+    shape = parameter.shape
+    local = part.new_empty(size, *shape[1:]) if mesh.size() > 1 else part[start : start + size].clone()
+    moves = mesh.size() > 1 and not part.is_meta
+    for (first, *_), section in sections(part, mesh, 0, 0, tuple(shape), None, part.device) if moves else ():
+        begin, end = max(first, start), min(first + len(section), start + size)
+        if begin < end:
+            local[begin - start : end - start] = section[begin - first : end - first]
+    return _in_place_of(parameter, as_sharded(local, shape, ring, 0))
+
+
 def replicate_parameter(parameter: nn.Parameter, ring: Ring) -> nn.Parameter:
     """Returns a replicated parameter for a plain one (meta device included)."""
     whole, tensor = _values(parameter).detach().clone(), _over_tensor(parameter, ring)

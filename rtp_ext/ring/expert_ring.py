@@ -46,6 +46,7 @@ class ExpertRing(Companion):
         rank, size: index of this rank among those that experts are divided over, and their number N.
         inner: the Ring over which the experts of this rank's part rotate.
         places: for each rank of the whole ring its rank here and in `inner`.
+        in_order: whether each part has experts in a row, in the order of ranks.
         capacity: see RotationDims.expert_capacity.
         calls: the number of calls of layers until now, the same on every rank.
         bytes_sent: the bytes that this rank has sent to those of other experts.
@@ -60,6 +61,7 @@ class ExpertRing(Companion):
         group = mesh.ranks.get_group()
         super().__init__(ring, dist.get_rank(group), dist.get_process_group_ranks(group))
         self.inner, self.places, self.capacity = inner, mesh.places, mesh.capacity
+        self.in_order = list(mesh.places) == sorted(mesh.places)
         self.calls = self.bytes_sent = self.slice_bytes_sent = 0
         self._divisions: dict[int, Division] = {}  # by the number of experts
         self.slicings: dict[Any, Any] = {}  # of functional/sliced.py, by the shapes of parameters

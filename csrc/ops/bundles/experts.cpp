@@ -31,15 +31,19 @@ struct ExpertsWeights : Weights {
       facts.codes = shape.codes, facts.inputs_first = shape.transposed;
       return facts;
     };
-    up = add(stacked(up_rows, shape.features, shape.up_frozen));
+    const bool joined = shape.interleaved || shape.transposed || shape.up_bias;
+    RTP_ASSERT(!shape.gate_apart || (shape.gated && !joined), "a gate that is a parameter of its own");
+    const int64_t own_rows = shape.gate_apart ? shape.hidden_features : up_rows;
+    up = add(stacked(own_rows, shape.features, shape.up_frozen));
     up_bias = add({{shape.experts, up_rows}}, shape.up_bias);
     down = add(stacked(shape.features, shape.hidden_features, shape.down_frozen));
     down_bias = add({{shape.experts, shape.features}}, shape.down_bias);
+    gate = add(stacked(shape.hidden_features, shape.features, shape.up_frozen), shape.gate_apart);
     RTP_ASSERT(parameters.size() == count(), "parameters of experts");
   }
 
-  int64_t up_rows;
-  int up, up_bias, down, down_bias;
+  int64_t up_rows;  // with those of the gate
+  int up, up_bias, down, down_bias, gate;
 };
 
 // The routed tokens of the experts of a step's shards: rows [first, first + rows) in expert order.
@@ -103,6 +107,14 @@ class Group {
   at::Tensor ends_;  // ends of its experts
 };
 
+// Returns the gate half and the other half of up(x).
+std::pair<at::Tensor, at::Tensor> gate_and_up(const at::Tensor& values, const ExpertsShape& shape) {
+  const int64_t hidden = shape.hidden_features;
+  if (!shape.gated) return {at::Tensor(), values};
+  if (shape.interleaved) return {values.slice(1, 0, 2 * hidden, 2), values.slice(1, 1, 2 * hidden, 2)};
+  return {values.narrow(1, 0, hidden), values.narrow(1, hidden, hidden)};
+}
+
 // The products of the rows of a group with the matrices of their experts.
 class Products {
  public:
@@ -126,6 +138,23 @@ class Products {
     return group_.product(left, shape_.scaled->gradients, matrices, /*fast=*/false, {}, out);
   }
 
+  // Returns gate and up of the rows: [rows, up_rows], in `out` if it is defined.
+  at::Tensor up(const at::Tensor& left, at::Tensor out = {}) const {
+    if (!shape_.gate_apart) return outputs(left, cut_.up, cut_.up_bias, std::move(out));
+    if (!out.defined()) out = at::empty({left.size(0), cut_.up_rows}, left.options());
+    const auto [gate, pre] = gate_and_up(out, shape_);
+    outputs(left, cut_.gate, -1, gate);
+    outputs(left, cut_.up, -1, pre);
+    return out;
+  }
+
+  // Returns the gradients of the rows for those of `up`, in the dtype of sums.
+  at::Tensor inputs_of_up(const at::Tensor& left, at::ScalarType sums) const {
+    if (!shape_.gate_apart) return inputs(left, cut_.up).to(sums);
+    const auto [gate, pre] = gate_and_up(left, shape_);
+    return inputs(gate, cut_.gate).to(sums).add_(inputs(pre, cut_.up));
+  }
+
   at::Tensor biases(int bias) const { return bias < 0 ? at::Tensor() : shard_[bias]; }
 
  private:
@@ -145,14 +174,6 @@ void add_gradient(const ExpertsShape& shape, const at::Tensor& out, const at::Te
   const Codes dy = quantized(of_outputs, padded(outputs, shape.scaled->rows));
   const Codes x = quantized(of_inputs, padded(inputs, shape.scaled->rows));
   shape.transposed ? scaled_gemm(out, in, x.t(), dy, scale) : scaled_gemm(out, in, dy.t(), x, scale);
-}
-
-// Returns the gate half and the other half of up(x).
-std::pair<at::Tensor, at::Tensor> gate_and_up(const at::Tensor& values, const ExpertsShape& shape) {
-  const int64_t hidden = shape.hidden_features;
-  if (!shape.gated) return {at::Tensor(), values};
-  if (shape.interleaved) return {values.slice(1, 0, 2 * hidden, 2), values.slice(1, 1, 2 * hidden, 2)};
-  return {values.narrow(1, 0, hidden), values.narrow(1, hidden, hidden)};
 }
 
 // Returns the hidden values of a clamped gate, and writes their gradients if d_value is defined. Computed in the
@@ -272,7 +293,7 @@ ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at:
     if (group.rows == 0) continue;
     const Products products(group, cut, shape, pass.weight());
     const at::Tensor room = keep ? result.kept.narrow(0, group.first, group.rows) : at::Tensor();
-    const at::Tensor values = products.outputs(x.index_select(0, group.token), cut.up, cut.up_bias, room);
+    const at::Tensor values = products.up(x.index_select(0, group.token), room);
     const auto [gate, pre] = gate_and_up(values, shape);
     const at::Tensor out = products.outputs(values_of(shape, pre, gate), cut.down, cut.down_bias).to(sums);
     y.index_add_(0, group.token, out.mul(factors.index_select(0, group.place).unsqueeze(1)));
@@ -312,7 +333,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
       const Products products(group, cut, shape, pass.weight());
       const at::Tensor rows = x.index_select(0, group.token);
       const at::Tensor values = routed.kept.defined() ? routed.kept.narrow(0, group.first, group.rows)
-                                                      : products.outputs(rows, cut.up, cut.up_bias);
+                                                      : products.up(rows);
       const auto [gate, pre] = gate_and_up(values, shape);
       const at::Tensor factor = factors.index_select(0, group.place).unsqueeze(1);
       const at::Tensor d_rows = dy.index_select(0, group.token);
@@ -332,7 +353,7 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
         }
         d_factors.index_copy_(0, group.place, along);
       }
-      if (needs_x) dx.index_add_(0, group.token, products.inputs(d_values, cut.up).to(sums));
+      if (needs_x) dx.index_add_(0, group.token, products.inputs_of_up(d_values, sums));
       if (gradients.any()) {
         slices[step->owner] = {rows, hidden, d_rows.mul(factor).to(options.compute_dtype), d_values};
       }
@@ -365,7 +386,10 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
       });
     };
     const Slice slice = group.rows > 0 ? slices.at(step->owner) : Slice{};
-    add_weight(cut.up, slice.d_values, slice.x);
+    const bool apart = cut.gate >= 0 && group.rows > 0;
+    const auto [d_gate, d_up] = apart ? gate_and_up(slice.d_values, shape) : std::pair(at::Tensor(), slice.d_values);
+    add_weight(cut.gate, d_gate, slice.x);
+    add_weight(cut.up, d_up, slice.x);
     add_bias(cut.up_bias, slice.d_values);
     add_weight(cut.down, slice.d_out, slice.hidden);
     add_bias(cut.down_bias, slice.d_out);

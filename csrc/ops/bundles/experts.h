@@ -22,7 +22,8 @@ struct ClampedGate {
 //   up [experts, up_rows, features] and down [experts, features, hidden], or transposed: [experts, features, up_rows]
 //   and [experts, hidden, features]; optional biases [experts, up_rows] and [experts, features].
 //
-// The rows of the gate come first or, if interleaved, alternate with those of up.
+// The rows of the gate come first or, if interleaved, alternate with those of up. With gate_apart, up has none of them:
+// the gate is a parameter of its own, [experts, hidden, features], without biases, and the last one.
 struct ExpertsShape {
   int64_t experts = 0;
   int64_t features = 0;
@@ -32,6 +33,7 @@ struct ExpertsShape {
   bool down_bias = false;
   bool transposed = false;
   bool interleaved = false;
+  bool gate_apart = false;
   Activation activation = Activation::silu;
   std::optional<ClampedGate> clamped;  // replaces the activation
   // The weights are stored in blocks, uint8 [experts, bytes]; an expert fills whole blocks.
@@ -54,7 +56,7 @@ struct ExpertsResult {
 // x [T, features] in options.compute_dtype, weights [T, K] of any floating dtype, index int64 [T, K], contiguous; an
 // index equal to `experts` selects no expert. An expert may have any number of tokens, including none. On CUDA, the
 // host reads the token counts per expert once, unless the shape has them. parameters: local shards of up, its bias,
-// down, its bias, without the absent ones.
+// down, its bias and the gate, without the absent ones.
 ExpertsResult experts_forward(Executor& executor, const at::Tensor& x, const at::Tensor& weights,
                               const at::Tensor& index, const std::vector<at::Tensor>& parameters,
                               const ExpertsShape& shape, bool keep, const RotationOptions& options);

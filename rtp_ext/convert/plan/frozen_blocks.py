@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rtp_ext.convert.plan.layers import drop_in, own_parameters
 from rtp_ext.convert.plan.request import Request
@@ -84,6 +85,8 @@ class FrozenBlocks:
             return "torchao computes it in 8 bits"
         if layer != "experts" and drop_in(part) is not RotatedLinear:
             return "it is stored as [in_features, out_features]"
+        if isinstance(parameter, DTensor):
+            return "other code has divided it among ranks"
         if parameter.numel() == 0:
             return "it is empty"
         rows = self._stored(parameter).group_rows

@@ -37,7 +37,7 @@ from rtp_ext.convert.plan.rotation_plan import (
 from rtp_ext.convert.plan.scaled_products import ScaledProducts, inputs_first, routers
 from rtp_ext.convert.scopes import is_inside
 from rtp_ext.convert.tensor_parallel import GATHERED as REPLICATED_STYLE
-from rtp_ext.convert.tensor_parallel import on_tensor_mesh, style_of
+from rtp_ext.convert.tensor_parallel import is_divided, on_tensor_mesh, style_of
 from rtp_ext.families import blocks
 from rtp_ext.families.float8_layers import is_in_8_bits
 from rtp_ext.families.recognised import is_experts
@@ -45,6 +45,7 @@ from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.families.sources import modules_read_by
 from rtp_ext.nn import RotatedEmbedding, RotatedExperts
 from rtp_ext.nn.attention import SHARD_DIMS as ATTENTION_DIMS
+from rtp_ext.nn.grouped import RotatedGroupedExperts
 from rtp_ext.parameters.frozen import FrozenWeight
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import type_name
@@ -202,6 +203,11 @@ class Inspection:
             return self._gathered(name, part, "tensor parallelism has replicated it", style)
         if style is not None:
             return self._parallel(name, part, style)
+        if is_divided(part, self.request.place.column) and not ids & self.request.ignored:
+            problem = self.unrotated.get(id(part)) or RotatedGroupedExperts.refusal(part)
+            if problem is not None:  # refused
+                return self._gathered(name, part, problem, notice="refused")
+            return self._rotated(name, part, "experts", {})
         if all(isinstance(parameter, DTensor) for parameter in own.values()):
             return self._ignored(name, part)
         if ids & self.request.ignored:
@@ -272,7 +278,7 @@ class Inspection:
         sliced = layer == "experts" and any(cuts.values())
         takes = layer == "linear" and not transposed and not cuts.get("weight")
         takes = takes or (layer == "experts" and not sliced)
-        recipe = self._recipe_name(part) if takes else None
+        recipe = self._recipe_name(part) if takes and not is_divided(part, self.request.place.column) else None
         for key, parameter in own_parameters(part).items():
             moved, dim, reason = self.kept.moved(part, key, cuts.get(key, 0))
             wide = frozen = None

@@ -22,6 +22,7 @@ from rtp_ext.nn import (
     RotatedMultiheadAttention,
 )
 from rtp_ext.nn.embedding import RotatedRows
+from rtp_ext.nn.grouped import RotatedGroupedExperts
 from rtp_ext.nn.linear import RotatedTransposedLinear
 from rtp_ext.parameters.extensions import is_extended
 from rtp_ext.parameters.sharded_module import ShardedModule
@@ -41,6 +42,7 @@ _LAYERS: dict[type, str] = {
     RotatedLinear: "linear",
     RotatedTransposedLinear: "linear",
     RotatedExperts: "experts",
+    RotatedGroupedExperts: "experts",
     RotatedLinearCrossEntropy: "head",
     RotatedEmbedding: "embedding",
     RotatedRows: "embedding",

@@ -117,6 +117,7 @@ class Place:
         has_replicas: whether the mesh of parameters has a dimension of replicas, even of size one.
         members: equal for places over the same ranks.
         words: the description of the place for error messages.
+        column: the ranks among which the experts are divided that this rank has a part of; None: dims have no expert.
     """
 
     facts: RingFacts
@@ -126,6 +127,7 @@ class Place:
     has_replicas: bool
     members: tuple
     words: str
+    column: tuple[int, ...] | None = None
 
     @property
     def device(self) -> str:
@@ -218,6 +220,7 @@ def place_of_ring(ring: Ring) -> Place:
         has_replicas=mesh is not None and mesh.ndim > (1 if ring.tensor_mesh is None else 2),
         members=members if experts is None else (*members, experts),
         words=describe(ring),
+        column=None if ring.experts is None else tuple(ring.experts.members),
     )
 
 
@@ -245,7 +248,17 @@ def place_of_grid(grid: RankGrid, options: Options) -> Place:
         has_replicas=grid.has_replicas,
         members=members if experts is None else (*members, experts),
         words=_words(grid.names, grid.grid),
+        column=_column(grid),
     )
+
+
+def _column(grid: RankGrid) -> tuple[int, ...] | None:
+    if grid.experts is None:
+        return None
+    size, (_, mine) = grid.shape[-1], grid.experts[grid.place[-1]]
+    first = size * grid.place[0] if grid.has_replicas else 0
+    ranks = zip(grid.experts, grid.ranks[first : first + size], strict=True)
+    return tuple(rank for (_, place), rank in sorted(ranks) if place == mine)
 
 
 def place_alone(ranks: int, rank: int, device: str, options: Options) -> Place:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rtp_ext._native import shard_sizes
 from rtp_ext.convert.plan.layers import drop_in, own_parameters, stray_parameters
@@ -71,6 +72,9 @@ class ScaledProducts:
 
     def wide(self, part: nn.Module) -> str | None:
         """Returns why the products of a module that multiplies by a matrix stay wide although a recipe is given."""
+        own = own_parameters(part).values()
+        if self.recipe is not None and not self.parallel and any(isinstance(each, DTensor) for each in own):
+            return "other code has divided it among ranks"
         if self.recipe is not None and is_experts(part):
             return self._wide_experts(part, self.recipe)
         weight: Any = own_parameters(part).get("weight")

@@ -22,10 +22,10 @@ from rtp_ext.convert.plan.request import (
     describe,
     place_of_ring,
 )
-from rtp_ext.convert.plan.rotation_plan import GATHERED, ROTATED, ModulePlan, RotationPlan
+from rtp_ext.convert.plan.rotation_plan import GATHERED, IGNORED, ROTATED, ModulePlan, RotationPlan
 from rtp_ext.convert.plan.scaled_products import conflict
 from rtp_ext.convert.scopes import ring_of_module
-from rtp_ext.convert.tensor_parallel import check_style, on_tensor_mesh
+from rtp_ext.convert.tensor_parallel import check_style, is_divided, on_tensor_mesh
 from rtp_ext.convert.validation.call import OFFLOAD
 from rtp_ext.families import blocks
 from rtp_ext.families.recognised import is_experts
@@ -49,10 +49,11 @@ def validate(plan: RotationPlan, request: Request) -> None:
     with the options, TypeError for parameters on another device. Changes nothing, and sends nothing."""
     if request.offloads and request.trains:
         _refuse_offload(request)
+    _refuse_foreign(request)
+    _check_divided(plan, request)
     if request.place.facts.places is not None:
         _check_experts(plan, request)
     _refuse_whole_tables(request)
-    _refuse_foreign(request)
     if request.trains:
         _refuse_scripts(request)
     _check_devices(request)
@@ -106,6 +107,35 @@ def _check_experts(plan: RotationPlan, request: Request) -> None:
             f"transformers, or nn.RotatedExperts), got none in a {type(request.root).__name__}; a part without any "
             "takes mesh=Ring(mesh, dims=dims), as all parts of its model"
         )
+
+
+def _check_divided(plan: RotationPlan, request: Request) -> None:
+    """Raises ValueError where experts that other code has divided cannot rotate."""
+    place, dims = request.place, request.options.dims
+    modules, column = dict(request.modules()), place.column
+    for planned in plan.modules:
+        part = modules.get(planned.name)
+        if part is None or planned.moved == IGNORED or not is_divided(part, column):
+            continue
+        assert column is not None, "it is divided among these ranks"
+        ranks, experts = place.facts.ranks, planned.parameters[0].shape[0]
+        places, ring = place.facts.places, place.ring
+        capacity = dims.expert_capacity if dims is not None else ring and ring.experts and ring.experts.capacity
+        problem = planned.reason
+        if problem is None and experts % ranks:
+            problem = f"expected a multiple of {ranks} experts, as many on every rank of the ring, got {experts}"
+        elif problem is None and capacity:
+            problem = f"expected no expert_capacity, since other code dispatches its tokens, got {capacity}"
+        elif problem is None and places is not None and list(places) != sorted(places) and not part._forward_pre_hooks:
+            problem = (
+                "expected hooks that dispatch its tokens (ExpertParallel), or a mesh whose dimension of experts comes "
+                "before the ring, got no forward_pre_hook"
+            )
+        if problem is not None:
+            raise ValueError(
+                f"fully_rotate: {planned.label} ({planned.kind}), whose experts other code has divided over ranks "
+                f"{list(column)}: {problem}"
+            )
 
 
 def _check_frozen(plan: RotationPlan, request: Request, modules: dict[str, nn.Module]) -> None:
@@ -248,13 +278,15 @@ def _refuse_foreign(request: Request) -> None:
         for key, parameter in own_parameters(part).items():
             if id(parameter) in ignored:
                 continue
-            if isinstance(parameter, DTensor) and not on_tensor_mesh(parameter, place.tensor_mesh):
+            known = on_tensor_mesh(parameter, place.tensor_mesh) or is_divided(part, place.column)
+            if isinstance(parameter, DTensor) and not known:
                 raise ValueError(
                     f"fully_rotate: expected plain parameters, which become DTensors on {place.words}; got "
                     f"{key} of {label}, a DTensor with placements {tuple(parameter.placements)} on "
                     f"{describe(parameter.device_mesh)}. Tensor parallelism goes with rotation over another dimension "
                     "of the same mesh: mesh=mesh, dims=RotationDims(ring=...) for a model that was parallelized over "
-                    'mesh["tp"]. Other sharding cannot be combined with it'
+                    'mesh["tp"], and experts that are Shard(0) over mesh["ep"] with RotationDims(ring=..., '
+                    'expert="ep"). Other sharding cannot be combined with it'
                 )
             if REPLACED in parameter.__dict__:
                 raise ValueError(
