@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rtp_ext._rules import CodePlane, CodePlanes
 
@@ -24,12 +24,14 @@ class Plane:
         RCEIL.
     transposed: the codes lie in memory as the transposed matrix, because the product sums over rows.
     codes: their format, "e4m3" or "e5m2".
+    whole: of shards of one matrix: all have one scale, for the largest magnitude of the whole, which ranks exchange.
     """
 
     block: tuple[int | None, int | None]
     rule: str = "linear"
     transposed: bool = False
     codes: str = "e4m3"
+    whole: bool = False
 
     @property
     def exponents(self) -> bool:
@@ -39,7 +41,7 @@ class Plane:
     def native(self, *, gpu: bool = False) -> CodePlane:
         """Returns the plane as the engine knows it. gpu: scales lie as torch._scaled_mm takes them on a GPU."""
         high, wide = self.block
-        return CodePlane(high or 0, wide or 0, self.rule, self.transposed, self.codes, gpu)
+        return CodePlane(high or 0, wide or 0, self.rule, self.transposed, self.codes, gpu, self.whole)
 
     def block_of(self, rows: int, columns: int) -> tuple[int, int]:
         """Returns the rows and columns of a block of a matrix."""
@@ -137,6 +139,7 @@ _TENSORWISE = Recipe(
     gradients=Plane((None, None), codes="e5m2"),
     weight_gradient=(Plane((None, None), transposed=True, codes="e5m2"), Plane((None, None), transposed=True)),
 )
+_TENSORWISE_WHOLE = replace(_TENSORWISE, name="float8_tensorwise_whole", forward=replace(_WHOLE, whole=True))
 _ROWWISE = Recipe(
     "float8_rowwise",
     forward=_of_rows("power_of_two"),
@@ -171,7 +174,7 @@ def _mxfp8(name: str, rule: str) -> Recipe:
 
 _MXFP8 = _mxfp8("mxfp8", "e8m0_floor"), _mxfp8("mxfp8_rceil", "e8m0_ceil")
 RECIPES: dict[str, Recipe] = {
-    each.name: each for each in (_TENSORWISE, _ROWWISE, _ROWWISE_WITH_GW_HP, _BLOCKWISE, *_MXFP8)
+    each.name: each for each in (_TENSORWISE, _TENSORWISE_WHOLE, _ROWWISE, _ROWWISE_WITH_GW_HP, _BLOCKWISE, *_MXFP8)
 }
 
 

@@ -5,6 +5,7 @@ travel, and the shard that arrives is an operand of `torch._scaled_mm`. A weight
 
     recipe                       forward plane        backward plane        tokens   gradient   weight gradient
     float8_tensorwise            one scale            the same              e4m3     e5m2       codes
+    float8_tensorwise_whole      one of all shards    the same              e4m3     e5m2       codes
     float8_rowwise               a scale a row        a scale a column      e4m3     e4m3       codes
     float8_rowwise_with_gw_hp    a scale a row        one scale             e4m3     e4m3       16 bits
     float8_blockwise             128 x 128            the same              e4m3     e4m3       codes
@@ -14,8 +15,8 @@ mxfp8 rounds exponents down (OCP MX, FLOOR of torchao), which saturates the larg
 4.1 % rms of y on normal data. mxfp8_rceil rounds them up, as torchao's MXFP8 training: 3.7 %, as the other recipes.
 
 Codes and scales of a shard are bitwise those of the whole weight where a block does not reach over a cut: rows always,
-128 x 128 and 32 with cuts on multiples of 128 and 32. One scale, and a scale a column, are the shard's own, or the
-whole weight's if `quantize` is given the largest magnitudes of all shards.
+128 x 128 and 32 with cuts on multiples of 128 and 32. One scale, and a scale a column, are the shard's own; with
+float8_tensorwise_whole ranks exchange the largest magnitudes of their shards in each forward, for torchao's one scale.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ __all__ = [
     "Plane",
     "Recipe",
     "amax",
+    "dequantized",
     "empty",
+    "lay_scales",
     "operands",
     "quantize",
     "quantize_into",
     "recipe",
+    "scale_dtype",
 ]
 
 CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -73,12 +77,40 @@ def empty(plane: Plane, rows: int, columns: int, device: torch.device | str, *, 
     """Returns room for the codes and scales of a matrix, in the layout of `quantize`."""
     shape = (columns, rows) if plane.transposed else (rows, columns)
     codes = torch.empty(shape, dtype=CODES[plane.codes], device=device)
-    dtype = torch.float8_e8m0fnu if plane.exponents else torch.float32
-    across = plane.scale_shape(rows, columns)[1]
-    native = plane.native(gpu=gpu)
-    scales = torch.empty(native.scale_memory(rows, columns), dtype=dtype, device=device)
-    scales = scales.view(-1) if gpu and plane.exponents else scales.t() if native.by_columns else scales[:, :across]
+    memory = torch.empty(plane.native(gpu=gpu).scale_memory(rows, columns), dtype=scale_dtype(plane), device=device)
+    scales = lay_scales(plane, memory, rows, columns, gpu=gpu)
     return Codes(plane, codes.t() if plane.transposed else codes, scales)
+
+
+def scale_dtype(plane: Plane) -> torch.dtype:
+    """Returns the dtype of the scales of a plane."""
+    return torch.float8_e8m0fnu if plane.exponents else torch.float32
+
+
+def lay_scales(plane: Plane, memory: Tensor, rows: int, columns: int, *, gpu: bool = False) -> Tensor:
+    """Returns the scales of a matrix that lie in memory of plane.native(gpu=gpu).scale_memory, as in `Codes`."""
+    if gpu and plane.exponents:
+        return memory.view(-1)
+    return memory.t() if plane.native(gpu=gpu).by_columns else memory[:, : plane.scale_shape(rows, columns)[1]]
+
+
+def dequantized(codes: Codes) -> Tensor:
+    """Returns the numbers that codes stand for, float32 [rows, columns]: each code times the scale of its block."""
+    plane, (rows, columns), scales = codes.plane, codes.codes.shape, codes.scales
+    if scales.dim() == 1:
+        scales = _unswizzled(scales, *plane.scale_shape(rows, columns), along_rows=plane.block[1] == 1)
+    high, wide = plane.block_of(rows, columns)
+    each = scales.float().repeat_interleave(high, 0).repeat_interleave(wide, 1)
+    return codes.codes.float() * each[:rows, :columns]
+
+
+def _unswizzled(scales: Tensor, down: int, across: int, *, along_rows: bool) -> Tensor:
+    """Returns exponents [down, across] that lie in tiles of 128 rows x 4 columns, those along rows transposed."""
+    if along_rows:
+        return _unswizzled(scales, across, down, along_rows=False).t()
+    tiles = scales.view(torch.uint8).view(-(-down // 128), -(-across // 4), 32, 4, 4)
+    laid = tiles.permute(0, 3, 2, 1, 4).flatten(3).flatten(0, 2)
+    return laid[:down, :across].contiguous().view(torch.float8_e8m0fnu)
 
 
 def quantize_into(out: Codes, values: Tensor, largest: Tensor | None = None) -> None:

@@ -42,7 +42,13 @@ Format = Literal["nf4", "mxfp4", "int8"]
 
 #: `recipe` of fully_rotate, rotated_linear and rotated_experts, or None
 RecipeName = Literal[
-    "float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "mxfp8", "mxfp8_rceil"
+    "float8_tensorwise",
+    "float8_tensorwise_whole",
+    "float8_rowwise",
+    "float8_rowwise_with_gw_hp",
+    "float8_blockwise",
+    "mxfp8",
+    "mxfp8_rceil",
 ]
 
 #: `activation` of MLPs, and of experts that have parameters

@@ -22,6 +22,7 @@ struct CodePlane {
   // Scales lie as torch._scaled_mm takes them on a GPU: exponents swizzled, those of 128 x 128 in rows of a multiple of
   // four, those of 1 x 128 in the order of columns.
   bool padded = false;
+  bool whole = false;  // of shards of one matrix: one scale, for the largest magnitude of all of them
 
   Extents block(int64_t rows, int64_t columns) const {
     return {block_rows > 0 ? block_rows : std::max<int64_t>(rows, 1),

@@ -113,15 +113,17 @@ Codes joined_columns(const std::vector<Codes>& parts) {
   return {at::cat(codes, 1).view(first.codes.scalar_type()), at::cat(scales).t(), first.block};
 }
 
+at::ScalarType scale_dtype(const CodePlane& plane) { return has_exponents(plane.rule) ? at::kByte : at::kFloat; }
+
 CodeMemory empty_codes(const CodePlane& plane, int64_t rows, int64_t columns, at::Device device,
                        std::optional<int64_t> stacked) {
-  const at::ScalarType scale = has_exponents(plane.rule) ? at::kByte : at::kFloat;
   const auto room = [&](const Extents& extents, at::ScalarType dtype) {
     std::vector<int64_t> shape(extents.begin(), extents.end());
     if (stacked) shape.insert(shape.begin(), *stacked);
     return at::empty(shape, at::TensorOptions().device(device).dtype(dtype));
   };
-  return {room(plane.code_memory(rows, columns), at::kByte), room(plane.scale_memory(rows, columns), scale)};
+  return {room(plane.code_memory(rows, columns), at::kByte),
+          room(plane.scale_memory(rows, columns), scale_dtype(plane))};
 }
 
 Codes codes_in(const CodePlane& plane, const CodeMemory& memory, int64_t rows, int64_t columns) {
@@ -138,10 +140,11 @@ Codes codes_in(const CodePlane& plane, const CodeMemory& memory, int64_t rows, i
   return found;
 }
 
-void quantize_into(const CodePlane& plane, const CodeMemory& memory, const at::Tensor& values, bool inputs_first) {
+void quantize_into(const CodePlane& plane, const CodeMemory& memory, const at::Tensor& values, bool inputs_first,
+                   const std::optional<at::Tensor>& amax) {
   const int64_t rows = values.size(0), columns = values.size(1);
   const Codes out = inputs_first ? codes_in(plane, memory, columns, rows).t() : codes_in(plane, memory, rows, columns);
-  quantize_codes(out.codes, out.scales, values, std::nullopt, {out.block[0], out.block[1]}, plane.rule);
+  quantize_codes(out.codes, out.scales, values, amax, {out.block[0], out.block[1]}, plane.rule);
 }
 
 Codes quantized(const CodePlane& plane, const at::Tensor& values) {

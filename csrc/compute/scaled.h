@@ -36,15 +36,17 @@ struct CodeMemory {
 
   CodeMemory of(int64_t matrix) const { return {codes.select(0, matrix), scales.select(0, matrix)}; }
 };
+at::ScalarType scale_dtype(const CodePlane& plane);
 CodeMemory empty_codes(const CodePlane& plane, int64_t rows, int64_t columns, at::Device device,
                        std::optional<int64_t> stacked = std::nullopt);
 
 // Returns the matrix [rows, columns] that lies in memory.
 Codes codes_in(const CodePlane& plane, const CodeMemory& memory, int64_t rows, int64_t columns);
 
-// Quantizes a matrix, in place with contiguous rows, or `inputs_first` with contiguous columns. See quantize_codes.
+// Quantizes a matrix, in place with contiguous rows, or `inputs_first` with contiguous columns. See quantize_codes,
+// also for `amax`.
 void quantize_into(const CodePlane& plane, const CodeMemory& memory, const at::Tensor& values,
-                   bool inputs_first = false);
+                   bool inputs_first = false, const std::optional<at::Tensor>& amax = std::nullopt);
 Codes quantized(const CodePlane& plane, const at::Tensor& values);
 
 // Returns a [m, k] @ b [k, n] in `dtype`: the sum of the products of dequantized numbers, which is kept in float32. On

@@ -16,7 +16,6 @@ struct ScaledWeights : Weights {
   ScaledWeights(Executor& executor, const RotationOptions& options, Pass pass, const LinearBundle& bundle,
                 const std::vector<at::Tensor>& parameters, bool needed = true)
       : Weights(executor, options, kLinear, pass, parameters) {
-    RTP_CHECK_VALUE(!executor.sourced(), options.name, ": expected no products in 8 bits of shards that are pulled");
     for (size_t layer = 0; layer < bundle.shapes.size(); ++layer) {
       const LinearShape& shape = bundle.shapes[layer];
       RTP_CHECK_VALUE(shape.codes && shape.by_outputs && !shape.transposed && !shape.frozen, options.name,

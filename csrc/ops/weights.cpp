@@ -8,19 +8,21 @@ namespace rtp {
 namespace {
 
 // Checks this rank's shard of a parameter, and returns it as it travels. A frozen weight, uint8 with the bytes of whole
-// groups, travels flat, without those that its last group lacks.
+// groups, travels flat, without those that its last group lacks. One that is stored as codes is returned flat.
 at::Tensor travelling_local(const Executor& executor, const RotationOptions& options, const char* what,
                             const at::Tensor& local, const ParameterFacts& parameter) {
   const int rank = executor.rank(), ranks = executor.ranks();
   const std::vector<int64_t> shard = parameter.shard(ranks, rank);
   const at::IntArrayRef expected(shard);
-  if (parameter.frozen) {
-    const int64_t bytes = parameter.held_bytes(ranks, rank, 0);
-    RTP_CHECK_TYPE(local.scalar_type() == at::kByte, options.name, ": expected a frozen weight in uint8, got ",
+  const bool coded = parameter.codes && executor.sourced();
+  if (parameter.frozen || coded) {
+    const char* const stored = coded ? "weight in codes" : "frozen weight";
+    const int64_t bytes = coded ? parameter.stored_bytes(ranks) : parameter.held_bytes(ranks, rank, 0);
+    RTP_CHECK_TYPE(local.scalar_type() == at::kByte, options.name, ": expected a ", stored, " in uint8, got ",
                    local.scalar_type());
     RTP_CHECK_VALUE(local.numel() == bytes && local.is_contiguous(), options.name, ": expected ", bytes,
-                    " contiguous bytes of a frozen weight's shard of shape ", expected, " on rank ", rank, " of ",
-                    ranks, ", got shape ", local.sizes());
+                    " contiguous bytes of a ", stored, "'s shard of shape ", expected, " on rank ", rank, " of ", ranks,
+                    ", got shape ", local.sizes());
   } else {
     RTP_CHECK_VALUE(local.sizes() == expected, options.name, ": expected a ", what, " shard of shape ", expected,
                     " on rank ", rank, " of ", ranks, ", got ", local.sizes());
@@ -29,7 +31,14 @@ at::Tensor travelling_local(const Executor& executor, const RotationOptions& opt
   }
   RTP_CHECK_TYPE(local.device() == executor.shard_device(), options.name, ": expected a ", what, " on ",
                  executor.shard_device().str(), ", where the ring has its shards, got ", local.device().str());
+  if (coded) return local.view(-1);
   return parameter.frozen ? local.view(-1).narrow(0, 0, block_bytes(*parameter.frozen, product(shard))) : local;
+}
+
+// Returns so much of a shard that is stored as codes, as a tensor.
+at::Tensor stored_in(const at::Tensor& bytes, int64_t first, at::ScalarType dtype, const std::vector<int64_t>& shape) {
+  const auto element = static_cast<int64_t>(c10::elementSize(dtype));
+  return bytes.narrow(0, first, product(shape) * element).view(dtype).view(shape);
 }
 
 }  // namespace
@@ -122,18 +131,16 @@ std::optional<ShardBundle> Weights::bundle() const {
   return bundle;
 }
 
-// Replaces weights by their codes, and adds their scales.
+// Replaces weights by their codes, which the owner makes here or has stored, and adds their scales.
 void Weights::encode(ShardBundle& bundle) const {
-  RTP_CHECK_VALUE(executor_.streams().capture() == 0, rotation_.name,
+  const bool stored = executor_.sourced();
+  RTP_CHECK_VALUE(stored || executor_.streams().capture() == 0, rotation_.name,
                   ": expected no capture of a CUDA graph, which would repeat the codes of its first pass");
   for (size_t place = 0; place < count(); ++place) {
     if (scales_[place] < 0) continue;
     const ParameterFacts& facts = facts_.parameters[place];
     const CodePlane& plane = facts.plane(pass_);
-    std::shared_ptr<ShardCodes> codes = executor_.codes().of(local_[static_cast<size_t>(index_[place])],
-                                                             {plane, rotation_.compute_dtype, facts.inputs_first});
-    const CodeMemory& memory = codes->memory();
-    TensorLayout of_codes{at::kByte, {}}, of_scales{memory.scales.scalar_type(), {}};
+    TensorLayout of_codes{at::kByte, {}}, of_scales{scale_dtype(plane), {}};
     for (int owner = 0; owner < executor_.ranks(); ++owner) {
       const std::vector<int64_t> shard = facts.shard(executor_.ranks(), owner);
       const auto [outputs, inputs] = facts.matrix(shard);
@@ -143,12 +150,23 @@ void Weights::encode(ShardBundle& bundle) const {
         if (shard.size() > 2) shape.insert(shape.begin(), shard[0]);
       }
     }
-    const auto index = static_cast<size_t>(index_[place]);
+    const auto index = static_cast<size_t>(index_[place]), rank = static_cast<size_t>(executor_.rank());
+    const at::Tensor& local = local_[index];
+    CodeMemory memory;
+    if (stored) {
+      const int64_t first = facts.scales_at(facts.shard(executor_.ranks(), executor_.rank()));
+      memory = {stored_in(local, 0, of_codes.dtype, of_codes.shapes[rank]),
+                stored_in(local, first, of_scales.dtype, of_scales.shapes[rank])};
+    } else {
+      const Coding coding{plane, rotation_.compute_dtype, facts.inputs_first};
+      std::shared_ptr<ShardCodes> codes = executor_.codes().of(local, coding);
+      memory = codes->memory();
+      bundle.codes.push_back({std::move(codes), place});
+    }
     bundle.layouts[index] = std::move(of_codes), bundle.local[index] = memory.codes;
     bundle.layouts.push_back(std::move(of_scales)), bundle.local.push_back(memory.scales);
-    bundle.codes.push_back({std::move(codes), place});
   }
-  executor_.refresh(bundle);
+  if (!stored) executor_.refresh(bundle);
 }
 
 CodeMemory Weights::coded(const std::vector<at::Tensor>& shards, size_t place) const {

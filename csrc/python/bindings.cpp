@@ -191,6 +191,16 @@ void bind_executor(py::module_& m) {
       .def(
           "forget_codes", [](Executor& e, const at::Tensor& shard) { e.codes().forget(shard); }, py::arg("shard"))
       .def(
+          "set_amax",
+          [](Executor& e, const at::Tensor& shard, float amax, int64_t phase) {
+            e.codes().set_amax(shard, amax, phase);
+          },
+          py::arg("shard"), py::arg("amax"), py::arg("phase"))
+      .def(
+          "has_amax",
+          [](Executor& e, const at::Tensor& shard, int64_t phase) { return e.codes().has_amax(shard, phase); },
+          py::arg("shard"), py::arg("phase"))
+      .def(
           "codes", [](Executor& e) { return std::pair(e.codes().bytes(), e.codes().made()); },
           "Bytes of the codes of local shards, and how often codes were made.")
       .def(

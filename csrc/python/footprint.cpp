@@ -41,8 +41,8 @@ void bind_footprint(py::module_& m) {
       "The row of an operation; the usual facts for one without a row.");
   py::class_<CodePlane>(m, "CodePlane",
                         "How a matrix becomes codes of 8 bits with a scale a block; 0: all rows, or columns.")
-      .def(py::init<int64_t, int64_t, ScaleRule, bool, CodeFormat, bool>(), py::arg("rows"), py::arg("columns"),
-           py::arg("rule"), py::arg("transposed"), py::arg("format"), py::arg("padded"))
+      .def(py::init<int64_t, int64_t, ScaleRule, bool, CodeFormat, bool, bool>(), py::arg("rows"), py::arg("columns"),
+           py::arg("rule"), py::arg("transposed"), py::arg("format"), py::arg("padded"), py::arg("whole"))
       .def_property_readonly("by_columns", &CodePlane::by_columns)
       .def("stacks", &CodePlane::stacks, py::arg("summed"))
       .def("joins", &CodePlane::joins)
@@ -59,13 +59,9 @@ void bind_footprint(py::module_& m) {
       .def_property_readonly("rows_of_group", &ParameterFacts::rows_of_group)
       .def("sizes", &ParameterFacts::sizes, py::arg("ranks"))
       .def("shard", &ParameterFacts::shard, py::arg("ranks"), py::arg("owner"))
-      .def(
-          "travelling_bytes",
-          [](const ParameterFacts& parameter, int ranks, int owner, int64_t element_bytes) {
-            return travelling_bytes(product(parameter.shard(ranks, owner)), parameter.frozen, TravelFormat::plain,
-                                    element_bytes);
-          },
-          py::arg("ranks"), py::arg("owner"), py::arg("element_bytes"))
+      .def("pulled_bytes", &ParameterFacts::pulled_bytes, py::arg("ranks"), py::arg("owner"), py::arg("element_bytes"))
+      .def("scales_at", &ParameterFacts::scales_at, py::arg("shard"))
+      .def("stored_bytes", &ParameterFacts::stored_bytes, py::arg("ranks"))
       .def("held_bytes", &ParameterFacts::held_bytes, py::arg("ranks"), py::arg("owner"), py::arg("element_bytes"));
   py::class_<OperationFacts>(m, "OperationFacts", "One use of an operation: its parameters in the order of the engine.")
       .def(py::init([](const std::string& key, std::vector<ParameterFacts> parameters, bool input_gradient) {

@@ -88,6 +88,26 @@ int64_t ParameterFacts::coded_bytes(Pass pass, const std::vector<int64_t>& shard
   return stacked(shard) * plane(pass).bytes(outputs, inputs);
 }
 
+std::vector<int64_t> ParameterFacts::pulled_bytes(int ranks, int owner, int64_t element_bytes) const {
+  const std::vector<int64_t> shard = this->shard(ranks, owner);
+  if (!codes) return {travelling_bytes(product(shard), frozen, TravelFormat::plain, element_bytes)};
+  return {product(shard), coded_bytes(Pass::forward, shard) - product(shard)};
+}
+
+int64_t ParameterFacts::scales_at(const std::vector<int64_t>& shard) const {
+  constexpr int64_t kUnit = 64;  // bytes
+  return product(shard) / kUnit * kUnit + kUnit;
+}
+
+int64_t ParameterFacts::stored_bytes(int ranks) const {
+  int64_t most = 0;
+  for (int owner = 0; owner < ranks; ++owner) {
+    const std::vector<int64_t> shard = this->shard(ranks, owner);
+    most = std::max(most, scales_at(shard) + std::max<int64_t>(coded_bytes(Pass::forward, shard) - product(shard), 1));
+  }
+  return most;
+}
+
 bool OperationFacts::late() const {
   return kind.late && std::none_of(parameters.begin(), parameters.end(),
                                    [](const ParameterFacts& each) { return each.frozen.has_value(); });

@@ -104,6 +104,12 @@ struct ParameterFacts {
   static int64_t stacked(const std::vector<int64_t>& shard) { return shard.size() > 2 ? shard[0] : 1; }
   // Bytes of the codes and scales of a shard.
   int64_t coded_bytes(Pass pass, const std::vector<int64_t>& shard) const;
+  // The bytes of the tensors in which a shard is pulled, as it is stored: forward codes and their scales, or one.
+  std::vector<int64_t> pulled_bytes(int ranks, int owner, int64_t element_bytes) const;
+  // Where the scales begin in a shard that is stored as its forward codes, in bytes, and the bytes of the largest one.
+  // Codes have a unit of memory at least, so that the address of scales is another one.
+  int64_t scales_at(const std::vector<int64_t>& shard) const;
+  int64_t stored_bytes(int ranks) const;
 };
 
 // One use of an operation. Parameters have the order of the engine.

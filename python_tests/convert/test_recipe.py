@@ -257,7 +257,8 @@ def test_explain_says_why_a_product_has_one_shard():
     column = "each column of a shard has a scale"
     whole, lies = "a shard has one scale", "columns of a shard lie together"
     backward = dict.fromkeys(RECIPES, column) | {"float8_blockwise": None, "mxfp8": lies, "mxfp8_rceil": lies}
-    backward |= dict.fromkeys(("float8_tensorwise", "float8_rowwise_with_gw_hp"), whole)
+    single = ("float8_tensorwise", "float8_tensorwise_whole", "float8_rowwise_with_gw_hp")
+    backward |= dict.fromkeys(single, whole)
     for name, why in backward.items():
         options = {"ranks": 2, "rank": 0, "device": "cpu", "recipe": name}
         plan = rtp_ext.explain(nn.Linear(256, 256, bias=False), group=2, **options)

@@ -164,7 +164,7 @@ def test_products(name):
     y = dequantized(tokens) @ dequantized(forward).t()
     dx = dequantized(gradients) @ dequantized(backward)
     exact = x.double() @ weight.double().t(), dy.double() @ weight.double()
-    limit = 0.045 if name != "float8_tensorwise" else 0.08  # e5m2 has two bits of mantissa
+    limit = 0.08 if name.startswith("float8_tensorwise") else 0.045  # e5m2 has two bits of mantissa
     assert 0.015 < error_of(y, exact[0]) < 0.045 and 0.015 < error_of(dx, exact[1]) < limit
     scaled = Codes(forward.plane, forward.codes, forward.scales.float() * 1.5)
     assert error_of(dequantized(tokens) @ dequantized(scaled).t(), exact[0]) > 0.4, "control: another scale"

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rtp_ext
+from rtp_ext.functional.dispatch import within_capacity
 from rtp_ext.nn import RotatedExperts, RotatedLinear, RotatedMoE
 
 TIMEOUT = 30.0
@@ -318,6 +319,30 @@ def test_router_controls_and_behaviour(rank, ranks):
     _behaviours(rank, ranks)
 
 
+@on_ranks([2, 3])
+def test_experts_in_8_bits(rank, ranks, ring):
+    """Results and gradients are those of RotatedExperts with the recipe and of a wide router."""
+    for factor in (None, 0.6):
+        options = {"dtype": torch.float32, "capacity_factor": factor}
+        module, _ = make(ring, recipe="float8_rowwise", **options)
+        wide, _ = make(ring, **options)
+        twin = copy.deepcopy(module)
+        x = make_input(rank).float()
+        y = module(x)
+        p = twin.gate(x.flatten(0, 1)).softmax(-1)
+        weights, index = p.topk(2)
+        if factor is not None:
+            index, _ = within_capacity(index, EXPERTS, math.ceil(index.numel() * factor / EXPERTS))
+        expected = twin.experts(x.flatten(0, 1), index, weights / weights.sum(-1, keepdim=True)).view(x.shape)
+        assert torch.equal(y, expected)
+        assert differs(y, wide(x), 1e-3), "control: wide experts"
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        for name, parameter in module.named_parameters():
+            assert torch.equal(local(parameter.grad), local(twin.get_parameter(name).grad)), name
+    assert module.experts.recipe.name == "float8_rowwise" and module.gate.recipe is None
+
+
 def test_wrong_arguments():
     ring = rtp_ext.Ring.emulated(2)
     for message, arguments, options in (
@@ -330,6 +355,7 @@ def test_wrong_arguments():
         ("expected a positive capacity_factor or None, got nan", (HIDDEN, INNER, EXPERTS, 2, math.nan), {}),
         ("expected a positive capacity_factor or None, got inf", (HIDDEN, INNER, EXPERTS, 2, math.inf), {}),
         ("RotatedExperts: expected an activation of .*, got 'mish'", (HIDDEN, INNER, EXPERTS), {"activation": "mish"}),
+        ("recipe: expected one of float8_tensorwise, .*, got 'e4m3'", (HIDDEN, INNER, EXPERTS), {"recipe": "e4m3"}),
     ):
         with pytest.raises(ValueError, match=message):
             RotatedMoE(*arguments, ring=ring, **options)

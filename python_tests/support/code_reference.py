@@ -85,7 +85,9 @@ def numbers(plane: Plane, values: Tensor) -> Tensor:
 
 
 def of_shards(plane: Plane, weight: Tensor, ranks: int) -> Tensor:
-    """Returns the numbers of the codes of a weight whose shards are quantized one by one."""
+    """Returns the numbers of the codes of a weight whose shards are quantized one by one, but for one scale of all."""
+    if plane.whole:
+        return numbers(plane, weight)
     return torch.cat([numbers(plane, chunk(weight, ranks, owner)) for owner in range(ranks)])
 
 
@@ -125,7 +127,7 @@ class ScaledLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         y = scaled_product(self.recipe, input.flatten(0, -2), self.weight, self.ranks)
         y = y if self.bias is None else y + self.bias
-        return y.view(*input.shape[:-1], -1)
+        return y.view(*input.shape[:-1], y.shape[-1])
 
 
 def scaled(model: nn.Module, name: str, ranks: int, wide: tuple[str, ...] = ()) -> nn.Module:

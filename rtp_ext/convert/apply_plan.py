@@ -143,9 +143,10 @@ class Application:
             options["recipe"] = recipe_of(module.recipe)
             what = ", experts" if module.layer == "experts" else ""
             self.counts[f"products in 8 bits{what}: {module.recipe}"] += 1
-        if module.in_blocks:
+        if module.in_blocks or module.in_codes:
             options["frozen"] = {each.key: each.frozen for each in module.parameters if each.frozen is not None}
             self.ring.traceable = False  # a compiler would look into the parameter
+        if module.in_blocks:
             for frozen in options["frozen"].values():
                 self.counts[f"weights in blocks of {frozen.format}"] += 1
         make = class_above if mixed is RotatedRows else mixed_class

@@ -109,13 +109,13 @@ def fully_rotate(module: _Given, **keywords: Unpack[RotateKeywords]) -> _Given:
             experts that do not fill whole blocks, and vocabulary heads of transformers' models without
             loss_head="fused" stay in their dtype: explain and the log name them. Not with in_place, route="gather",
             offload_policy, tensor parallelism, emulated rings, and outer policies other than AllReduce.
-        recipe: "float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "mxfp8" or
-            "mxfp8_rceil": products in 8 bits of linear layers and experts, whose weights travel as they are multiplied:
-            the owner of a shard quantizes it once after each change. MLPs rotate layer by layer then. Heads,
-            embeddings, norms, routers, attention of torch, linear layers stored [in, out], experts with
-            bundle="recompute" and layers whose sizes do not fit the blocks stay wide: explain and the log name them.
-            Not with in_place, offload_policy and outer.ZeroOuter, nor where the user captures CUDA graphs. See
-            docs/float8.md.
+        recipe: "float8_tensorwise", "float8_tensorwise_whole", "float8_rowwise", "float8_rowwise_with_gw_hp",
+            "float8_blockwise", "mxfp8" or "mxfp8_rceil": products in 8 bits of linear layers and experts, whose weights
+            travel as they are multiplied: the owner of a shard quantizes it once after each change. MLPs rotate layer
+            by layer then. Heads, embeddings, norms, routers, attention of torch, linear layers stored [in, out],
+            experts with bundle="recompute" and layers whose sizes do not fit the blocks stay wide: explain and the log
+            name them. Not with in_place, offload_policy and outer.ZeroOuter, nor where the user captures CUDA graphs.
+            See docs/float8.md.
         route, gradient_route, gradient_travel, buffers, group, collective, embedding, transport, travel, timeout: see
             Ring. Beside a Ring, and for a model with converted parts: the values of their ring, or the defaults.
             `travel` does not apply to gathered parameters.

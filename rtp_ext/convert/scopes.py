@@ -22,7 +22,9 @@ from rtp_ext.convert.modules.bundled import OWN_HOOKS
 from rtp_ext.convert.modules.gathered import ForwardScope, GatheredModule, average_gradient, is_averaged
 from rtp_ext.convert.modules.refused import refuse_additions
 from rtp_ext.convert.modules.whole_embedding import WholeEmbedding
+from rtp_ext.functional._scaled import exchange_amaxes
 from rtp_ext.functional.torch_compile import traced
+from rtp_ext.nn import RotatedLinear
 from rtp_ext.outer.micro_batches import follow_pipelines
 from rtp_ext.outer.policy import UNIT, OuterPolicy, Unit, Units
 from rtp_ext.ring import Ring
@@ -105,6 +107,7 @@ class RotationState(ForwardScope):
         self.return_local_shards()
         self.plan(root)
         self.ring.check_alive(f"{type(root).__name__} forward")
+        self.exchange_amaxes(root)
         self.foresee(root, split)
 
     def in_graph_event(self, event: str, split: bool, autocast: torch.dtype | None) -> None:
@@ -150,6 +153,15 @@ class RotationState(ForwardScope):
         number = self.forwards
         if self.began and self.root_depth == 1 and number > 1 and number & (number - 1) == 0:
             plan_anew(root, self.ring)
+
+    def exchange_amaxes(self, root: nn.Module) -> None:
+        """Has the ranks exchange the largest magnitudes of weights whose shards have one scale. Collective, where the
+        model has such."""
+        if self.ring.has_one_scale and self.began and self.root_depth == 1:
+            layers = (part for part in root.modules() if isinstance(part, RotatedLinear) and part.ring is self.ring)
+            weights = [part._parameters["weight"] for part in layers if part.recipe and part.recipe.forward.whole]
+            if weights:
+                exchange_amaxes(self.ring, [weight for weight in weights if weight is not None])
 
     def end(self, failed: bool = False) -> None:
         """Ends a forward of the whole model, and runs the postponed comparisons of its layers. After an exception the

@@ -1,4 +1,4 @@
-"""Linear layers that torchao computes in 8 bits, and their recipes. The package is never imported here."""
+"""Linear layers and experts that torchao computes in 8 bits, and their recipes. The package is never imported here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
+from rtp_ext.families.recognised import is_experts
 from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.parameters.sharding import keep_hooks
 
@@ -52,22 +54,34 @@ _WEIGHTS: tuple[tuple[str, str, _Reader], ...] = (  # of plain linear layers, wh
 )
 
 
+def _of_grouped(config: Any) -> str | None:
+    return "float8_rowwise" if config.float8_dtype == torch.float8_e4m3fn else None
+
+
+_STACKS: tuple[tuple[str, str, _Reader], ...] = (  # of experts, whose forward calls torch._grouped_mm
+    ("torchao.prototype.moe_training.tensor", "Float8TrainingWeightWrapperTensor", _of_grouped),
+    ("torchao.prototype.moe_training.tensor", "MXFP8TrainingWeightWrapperTensor", _of_mx),
+)
+
+
 def _class(place: str, name: str) -> Any:
     return getattr(sys.modules.get(place), name, None)
 
 
 def is_in_8_bits(part: nn.Module) -> bool:
-    """Returns whether torchao computes a linear layer in 8 bits in training."""
+    """Returns whether torchao computes a linear layer, or experts, in 8 bits in training."""
     return _found(part) is not None
 
 
 def recipe_name(part: nn.Module) -> str | None:
-    """Returns the name of the recipe by which torchao computes a linear layer; None if it is another, or none."""
+    """Returns the name of the recipe by which torchao computes such a module; None if it is another, or none."""
     found = _found(part)
     return None if found is None else found[0]
 
 
 def _found(part: Any) -> tuple[str | None] | None:
+    if is_experts(part):
+        return _found_experts(part)
     if not isinstance(part, nn.Linear):
         return None
     for place, name, read in _LAYERS:
@@ -80,6 +94,22 @@ def _found(part: Any) -> tuple[str | None] | None:
             lost = read is _of_mx and part.bias is not None  # torchao leaves out the bias
             return (read(weight.config) if has_same_forward(part, nn.Linear) and not lost else None,)
     return None
+
+
+def _found_experts(part: Any) -> tuple[str | None] | None:
+    if getattr(getattr(part, "config", None), "_experts_implementation", None) != "grouped_mm":
+        return None  # torchao leaves other products wide
+    weights = [weight for weight in part._parameters.values() if weight is not None and weight.dim() == 3]
+    found = {
+        read(weight.config)
+        for weight in weights
+        for place, name, read in _STACKS
+        if type(weight) is _class(place, name)
+    }
+    wrapped = sum(type(weight) in {_class(place, name) for place, name, _ in _STACKS} for weight in weights)
+    if wrapped == 0:
+        return None
+    return (found.pop() if len(found) == 1 and wrapped == len(weights) else None,)
 
 
 def unwrap(part: nn.Module) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from rtp_ext._native import kernels
 from rtp_ext.functional._call import Call
+from rtp_ext.parameters.sharding import held
 from rtp_ext.recipes import Recipe
+from rtp_ext.ring import Ring
 
 
 def expect_takes_recipe(call: Call, recipe: Recipe) -> None:
@@ -34,3 +39,47 @@ def forget_codes(call: Call, shards: Sequence[torch.Tensor]) -> None:
     for given, shard in zip(call.watched, shards, strict=True):
         if not isinstance(given, DTensor):
             call.ring.communicator.executor.forget_codes(shard)
+
+
+# By parameter: a version of it, and the largest magnitude of this rank's shard then.
+_own: Any = WeakIdKeyDictionary()
+
+
+def exchange_amaxes(ring: Ring, weights: Sequence[torch.Tensor]) -> None:
+    """Gives the engine the largest magnitude of each whole weight [outputs, inputs], for one scale of all its shards.
+
+    Collective, whatever a rank knows of its own shards: each rank sends its largest magnitudes in every forward.
+    weights: DTensors, whose largest magnitudes are found once for each version, or plain shards.
+    """
+    mine, unknown = [0.0] * len(weights), []
+    for place, weight in enumerate(weights):
+        known = _own.get(weight) if isinstance(weight, DTensor) and not weight.is_inference() else None
+        if known is not None and known[0] == weight._version:
+            mine[place] = known[1]
+        else:
+            unknown.append(place)
+    if unknown:
+        found = torch.zeros(len(unknown), 1, 1, device=ring.device)
+        for largest, place in zip(found, unknown, strict=True):
+            shard = held(weights[place]).detach()
+            if shard.numel() > 0:
+                kernels.block_amax(largest, shard, tuple(shard.shape))
+        for place, value in zip(unknown, found.flatten().tolist(), strict=True):
+            mine[place] = value
+            if isinstance(weights[place], DTensor) and not weights[place].is_inference():
+                _own[weights[place]] = weights[place]._version, value
+    every = torch.tensor(ring.exchange(mine), dtype=torch.float32, device="cpu").amax(0)
+    phase, executor = ring.agreement.forward_phase, ring.communicator.executor
+    for weight, value in zip(weights, every.tolist(), strict=True):
+        executor.set_amax(held(weight).detach(), value, phase)
+
+
+def expect_amaxes(call: Call, shards: Sequence[torch.Tensor]) -> None:
+    """Has the engine know the largest magnitudes of the whole weights of an operation: the forward of a converted model
+    has exchanged those of its layers. Collective elsewhere, but in a recomputation, which has those of its forward."""
+    matrices = [place for place, shard in enumerate(shards) if shard.dim() == 2]
+    phase, executor = call.ring.agreement.forward_phase, call.ring.communicator.executor
+    if torch._C._current_graph_task_id() != -1:
+        return
+    if phase == 0 or not all(executor.has_amax(shards[place], phase) for place in matrices):
+        exchange_amaxes(call.ring, [call.watched[place] for place in matrices])

@@ -17,6 +17,7 @@ from rtp_ext.functional._scaled import expect_fits, expect_takes_recipe, forget_
 from rtp_ext.functional.dispatch import dispatched, fixed_starts, refuse
 from rtp_ext.functional.mlp import ACTIVATIONS
 from rtp_ext.functional.sliced import HiddenCut, Sliced, Slicing, chosen_slices, expect_whole, hidden_cuts
+from rtp_ext.parameters.coded import CodedWeight, stored_codes
 from rtp_ext.parameters.frozen import expect_takes_blocks, part_of_frozen
 from rtp_ext.parameters.sharding import frozen_of, local_shards
 from rtp_ext.recipes import Recipe, operands
@@ -211,8 +212,10 @@ class Experts(Operation):
         expect_takes_blocks(call.name, frozen, False, call.ring.in_place)
         recipe, gpu = self.recipe, call.ring.device.type == "cuda"
         if recipe is not None:
-            self._expect_takes_recipe(call, recipe, any(frozen))
-        formats = {param.what: each.format for param, each in zip(params, frozen, strict=True) if each is not None}
+            matrices = [each for param, each in zip(params, frozen, strict=True) if param.dims == 3]
+            self._expect_takes_recipe(call, recipe, any(frozen) and not stored_codes(call.name, matrices, recipe))
+        blocks = {param.what: each for param, each in zip(params, frozen, strict=True) if each is not None}
+        formats = {what: each.format for what, each in blocks.items() if not isinstance(each, CodedWeight)}
 
         def derive(shapes: list[tuple[int, ...]]) -> _Experts:
             shapes = [shape if each is None else each.shape for shape, each in zip(shapes, frozen, strict=True)]

@@ -12,8 +12,9 @@ import torch
 from rtp_ext import _native
 from rtp_ext.functional._call import Call, ShardedParameter, expect_shape
 from rtp_ext.functional._operation import Operation, Options, expect_features, graph_operand, rotate
-from rtp_ext.functional._scaled import expect_fits, expect_takes_recipe, forget_codes
+from rtp_ext.functional._scaled import expect_amaxes, expect_fits, expect_takes_recipe, forget_codes
 from rtp_ext.options import wire_itemsize
+from rtp_ext.parameters.coded import CodedWeight, stored_codes
 from rtp_ext.parameters.frozen import FrozenWeight, expect_takes_blocks
 from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.recipes import Recipe, operands
@@ -82,6 +83,7 @@ class _Bundle:
     multiplied: list[set[int]]  # for each parameter: the inputs whose gradients depend on it
     weights: list[bool]  # for each parameter: whether it is a weight, which the gradients of all inputs depend on
     scaled: Any = None  # native ScaledOperands, of products in 8 bits
+    one_scale: bool = False  # all shards of a weight have one scale
 
 
 class Linears(Operation):
@@ -117,10 +119,11 @@ class Linears(Operation):
         if projections is not None:
             projections = tuple(map(tuple, projections))  # type: ignore[arg-type]
         frozen = tuple(map(frozen_of, weights))
-        if in_blocks := any(frozen):
-            expect_takes_blocks(call.name, frozen, transposed, call.ring.in_place)
         recipe = self.recipe
+        if stored := any(frozen):
+            expect_takes_blocks(call.name, frozen, transposed, call.ring.in_place)
         if recipe is not None:
+            in_blocks = stored and not stored_codes(call.name, frozen, recipe)
             _expect_takes_recipe(call, recipe, transposed or in_blocks or projections is not None or len(inputs) > 1)
 
         def derive(shapes: list[tuple[int, ...]]) -> _Bundle:
@@ -134,7 +137,7 @@ class Linears(Operation):
         for x in inputs:
             tokens = max(tokens, x.shape[:-1].numel())
         planned: dict[str, Any] = (
-            {} if transposed or in_blocks else {"tokens": tokens, "size": lambda shapes: _size(call, shapes, recipe)}
+            {} if transposed or stored else {"tokens": tokens, "size": lambda shapes: _size(call, shapes, recipe)}
         )
         return self.agree(call, params, inputs, facts, derive, **planned)
 
@@ -166,6 +169,8 @@ class Linears(Operation):
     def forward(call, bundle, inputs, parameters):
         if bundle.scaled is not None:
             forget_codes(call, parameters)
+            if bundle.one_scale:
+                expect_amaxes(call, parameters)
             tensors = inputs[0], parameters, bundle.layers
             return call.run(_native.scaled_linear_forward, *tensors, bundle.scaled, call.options)
         return call.run(_native.linear_forward, inputs, parameters, bundle.layers, bundle.projections, call.options)
@@ -231,9 +236,9 @@ def rotated_linear(
         compute_dtype: weights are cast to it before they travel; default: torch.autocast's if enabled, else the
             weight's own.
         reduce_dtype: dtype in which partial gradients travel; default float32 (float64 for float64).
-        recipe: "float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "mxfp8" or
-            "mxfp8_rceil": products in 8 bits, of weights cut along dimension 0. Codes and scales travel, which the
-            owner makes once after each change of its shard; see `rtp_ext.recipes`.
+        recipe: "float8_tensorwise", "float8_tensorwise_whole", "float8_rowwise", "float8_rowwise_with_gw_hp",
+            "float8_blockwise", "mxfp8" or "mxfp8_rceil": products in 8 bits, of weights cut along dimension 0. Codes
+            and scales travel, which the owner makes once after each change of its shard; see `rtp_ext.recipes`.
         name: prefix of error messages.
 
     Raises ValueError or TypeError if shapes, dtypes or devices do not match (with expected and actual values),
@@ -380,6 +385,7 @@ def _bundle(
         multiplied,
         [bool(inputs) for inputs in multiplied],
         None if recipe is None else operands(recipe, gpu=gpu),
+        recipe is not None and recipe.forward.whole,
     )
 
 
@@ -393,7 +399,9 @@ def _expect_takes_recipe(call: Call, recipe: Recipe, otherwise: bool) -> None:
 
 
 def _native_blocks(frozen: FrozenWeight | None) -> dict[str, Any]:
-    return {} if frozen is None else {"frozen": frozen.format, "in_mlp": frozen.rows > 0}
+    if frozen is None or isinstance(frozen, CodedWeight):
+        return {}
+    return {"frozen": frozen.format, "in_mlp": frozen.rows > 0}
 
 
 def _check_projections(

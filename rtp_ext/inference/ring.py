@@ -20,6 +20,8 @@ from rtp_ext._native import RingTimeout, RotationError
 from rtp_ext.compilers import keep_compilers_out
 from rtp_ext.inference.forwards import Forwards, InTurn
 from rtp_ext.options import RingOptions
+from rtp_ext.parameters.coded import CodedWeight
+from rtp_ext.parameters.sharding import frozen_of
 from rtp_ext.ring import Ring
 from rtp_ext.ring.autograd import as_gradient
 from rtp_ext.ring.bootstrap import agree_on, join_ranks, refused_together
@@ -123,9 +125,10 @@ class InferenceRing:
 
         Returns the parameters, in order, as DTensors over that memory; those on the meta device are zero.
         """
-        offsets, end = [], 0
+        starts, offsets, end = [], [], 0
         for parameter in parameters:
-            offsets.append(end)
+            starts.append(end)
+            offsets += [end + first for first in _pieces(parameter)]
             # one unit at least: the address of a shard identifies its parameter
             end += max(1, -(-parameter._local_tensor.nbytes // _ALIGNMENT)) * _ALIGNMENT
         source, problem, address = None, None, ""
@@ -147,7 +150,7 @@ class InferenceRing:
         self._refuse(problem)
         moved: list[Any] = []
         with torch.inference_mode(False), torch.no_grad():
-            for parameter, offset in zip(parameters, offsets, strict=True):
+            for parameter, offset in zip(parameters, starts, strict=True):
                 local = parameter._local_tensor
                 place = source.memory(offset, local.nbytes).view(local.dtype).view(local.shape)
                 place.zero_() if local.is_meta else place.copy_(local)
@@ -281,6 +284,14 @@ class InferenceRing:
             f"InferenceRing(rank={self.rank}, size={self.size}, transport={self.transport!r}, {self.shard_bytes} bytes "
             f"of shards {place}, {self.whole_bytes} bytes whole on every rank)"
         )
+
+
+def _pieces(parameter: DTensor) -> list[int]:
+    """Returns where the tensors begin that are pulled of this rank's shard, in bytes: of codes and of scales."""
+    weight, mesh = frozen_of(parameter), parameter.device_mesh
+    if not isinstance(weight, CodedWeight):
+        return [0]
+    return [0, weight.facts.scales_at(weight.facts.shard(weight.ranks, mesh.get_local_rank(mesh.ndim - 1)))]
 
 
 def _pulls_from(ring: Ring) -> tuple[int, ...]:

@@ -29,9 +29,10 @@ from rtp_ext.inference.forwards import mark_forwards
 from rtp_ext.inference.ring import TRANSPORTS, InferenceRing
 from rtp_ext.nn import Flyweight
 from rtp_ext.parameters.frozen import FORMATS
+from rtp_ext.recipes import RECIPES
 from rtp_ext.ring.autograd import as_parameter
 from rtp_ext.ring.bootstrap import refused_together
-from rtp_ext.words import Format, InferenceTransport
+from rtp_ext.words import Format, InferenceTransport, RecipeName
 
 logger = logging.getLogger("rtp_ext")
 
@@ -43,7 +44,7 @@ def rotate_for_inference(
     *,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     transport: InferenceTransport = "auto",
-    weights: Format | None = None,
+    weights: Format | RecipeName | None = None,
     gather: Iterable[str | nn.Module] | None = None,
     offload: bool = False,
     timeout: float | datetime.timedelta = TIMEOUT,
@@ -82,7 +83,10 @@ def rotate_for_inference(
             any hosts); for GPUs `ce` (of one host), with offload `shm`; or `auto`: the first of these that works.
         weights: None, "int8", "nf4" or "mxfp4": weights of linear layers and experts are stored and read in blocks of
             codes with a scale, and are widened where a product needs them; see docs/frozen.md for the formats and for
-            weights that keep their dtype. `Linear4bit` layers of bitsandbytes keep their bits, with and without it.
+            weights that keep their dtype. `Linear4bit` layers of bitsandbytes keep their bits, with and without it. Or
+            the name of a recipe of products in 8 bits ("float8_rowwise", ...): they are stored and read as its codes
+            and scales, which are operands of the products; see docs/float8.md. Not "float8_tensorwise_whole". Layers
+            that torchao computes by a recipe are stored so without it.
         gather: modules, or their names in named_modules(), that stay whole on every rank, with all modules in them: see
             fully_rotate.
         offload: for GPUs: shards lie in pinned memory of the host, once for all of its ranks, and copy engines copy
@@ -97,7 +101,8 @@ def rotate_for_inference(
     each other's memory. Backward through a layer raises ValueError: `fully_rotate` is for training.
     """
     policy = CPUOffloadPolicy(pin_memory=False) if offload else None
-    given = {"mesh": mesh, "frozen": weights, "gather": gather, "timeout": timeout, "offload_policy": policy}
+    given = {"mesh": mesh, "gather": gather, "timeout": timeout, "offload_policy": policy}
+    given |= {"recipe" if weights in RECIPES else "frozen": weights}
     options = Options.of(given)
     of_ring: dict[str, Any] = {"transport": transport, "timeout": timeout, "offload": offload}
     with refused_together(mesh, timeout=timeout):
@@ -108,10 +113,10 @@ def rotate_for_inference(
         kind = type(model).__name__
         if not plan.modules:
             raise ValueError(f"rotate_for_inference: expected a layer that can be cut, got none in a {kind}")
-        if weights is not None and not any(module.in_blocks for module in plan.modules):
+        if weights is not None and not any(module.in_blocks or module.in_codes for module in plan.modules):
             raise ValueError(
                 f"rotate_for_inference: weights={weights!r} expected weights of linear layers, got none in a {kind} "
-                "that could be stored in blocks"
+                "that could be stored so"
             )
         validate(plan, request)
     shards = InferenceRing(mesh, **of_ring)
@@ -126,10 +131,9 @@ def _check_arguments(model: Any, transport: str, weights: str | None) -> None:
         raise TypeError(f"rotate_for_inference: expected a torch.nn.Module, got {type(model).__name__}")
     if transport not in TRANSPORTS:
         raise ValueError(f"rotate_for_inference: expected transport {', '.join(TRANSPORTS)}, got {transport!r}")
-    if weights not in (None, *FORMATS):
-        raise ValueError(
-            f"rotate_for_inference: expected weights None, {', '.join(map(repr, FORMATS))}, got {weights!r}"
-        )
+    known = (*FORMATS, *(name for name, recipe in RECIPES.items() if not recipe.forward.whole))
+    if weights not in (None, *known):
+        raise ValueError(f"rotate_for_inference: expected weights None, {', '.join(map(repr, known))}, got {weights!r}")
     for name, part in model.named_modules():
         label = f"{name or 'the model'} ({type(part).__name__})"
         if is_inside(part) or ring_of_module(part) is not None:
@@ -171,7 +175,7 @@ def _rotating(plan: RotationPlan, model: nn.Module) -> RotationPlan:
 
 def _convert(model: nn.Module, plan: RotationPlan, request: Request, shards: InferenceRing) -> None:
     ring = shards.ring
-    cuts = [(f"conversion of {module.label}", f"{module.layer} {module.cuts}") for module in plan.modules]
+    cuts = [(f"conversion of {each.label}", f"{each.layer} {each.cuts} {each.recipe}") for each in plan.modules]
     agree_on_model(model, ring, Mode.now(ring), allow_meta=True, settings=cuts)
     values = checksums(model, (), ring)
     apply_plan(plan, request, ring, {})

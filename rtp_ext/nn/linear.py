@@ -62,6 +62,7 @@ class RotatedLinear(RotatedModule, nn.Linear):
         if shard_dim == 1 and recipe is not None:
             raise ValueError(f"RotatedLinear: expected shard_dim 0 with recipe {recipe.name}, got 1")
         self.recipe = recipe
+        ring.has_one_scale = ring.has_one_scale or (recipe is not None and recipe.forward.whole)
         self._adopt(ring, {"weight": shard_dim, "bias": 0}, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

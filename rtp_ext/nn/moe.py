@@ -14,7 +14,7 @@ from rtp_ext.nn.linear import RotatedLinear
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.ring import Ring
 from rtp_ext.ring.links.agree import agree
-from rtp_ext.words import Activation
+from rtp_ext.words import Activation, RecipeName
 
 
 class RotatedMoE(ShardedModule, nn.Module):
@@ -25,7 +25,8 @@ class RotatedMoE(ShardedModule, nn.Module):
         top_k: K, the number of experts of each token.
         capacity_factor: None: no token is dropped. Else an expert takes at most C = ceil(K T capacity_factor / E) of
             the T local tokens; see below.
-        activation, bias, recompute: settings of RotatedExperts. The router has no bias.
+        activation, bias, recompute, recipe: settings of RotatedExperts. The router has no bias, and with a recipe its
+            products stay wide.
         ring: the ranks to shard the parameters over. Collective: use the same seed on every rank.
 
     Modules: `gate`, a RotatedLinear(D, E), and `experts`, a RotatedExperts. Input [..., D], this rank's own batch;
@@ -63,6 +64,7 @@ class RotatedMoE(ShardedModule, nn.Module):
         activation: Activation = "swiglu",
         bias: bool = False,
         recompute: bool = False,
+        recipe: RecipeName | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         ring: Ring,
@@ -80,9 +82,8 @@ class RotatedMoE(ShardedModule, nn.Module):
         self._agree(ring)
         options: dict[str, Any] = {"device": device, "dtype": dtype, "ring": ring}
         self.gate = RotatedLinear(hidden, experts, bias=False, **options)
-        self.experts = RotatedExperts(
-            experts, hidden, inner, activation=activation, bias=bias, recompute=recompute, **options
-        )
+        options |= {"activation": activation, "bias": bias, "recompute": recompute, "recipe": recipe}
+        self.experts = RotatedExperts(experts, hidden, inner, **options)
         self._aux_loss: torch.Tensor | None = None
         self._lost_gradient = False
 

@@ -139,6 +139,10 @@ class FrozenWeight:
         kernels.dequantize_blocks(out, packed.reshape(-1).to(out.device), self.format)
         return out.view(self.shape[0], -1) if self.dim == 1 else out.view(-1, *self.shape[1:])[: self.shape[0]]
 
+    def decode_part(self, packed: torch.Tensor, extent: int) -> torch.Tensor:
+        """Returns the part of the weight that some groups hold: `extent` rows, or columns where `dim` is 1."""
+        return self.decode(packed).narrow(self.dim, 0, extent)
+
 
 def encode_blocks(values: torch.Tensor, format: str) -> torch.Tensor:
     """Returns float32 values [blocks, numbers of a block] as bytes [blocks, bytes of a block].
@@ -236,7 +240,7 @@ def local_plain(parameter: DTensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     the offsets of this part."""
     weight, first, groups = _own_groups(parameter)
     begin, end = weight.rows_of(first, groups)
-    values = weight.decode(parameter._local_tensor).narrow(weight.dim, 0, end - begin)
+    values = weight.decode_part(parameter._local_tensor, end - begin)
     return values, tuple(begin if dim == weight.dim else 0 for dim in range(values.dim()))
 
 
@@ -263,9 +267,10 @@ def gather_plain(parameter: torch.Tensor, *, keep: bool = True, **options: Any) 
 def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the values that the frozen weights of a converted model stand for, by name in the plain model.
 
-    For weights that are in blocks, by `fully_rotate(model, frozen=...)` or by another package: each in the shape and
-    dtype of the plain weight, on the CPU of every rank. Products are computed with these values, rounded to another
-    compute dtype where there is one. Whole weights, for small models and tests. Collective.
+    For weights that are in blocks, by `fully_rotate(model, frozen=...)` or by another package, and for those that
+    `rotate_for_inference(model, weights=...)` stores as codes of a recipe: each in the shape and dtype of the plain
+    weight, on the CPU of every rank. Products are computed with these values, rounded to another compute dtype where
+    there is one; in 8 bits with codes of tokens. Whole weights, for small models and tests. Collective.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"frozen_weights: expected a torch.nn.Module, got {type(model).__name__}")

@@ -106,6 +106,7 @@ class Ring:
     replicas = 1
     experts: ExpertRing | None = None
     has_models = False  # whether fully_rotate has converted one
+    has_one_scale = False  # whether a layer in 8 bits has one scale of all shards, for which ranks exchange magnitudes
     traceable = True  # whether compiled graphs can contain the ring's operations, which then return their gradients
     offload_policy: OffloadPolicy | None = None
     host_memory: HostMemory | None = None

@@ -39,9 +39,13 @@ class ShardCodes {
   // inference tensor it never is. Without effect if the shard's memory has been freed.
   void refresh(std::optional<int64_t> version);
   bool current(std::optional<int64_t> version) const { return versioned_ && version && version_ == version; }
+  // Sets the largest magnitude of the whole weight, for a plane with one scale of all shards. Another one makes codes
+  // old.
+  void set_amax(float amax);
   const CodeMemory& memory() const { return memory_; }
   bool alive() const { return shard_.lock().defined(); }
-  bool of(const at::Tensor& shard, const Coding& coding) const { return shard_.is(shard) && coding == coding_; }
+  bool of(const at::Tensor& shard, const Coding& coding) const { return of(shard) && coding == coding_; }
+  bool of(const at::Tensor& shard) const { return shard_.is(shard); }
   int64_t bytes() const { return static_cast<int64_t>(memory_.codes.nbytes() + memory_.scales.nbytes()); }
 
  private:
@@ -50,6 +54,7 @@ class ShardCodes {
   bool versioned_;
   CodeMemory memory_;
   std::optional<int64_t> version_;
+  std::optional<float> amax_;
   int64_t& made_;
 };
 
@@ -59,12 +64,24 @@ class CodeCache {
   std::shared_ptr<ShardCodes> of(const at::Tensor& shard, const Coding& coding);
   // Drops the codes of a shard to which writes may show in no version counter: a new forward makes new ones.
   void forget(const at::Tensor& shard);
+  // Sets the largest magnitude of the whole weight that a shard is a part of, which the ranks have exchanged in this
+  // phase (see Prefetcher), and returns whether they have.
+  void set_amax(const at::Tensor& shard, float amax, int64_t phase);
+  bool has_amax(const at::Tensor& shard, int64_t phase) const;
   int64_t bytes() const;
   int64_t made() const { return made_; }  // how often codes were made
 
  private:
+  struct Amax {
+    WeakTensor shard;
+    float value;
+    int64_t phase;
+  };
+  const Amax* amax_of(const at::Tensor& shard) const;
+
   int64_t made_ = 0;
   std::multimap<const void*, std::shared_ptr<ShardCodes>> codes_;  // by address of the shard
+  std::multimap<const void*, Amax> amaxes_;                        // the same
 };
 
 }  // namespace rtp

@@ -31,8 +31,6 @@ struct ExpertsWeights : Weights {
       facts.codes = shape.codes, facts.inputs_first = shape.transposed;
       return facts;
     };
-    RTP_CHECK_VALUE(!shape.scaled || !executor.sourced(), options.name,
-                    ": expected no products in 8 bits of shards that are pulled");
     const bool joined = shape.interleaved || shape.transposed || shape.up_bias;
     RTP_ASSERT(!shape.gate_apart || (shape.gated && !joined), "a gate that is a parameter of its own");
     const int64_t own_rows = shape.gate_apart ? shape.hidden_features : up_rows;

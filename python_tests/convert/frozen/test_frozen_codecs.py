@@ -107,8 +107,8 @@ def test_groups_hold_whole_blocks(format, outputs, inputs):
             begin, end = weight.rows_of(start, len(groups))
             assert end - begin == sizes[len(shares)]
             shares.append(weight.encode(values[begin:end], len(groups)))
-            held, sent = weight.facts.held_bytes, weight.facts.travelling_bytes
-            assert sent(ranks, len(shares) - 1, 0) <= held(ranks, len(shares) - 1, 0) == shares[-1].numel()
+            held, pulled = weight.facts.held_bytes, weight.facts.pulled_bytes
+            assert sum(pulled(ranks, len(shares) - 1, 0)) <= held(ranks, len(shares) - 1, 0) == shares[-1].numel()
             start += len(groups)
         assert torch.equal(torch.cat(shares), whole), f"{ranks} ranks"
     meta = weight.encode(values.to("meta"), weight.packed_shape[0])

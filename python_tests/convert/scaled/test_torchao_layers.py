@@ -10,6 +10,7 @@ from reference import assert_same, full, random
 from torch import nn
 
 from rtp_ext.nn import RotatedLinear
+from rtp_ext.recipes import RECIPES
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs the package torchao")
 
@@ -39,7 +40,7 @@ def float8_linear(plain, name, emulate):
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    config = Float8LinearConfig.from_recipe_name(name.removeprefix("float8_"))
+    config = Float8LinearConfig.from_recipe_name(name.removeprefix("float8_").removesuffix("_whole"))
     return Float8Linear.from_float(plain, dataclasses.replace(config, emulate=emulate))
 
 
@@ -112,7 +113,7 @@ def check(rank, ranks, ring, name, dtype):
 
 @on_ranks([1, 2, 3])
 def test_products(rank, ranks, ring, cases):
-    for name in ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8", "mxfp8_rceil"):
+    for name in [name for name in RECIPES if name != "float8_blockwise"]:
         for dtype in (torch.float32, torch.bfloat16):
             with cases.case(f"{name}, {dtype}"):
                 check(rank, ranks, ring, name, dtype)

@@ -7,9 +7,10 @@ import importlib.util
 
 import pytest
 import torch
+import transformers as hf
 from code_reference import scaled
 from harness import on_ranks
-from hf_models import close_ring, inputs_of, make_batch
+from hf_models import close_ring, fill, inputs_of, make_batch
 from hf_models import make as make_hf
 from logs import logged
 from reference import assert_same, differs, full, random
@@ -248,3 +249,82 @@ def test_refusals(rank, ranks, cases):
     with cases.case("the same recipe for the rest"):
         model = rtp_ext.fully_rotate(by_torchao("rowwise", layers=("first",)), recipe="float8_rowwise", timeout=30.0)
         assert set(travels(model).values()) == {"float8_rowwise"}
+
+
+class Mixture(nn.Module):
+    def __init__(self, implementation="grouped_mm"):
+        super().__init__()
+        config = hf.MixtralConfig(hidden_size=WIDTH, intermediate_size=32, num_local_experts=4)
+        config._experts_implementation = implementation
+        self.experts = hf.models.mixtral.modeling_mixtral.MixtralExperts(config)
+        fill(self).bfloat16()
+
+    def forward(self, *operands):
+        return self.experts(*operands)
+
+
+def experts_of(config, implementation="grouped_mm"):
+    """A model whose experts torchao has converted for training."""
+    from torchao.quantization import quantize_
+
+    model = Mixture(implementation)
+    quantize_(model, config, filter_fn=lambda _, path: path == "experts")
+    return model
+
+
+def routed(rank):
+    index = torch.stack([torch.arange(64) % 4, (torch.arange(64) + 1 + rank) % 4], 1)
+    weights = random(64, 2, dtype=torch.bfloat16, seed=40 + rank).abs()
+    return random(64, WIDTH, dtype=torch.bfloat16, seed=30 + rank), index, weights
+
+
+@on_ranks(2)
+def test_experts(rank, ranks, cases):
+    """Rotate with the recipe of torchao's weights; those of other settings are gathered."""
+    from torchao.prototype.moe_training.config import Float8TrainingOpConfig, MXFP8TrainingOpConfig
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    emulated = {"kernel_preference": KernelPreference.EMULATED}
+    x, index, weights = routed(rank)
+    for name, config in (
+        ("float8_rowwise", Float8TrainingOpConfig()),
+        ("mxfp8_rceil", MXFP8TrainingOpConfig(**emulated)),
+    ):
+        with cases.case(name):
+            model = rtp_ext.fully_rotate(experts_of(config), timeout=60.0)
+            asked = rtp_ext.fully_rotate(Mixture(), recipe=name, timeout=60.0)
+            for each in (model, asked):
+                assert {row.travel for row in rtp_ext.explain(each).parameters} == {name}
+                each(x, index, weights).float().square().sum().backward()
+            y = model(x, index, weights)
+            assert torch.equal(y, asked(x, index, weights))
+            for ours, theirs in zip(model.parameters(), asked.parameters(), strict=True):
+                assert torch.equal(full(ours.grad), full(theirs.grad))
+            if name == "mxfp8_rceil":  # which torchao can compute on CPUs, in bfloat16
+                expected, wide = experts_of(config)(x, index, weights), Mixture()(x, index, weights)
+                error, other = ((each - expected).float().norm() / expected.float().norm() for each in (y, wide))
+                assert error < 5e-3 and other > 2e-2, f"error {error}, control {other}"
+            for each in (model, asked):
+                close_ring(each)
+    with cases.case("others"):
+        options = {"ranks": 2, "rank": 0, "device": "cpu"}
+        for other, how in (
+            (MXFP8TrainingOpConfig(wgrad_with_hp=True), "grouped_mm"),
+            (Float8TrainingOpConfig(), "eager"),
+        ):
+            rows = rtp_ext.explain(experts_of(other, how), **options).parameters
+            assert all(row.moved == "gathered" and "TrainingWeightWrapperTensor says" in row.reason for row in rows)
+        with pytest.raises(ValueError, match=r"recipe='mxfp8'.*torchao computes by float8_rowwise"):
+            rtp_ext.explain(experts_of(Float8TrainingOpConfig()), recipe="mxfp8", **options)
+
+
+@on_ranks(2)
+def test_one_scale_of_tensorwise_layers(rank, ranks):
+    """Asked for, the values are torchao's own; a control: scales of shards."""
+    x = random(6 + rank, WIDTH, dtype=torch.float32, seed=rank)
+    with torch.no_grad():
+        expected = by_torchao("tensorwise").first(x)
+        for recipe, same in (("float8_tensorwise_whole", True), (None, False)):
+            model = rtp_ext.fully_rotate(by_torchao("tensorwise"), recipe=recipe, timeout=60.0)
+            assert differs(model.first(x), expected, 1e-6) != same
+            close_ring(model)

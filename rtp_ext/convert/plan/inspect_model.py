@@ -291,6 +291,8 @@ class Inspection:
                     wide = wide or self.scaled.wide(part)
                     if wide is None and layer == "experts" and self.scaled.recipe is not None:
                         wide = SLICED if sliced else "the other weight of its experts is in blocks"
+                elif recipe is not None and multiplied and not self.request.trains:
+                    frozen = self.scaled.stored(recipe, parameter, transposed)
             rows.append(self._owned(name, key, parameter, moved, dim, reason, wide=wide, frozen=frozen))
         return self._made(name, part, ROTATED, rows, layer=layer, transposed=transposed, style=style, recipe=recipe)
 

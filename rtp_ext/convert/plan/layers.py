@@ -55,7 +55,7 @@ def drop_in(part: nn.Module) -> type | None:
     None."""
     if wraps_forward(part, nn.Embedding) and own_parameters(part).keys() == {"weight"}:
         return RotatedRows
-    if recipe_name(part) is not None:
+    if isinstance(part, nn.Linear) and recipe_name(part) is not None:
         return RotatedLinear
     return next((rotated for base, rotated in DROP_INS.items() if has_same_forward(part, base)), None)
 

@@ -31,6 +31,7 @@ from rtp_ext.functional.cross_entropy import LinearCrossEntropy
 from rtp_ext.functional.linear import Linears, PartialLinear
 from rtp_ext.functional.mlp import MLP
 from rtp_ext.nn.experts import sliced_parameters
+from rtp_ext.parameters.coded import CodedWeight
 from rtp_ext.parameters.frozen import FrozenWeight
 from rtp_ext.recipes import Recipe
 from rtp_ext.recipes import recipe as recipe_of
@@ -54,7 +55,8 @@ class Owned:
         tied_to: the first name of the parameter, if this is another one.
         reason: why it does not rotate.
         sparse: whether its gradient has only the rows of the ids that were looked up.
-        frozen: its blocks; `ring_shape` is then that of the bytes. None: it is stored in its dtype.
+        frozen: its blocks, or its codes of 8 bits where they are stored; `ring_shape` is then that of the bytes. None:
+            it is stored in its dtype.
         wide: why a frozen weight is not stored in blocks, or one is not multiplied in 8 bits, if that was requested.
     """
 
@@ -128,7 +130,12 @@ class ModulePlan:
     @property
     def in_blocks(self) -> bool:
         """Whether its weight is stored in blocks."""
-        return any(each.frozen is not None for each in self.parameters)
+        return any(each.frozen is not None for each in self.parameters) and not self.in_codes
+
+    @property
+    def in_codes(self) -> bool:
+        """Whether its weight is stored as codes of 8 bits."""
+        return any(isinstance(each.frozen, CodedWeight) for each in self.parameters)
 
     def recipe_of(self, owned: Owned) -> Recipe | None:
         """Returns the recipe of the products with a parameter; None: they are wide."""
@@ -466,7 +473,7 @@ def _members(module: ModulePlan, gpu: bool, divides: RingFacts | None = None) ->
 def _codes_bytes(module: ModulePlan, owned: Owned, facts: RingFacts) -> int:
     """Returns the bytes of the codes that this rank keeps of its shard of a weight."""
     recipe = module.recipe_of(owned)
-    if recipe is None:
+    if recipe is None or owned.frozen is not None:  # stored codes are the shard
         return 0
     *stack, rows, columns = ParameterFacts(owned.ring_shape, owned.dim).shard(facts.ranks, facts.rank)
     matrix = (columns, rows) if module.transposed else (rows, columns)

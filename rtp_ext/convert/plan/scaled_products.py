@@ -13,8 +13,9 @@ from rtp_ext.convert.plan.layers import drop_in, own_parameters, stray_parameter
 from rtp_ext.convert.plan.request import Request
 from rtp_ext.families.float8_layers import NONE, is_in_8_bits, recipe_name
 from rtp_ext.families.recognised import is_experts
-from rtp_ext.nn import RotatedLinear
+from rtp_ext.nn import RotatedExperts, RotatedLinear
 from rtp_ext.outer import ZeroOuter
+from rtp_ext.parameters.coded import CodedWeight
 from rtp_ext.recipes import Recipe
 from rtp_ext.recipes import recipe as recipe_of
 
@@ -38,12 +39,24 @@ class ScaledProducts:
     def of(self, part: nn.Module) -> Recipe | None:
         """Returns the recipe of a module's products; None: they are wide, or those of the module itself."""
         if is_in_8_bits(part):
-            return None if self.refusal(part) is not None else recipe_of(recipe_name(part) or "")
+            return None if self.refusal(part) is not None else self._of_torchao(recipe_name(part) or "")
         takes = drop_in(part) is RotatedLinear or is_experts(part)
         return self.recipe if takes and self.wide(part) is None else None
 
+    def _of_torchao(self, name: str) -> Recipe:
+        """Returns the recipe of a layer that torchao has converted by one of this name; it may be asked for with one
+        scale of all shards, which is torchao's."""
+        asked = self.recipe is not None and self.recipe.forward.whole and name == "float8_tensorwise"
+        return self.recipe if asked and self.recipe is not None else recipe_of(name)
+
+    def stored(self, recipe: str, weight: Any, inputs_first: bool) -> CodedWeight:
+        """Returns how a weight is stored that is multiplied in 8 bits in forwards only."""
+        return CodedWeight(
+            recipe, tuple(weight.shape), weight.dtype, ranks=self.ranks, gpu=self.gpu, inputs_first=inputs_first
+        )
+
     def refusal(self, part: nn.Module) -> str | None:
-        """Returns why a layer that torchao computes in 8 bits does not rotate; None for any other layer."""
+        """Returns why a module that torchao computes in 8 bits does not rotate; None for any other one."""
         if not is_in_8_bits(part):
             return None
         name = recipe_name(part)
@@ -53,6 +66,8 @@ class ScaledProducts:
             return f"products in 8 bits cannot be combined with {self._other}"
         if id(part) in self._read:
             return self._wide[id(part)]
+        if is_experts(part):
+            return RotatedExperts.refusal(part) or self._wide_experts(part, recipe_of(name))
         return stray_parameters(part) or self._unfit(part, recipe_of(name))
 
     def wide(self, part: nn.Module) -> str | None:
@@ -106,11 +121,9 @@ def inputs_first(experts: nn.Module) -> bool:
 def conflict(request: Request) -> str | None:
     """Returns the option with which products in 8 bits cannot be combined; else None."""
     place = request.place
-    if not request.trains:
-        return "rotate_for_inference"
     if place.in_place:
         return "in_place=True"
-    if request.keeps_on_host:
+    if request.keeps_on_host and request.trains:
         return "offload_policy=CPUOffloadPolicy()"
     if isinstance(request.outer, ZeroOuter):
         return "outer.ZeroOuter(): the shard of a ring is not whole on a rank between two passes"

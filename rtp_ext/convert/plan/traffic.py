@@ -361,16 +361,16 @@ def traffic_of_rows(passes: Passes, shape: Sequence[int], dim: int, trained: boo
 
 def _pulled(parameter: Any, passes: Passes, owners: Sequence[int], ranks: int) -> int:
     """Returns the bytes of the shards of some owners, as they are kept."""
-    return sum(parameter.travelling_bytes(ranks, owner, passes.weight_dtype.itemsize) for owner in owners)
+    return sum(sum(parameter.pulled_bytes(ranks, owner, passes.weight_dtype.itemsize)) for owner in owners)
 
 
 def slot_bytes(passes: Passes, parameters: Sequence[Any], facts: RingFacts) -> int:
     """Returns the bytes of a slot for the shards of one operation, of any owner; 0 where none is pulled."""
-    owners = range(facts.ranks if facts.pulls else 0)
-    return max(
-        (sum(_native.aligned(_pulled(each, passes, [owner], facts.ranks)) for each in parameters) for owner in owners),
-        default=0,
-    )
+    itemsize, slots = passes.weight_dtype.itemsize, []
+    for owner in range(facts.ranks if facts.pulls else 0):
+        pulled = [each.pulled_bytes(facts.ranks, owner, itemsize) for each in parameters]
+        slots.append(sum(_native.aligned(tensor) for tensors in pulled for tensor in tensors))
+    return max(slots, default=0)
 
 
 def gathered_traffic(

@@ -37,7 +37,7 @@ LARGEST = 1024  # limit of ring and pipeline sizes
 
 def in_eight_bits(recipe: str, rtp: int) -> dict[str, Any]:
     """Returns the fields of products in eight bits: the recipe of a ring, and what is nearest to it in other plans."""
-    peers = {"fp8": True, "fp8_scaling": "tensorwise" if recipe == "float8_tensorwise" else "rowwise"}
+    peers = {"fp8": True, "fp8_scaling": "tensorwise" if recipe.startswith("float8_tensorwise") else "rowwise"}
     return {"recipe": recipe} if rtp > 1 else peers
 
 
