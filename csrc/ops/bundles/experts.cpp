@@ -332,8 +332,8 @@ std::vector<at::Tensor> experts_backward(Executor& executor, const at::Tensor& d
       if (group.rows == 0) continue;
       const Products products(group, cut, shape, pass.weight());
       const at::Tensor rows = x.index_select(0, group.token);
-      const at::Tensor values = routed.kept.defined() ? routed.kept.narrow(0, group.first, group.rows)
-                                                      : products.up(rows);
+      const at::Tensor values =
+          routed.kept.defined() ? routed.kept.narrow(0, group.first, group.rows) : products.up(rows);
       const auto [gate, pre] = gate_and_up(values, shape);
       const at::Tensor factor = factors.index_select(0, group.place).unsqueeze(1);
       const at::Tensor d_rows = dy.index_select(0, group.token);

@@ -2,8 +2,8 @@
 // one line.
 #include "../../../csrc/base/host.cpp"
 #include "../../../csrc/device/cuda_streams.cpp"
-#include "../../../csrc/device/nccl/live_graphs.cpp"
 #include "../../../csrc/device/nccl/communicators.cpp"
+#include "../../../csrc/device/nccl/live_graphs.cpp"
 #include "../../../csrc/device/streams.cpp"
 #include "../../../csrc/schedule/schedule.cpp"
 #include "../../../csrc/schedule/two_level.cpp"
