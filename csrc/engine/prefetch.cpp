@@ -149,6 +149,7 @@ void Prefetcher::refresh(const std::vector<ShardBundle::Coded>& codes) {
   const auto current = [&](const ShardBundle::Coded& each) {
     return each.codes->current(version_of(context_.watched, each.parameter));
   };
+  for (const ShardBundle::Coded& each : codes) each.codes->expect_amax(version_of(context_.watched, each.parameter));
   if (std::all_of(codes.begin(), codes.end(), current)) return;
   drain();
   make_codes(codes, context_.watched);

@@ -192,10 +192,10 @@ void bind_executor(py::module_& m) {
           "forget_codes", [](Executor& e, const at::Tensor& shard) { e.codes().forget(shard); }, py::arg("shard"))
       .def(
           "set_amax",
-          [](Executor& e, const at::Tensor& shard, float amax, int64_t phase) {
-            e.codes().set_amax(shard, amax, phase);
+          [](Executor& e, const at::Tensor& shard, float amax, std::optional<int64_t> version, int64_t phase) {
+            e.codes().set_amax(shard, amax, version, phase);
           },
-          py::arg("shard"), py::arg("amax"), py::arg("phase"))
+          py::arg("shard"), py::arg("amax"), py::arg("version"), py::arg("phase"))
       .def(
           "has_amax",
           [](Executor& e, const at::Tensor& shard, int64_t phase) { return e.codes().has_amax(shard, phase); },

@@ -71,7 +71,8 @@ def exchange_amaxes(ring: Ring, weights: Sequence[torch.Tensor]) -> None:
     every = torch.tensor(ring.exchange(mine), dtype=torch.float32, device="cpu").amax(0)
     phase, executor = ring.agreement.forward_phase, ring.communicator.executor
     for weight, value in zip(weights, every.tolist(), strict=True):
-        executor.set_amax(held(weight).detach(), value, phase)
+        version = None if weight.is_inference() else weight._version
+        executor.set_amax(held(weight).detach(), value, version, phase)
 
 
 def expect_amaxes(call: Call, shards: Sequence[torch.Tensor]) -> None:

@@ -50,10 +50,17 @@ void ShardCodes::refresh(std::optional<int64_t> version) {
   ++made_;
 }
 
-void ShardCodes::set_amax(float amax) {
+void ShardCodes::set_amax(float amax, std::optional<int64_t> version) {
+  amax_version_ = version;
   if (amax_ == amax) return;
   amax_ = amax;
   version_.reset();
+}
+
+void ShardCodes::expect_amax(std::optional<int64_t> version) const {
+  RTP_CHECK_VALUE(!coding_.plane.whole || !amax_version_ || !version || amax_version_ == version,
+                  "codes with one scale of all shards: expected a weight that is not written between the beginning of "
+                  "a forward, where ranks exchange its largest magnitude, and its product, got one that was");
 }
 
 std::shared_ptr<ShardCodes> CodeCache::of(const at::Tensor& shard, const Coding& coding) {
@@ -63,7 +70,7 @@ std::shared_ptr<ShardCodes> CodeCache::of(const at::Tensor& shard, const Coding&
   }
   std::erase_if(codes_, [](const auto& each) { return !each.second->alive(); });
   const auto made = codes_.emplace(shard.const_data_ptr(), std::make_shared<ShardCodes>(shard, coding, made_))->second;
-  if (const Amax* amax = amax_of(shard)) made->set_amax(amax->value);
+  if (const Amax* amax = amax_of(shard)) made->set_amax(amax->value, amax->version);
   return made;
 }
 
@@ -75,16 +82,16 @@ const CodeCache::Amax* CodeCache::amax_of(const at::Tensor& shard) const {
   return nullptr;
 }
 
-void CodeCache::set_amax(const at::Tensor& shard, float amax, int64_t phase) {
+void CodeCache::set_amax(const at::Tensor& shard, float amax, std::optional<int64_t> version, int64_t phase) {
   if (Amax* known = const_cast<Amax*>(amax_of(shard))) {
-    known->value = amax, known->phase = phase;
+    known->value = amax, known->version = version, known->phase = phase;
   } else {
     std::erase_if(amaxes_, [](const auto& each) { return !each.second.shard.lock().defined(); });
-    amaxes_.emplace(shard.const_data_ptr(), Amax{WeakTensor(shard), amax, phase});
+    amaxes_.emplace(shard.const_data_ptr(), Amax{WeakTensor(shard), amax, version, phase});
   }
   const auto [first, last] = codes_.equal_range(shard.const_data_ptr());
   for (auto each = first; each != last; ++each) {
-    if (each->second->of(shard)) each->second->set_amax(amax);
+    if (each->second->of(shard)) each->second->set_amax(amax, version);
   }
 }
 

@@ -39,9 +39,11 @@ class ShardCodes {
   // inference tensor it never is. Without effect if the shard's memory has been freed.
   void refresh(std::optional<int64_t> version);
   bool current(std::optional<int64_t> version) const { return versioned_ && version && version_ == version; }
-  // Sets the largest magnitude of the whole weight, for a plane with one scale of all shards. Another one makes codes
-  // old.
-  void set_amax(float amax);
+  // Sets the largest magnitude of the whole weight, for a plane with one scale of all shards, and the version of the
+  // shard in it. Another one makes codes old.
+  void set_amax(float amax, std::optional<int64_t> version);
+  // Fails if the shard has been written since its ranks exchanged the largest magnitude: larger numbers would saturate.
+  void expect_amax(std::optional<int64_t> version) const;
   const CodeMemory& memory() const { return memory_; }
   bool alive() const { return shard_.lock().defined(); }
   bool of(const at::Tensor& shard, const Coding& coding) const { return of(shard) && coding == coding_; }
@@ -55,6 +57,7 @@ class ShardCodes {
   CodeMemory memory_;
   std::optional<int64_t> version_;
   std::optional<float> amax_;
+  std::optional<int64_t> amax_version_;
   int64_t& made_;
 };
 
@@ -65,8 +68,8 @@ class CodeCache {
   // Drops the codes of a shard to which writes may show in no version counter: a new forward makes new ones.
   void forget(const at::Tensor& shard);
   // Sets the largest magnitude of the whole weight that a shard is a part of, which the ranks have exchanged in this
-  // phase (see Prefetcher), and returns whether they have.
-  void set_amax(const at::Tensor& shard, float amax, int64_t phase);
+  // phase (see Prefetcher) for this version of the shard, and returns whether they have.
+  void set_amax(const at::Tensor& shard, float amax, std::optional<int64_t> version, int64_t phase);
   bool has_amax(const at::Tensor& shard, int64_t phase) const;
   int64_t bytes() const;
   int64_t made() const { return made_; }  // how often codes were made
@@ -75,6 +78,7 @@ class CodeCache {
   struct Amax {
     WeakTensor shard;
     float value;
+    std::optional<int64_t> version;
     int64_t phase;
   };
   const Amax* amax_of(const at::Tensor& shard) const;

@@ -109,6 +109,21 @@ def test_codes_follow_the_shards_of_others(rank, ranks, ring, cases):
 
 
 @on_ranks(2)
+def test_a_weight_that_is_written_during_a_forward_is_an_error(rank, ranks, ring):
+    """Its largest magnitude was exchanged at the beginning: larger numbers would saturate."""
+    model = rtp_ext.fully_rotate(Net(ranks), mesh=ring, recipe=NAME)
+    model(batch(0, 0))
+
+    def write(*_):
+        with torch.no_grad():
+            model.last.weight.mul_(9.0)
+
+    model.first.register_forward_hook(write)
+    with pytest.raises(ValueError, match="not written between the beginning of a forward"):
+        model(batch(0, 1))
+
+
+@on_ranks(2)
 def test_plain_shards(rank, ranks, ring, cases):
     """Of functional forms: exchanged in each call, also without a Prepared and without tokens."""
     whole = random(10, WIDTH, dtype=torch.float32, seed=3)
