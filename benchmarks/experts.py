@@ -296,7 +296,7 @@ def busiest(args: argparse.Namespace, way: Way) -> float:
             if way.ring is None or way.ring.experts is None:
                 owners = routing[layer][0] // (args.experts // way.parts)
             else:
-                owners = way.ring.experts.divide(args.experts, "experts").owners[routing[layer][0]]
+                owners = way.ring.experts.divide(args.experts).owners[routing[layer][0]]
             for other in range(way.parts):
                 column = place * way.parts + other if way.parts > 1 else rank
                 loads[column] += int((owners == other).sum()) if way.parts > 1 else owners.numel()

@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from harness import on_ranks
 from hf_models import check_parameters, fill
+from logs import logged
 from reference import adamw, assert_same, differs, random
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
@@ -252,6 +253,26 @@ def test_dispatched_experts(rank, ranks, cases):
         assert_same(y.double(), plain(*batch(rank, "usual")), 1e-5, "output")
         rtp_ext.ring_of(model).close()
 
+    with cases.case("explain on a ring of undivided experts"):
+        model, mesh = parallel(make(), meshes[2]), meshes[2]
+        hidden = len(rtp_ext.optim.matrices(model)[0])
+        with rtp_ext.Ring(mesh, dims=DIMS, timeout=60) as ring:
+            plan = rtp_ext.explain(model.float(), mesh=ring, recipe="float8_rowwise")
+            rows = {row.name: row for row in plan.parameters}
+            assert rows["blocks.0.experts.w1"].moved == "rotated"
+            narrow = [name for name, row in rows.items() if row.travel == "float8_rowwise"]
+            assert narrow == [f"blocks.{block}.shared.weight" for block in range(2)], "routers stay wide"
+            assert hidden == len(rtp_ext.optim.matrices(rtp_ext.fully_rotate(model, mesh=ring))[0]) == 10
+
+    with cases.case("experts of other values along the ring"):
+        model = parallel(make(), meshes[0])
+        with torch.no_grad():
+            model.blocks[1].experts.w3.to_local().add_(rank // 2)
+        _, lines = logged(rotated, model, meshes[0])
+        warnings = [text for level, text in lines if level == "WARNING" and "experts.w3" in text]
+        assert len(warnings) == (rank == 0), lines
+        rtp_ext.ring_of(model).close()
+
     other_mesh = {"dims": RotationDims(ring="expert", expert="ring")}
     refused = {
         r"FSDPModule manages": {"sharded": True},
@@ -263,6 +284,7 @@ def test_dispatched_experts(rank, ranks, cases):
         r"over ranks \[\d, \d\]: its forward does not compute w2": {"experts": OtherExperts},
         r"a multiple of 4 experts, as many on every rank": {"count": 6},
         r"expected no expert_capacity, .* got 3": {"dims": dataclasses.replace(DIMS, expert_capacity=3)},
+        r"got w2 of blocks.0.experts.*a DTensor with placements \(Shard\(dim=0\),\)": {"ignored": True},
         r"over ranks .*: the option gather names it": {"gather": ["blocks.0.experts"]},
     }
     for what, given in refused.items():
@@ -272,6 +294,8 @@ def test_dispatched_experts(rank, ranks, cases):
         if "sharded" in given:
             fully_shard(model.blocks[0].experts, mesh=mesh["ring"])
         options = {key: given[key] for key in ("dims", "gather") if key in given}
+        if "ignored" in given:
+            options["ignored_params"] = [model.blocks[0].experts.w1]
         with cases.case(f"refused: {what}"), pytest.raises(ValueError, match=what):
             rotated(model, mesh, **options)
 

@@ -107,7 +107,8 @@ def _adapted_shard(wrapper: Any, base: RotatedModule, parameter: DTensor, adapte
             left, right = left.narrow(0, *experts).narrow(1, *rows), right.narrow(0, *experts).narrow(2, *columns)
             part = scaling * (left @ right)
         else:
-            part = own_part(wrapper.get_delta_weight(name), spec.mesh, spec.placements)
+            whole = wrapper.get_delta_weight(name).view(parameter.shape)  # peft leaves out the dimension of one expert
+            part = own_part(whole, spec.mesh, spec.placements)
         # The shard's gradient is the mean over the ranks, and no other rank has one of this part: the reduction of the
         # adapter's gradient, a mean as well, divides by their number once more.
         if part.requires_grad:

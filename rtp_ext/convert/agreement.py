@@ -317,13 +317,16 @@ _SAMPLES = 8  # along each dimension
 
 def checksums(module: nn.Module, ignored: Collection[str], ring: Ring) -> dict[str, tuple[str, int]]:
     """Returns shape and dtype of this rank's part of each parameter that has values and is not on the ring yet, and a
-    checksum of a few bytes of it. `ignored`: names to leave out."""
+    checksum of a few bytes of it. `ignored`: names to leave out. Experts that other code has divided have the names of
+    their part."""
     if ring.size == 1 or ring.mesh is None:
         return {}
     sums, kinds = {}, {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh != ring.tensor_mesh:
-            continue
+            if parameter.device_mesh.mesh.tolist() != list(ring.expert_ranks or ()):
+                continue
+            name += f" (of expert rank {0 if ring.experts is None else ring.experts.rank})"
         data = held(parameter).data
         if name in ignored or type(data) is not torch.Tensor or data.is_meta or data.layout != torch.strided:
             continue
@@ -345,15 +348,17 @@ def compare_weights(mine: dict[str, tuple[str, int]], ring: Ring) -> None:
     answers = ring.exchange(mine)
     if ring.rank:  # one warning for the ring
         return
+    firsts: dict[str, tuple[int, tuple[str, int]]] = {}
     for rank, theirs in enumerate(answers):
-        for name, value in answers[0].items():
-            other = theirs.get(name, value)
+        for name, value in theirs.items():
+            first, other = firsts.setdefault(name, (rank, value))
             if other[0] == value[0] and other != value:
                 logger.warning(
-                    "fully_rotate: the values of %s on rank %d are not those on rank 0: the ranks were built with "
+                    "fully_rotate: the values of %s on rank %d are not those on rank %d: the ranks were built with "
                     "different seeds or weights, and the model now consists of shards of both. Use the same seed on "
                     "every rank, or load a checkpoint",
                     name,
                     rank,
+                    first,
                 )
                 return

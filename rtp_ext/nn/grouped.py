@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -62,12 +63,14 @@ class RotatedGroupedExperts(RotatedModule, nn.Module):
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         experts = self.ring.experts
         count = next(self.parameters()).shape[0] // (1 if experts is None else experts.size)
-        if counts.shape != (count,):
-            raise ValueError(
-                f"{self.qualified_name}: expected the numbers of rows of the {count} experts of this rank, got shape "
-                f"{tuple(counts.shape)}"
-            )
-        return self._operation().run_arrived(self._cast(x), _experts_of(x, counts).unsqueeze(1)).to(x.dtype)
+        # the ranks of other experts wait for the outputs
+        with contextlib.nullcontext() if experts is None else experts.ended_by_errors(self.qualified_name):
+            if counts.shape != (count,):
+                raise ValueError(
+                    f"{self.qualified_name}: expected the numbers of rows of the {count} experts of this rank, got "
+                    f"shape {tuple(counts.shape)}"
+                )
+            return self._operation().run_arrived(self._cast(x), _experts_of(x, counts).unsqueeze(1)).to(x.dtype)
 
     def _operation(self, key: str = "") -> Experts:
         gate, up, down = (getattr(self, name) for name in grouped_experts(self) or ())

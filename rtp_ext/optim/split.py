@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from rtp_ext.families.blocks import is_transposed_linear, vocabulary_heads
-from rtp_ext.families.recognised import is_experts
+from rtp_ext.families.recognised import grouped_experts, is_experts
 from rtp_ext.nn import RotatedExperts, RotatedLinearCrossEntropy
 from rtp_ext.nn.grouped import RotatedGroupedExperts
 from rtp_ext.nn.linear import RotatedTransposedLinear
@@ -42,6 +42,7 @@ def _hidden(module: nn.Module) -> Iterator[nn.Parameter]:
     linear = isinstance(module, (nn.Linear, RotatedTransposedLinear)) or is_transposed_linear(module)
     rotated = isinstance(module, (RotatedExperts, RotatedGroupedExperts))
     experts = rotated or (is_experts(module) and RotatedExperts.refusal(module) is None)
+    experts = experts or (grouped_experts(module) is not None and RotatedGroupedExperts.refusal(module) is None)
     for name, parameter in module.named_parameters(recurse=False):
         attention = isinstance(module, nn.MultiheadAttention) and name.endswith("proj_weight")
         if not parameter.is_floating_point():

@@ -84,6 +84,7 @@ class Ring:
             parallelism where there are any.
         replicas: the number of rings that hold the same shards.
         experts: where dims has `expert`, over several ranks, the ranks that experts are divided over, and their ring.
+        expert_ranks: where dims has `expert`, the global ranks that experts are divided over, in the order of parts.
         hosts, per_host: the number of hosts, and of ranks on each; None where the numbers differ.
         transport, transport_reason: the transport in use, and why it and no faster one.
         hop_route: `ring`, `direct` or `two-level`, the route of the hops of a rotation.
@@ -105,6 +106,7 @@ class Ring:
     tensor_mesh: DeviceMesh | None = None
     replicas = 1
     experts: ExpertRing | None = None
+    expert_ranks: tuple[int, ...] | None = None
     has_models = False  # whether fully_rotate has converted one
     has_one_scale = False  # whether a layer in 8 bits has one scale of all shards, for which ranks exchange magnitudes
     traceable = True  # whether compiled graphs can contain the ring's operations, which then return their gradients
@@ -143,8 +145,10 @@ class Ring:
             self._compose(ring, options, connection, routes, token)
             if self.gate.compare_devices(ring.exchange):
                 self.measure_link()
-            if meshes.experts is not None and meshes.experts.ranks.size() > 1:
-                self._divide_experts(meshes.experts, options)
+            if meshes.experts is not None:
+                self.expert_ranks = tuple(meshes.experts.ranks.mesh.tolist())
+                if len(self.expert_ranks) > 1:
+                    self._divide_experts(meshes.experts, options)
             logger.info(
                 "ring of %d: transport %s (%s), route %s, gradients %s (%s)",
                 *(self.size, self.transport, self.transport_reason, self.route),

@@ -220,7 +220,7 @@ def place_of_ring(ring: Ring) -> Place:
         has_replicas=mesh is not None and mesh.ndim > (1 if ring.tensor_mesh is None else 2),
         members=members if experts is None else (*members, experts),
         words=describe(ring),
-        column=None if ring.experts is None else tuple(ring.experts.members),
+        column=ring.expert_ranks,
     )
 
 

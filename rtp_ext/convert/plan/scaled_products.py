@@ -12,7 +12,7 @@ from rtp_ext._native import shard_sizes
 from rtp_ext.convert.plan.layers import drop_in, own_parameters, stray_parameters
 from rtp_ext.convert.plan.request import Request
 from rtp_ext.families.float8_layers import NONE, is_in_8_bits, recipe_name
-from rtp_ext.families.recognised import is_experts
+from rtp_ext.families.recognised import grouped_experts, is_experts
 from rtp_ext.nn import RotatedExperts, RotatedLinear
 from rtp_ext.outer import ZeroOuter
 from rtp_ext.parameters.coded import CodedWeight
@@ -131,10 +131,13 @@ def conflict(request: Request) -> str | None:
 
 
 def routers(modules: Iterable[tuple[str, nn.Module]]) -> set[int]:
-    """Returns the ids of linear layers that choose experts: those beside experts, with an output for each."""
+    """Returns the ids of linear layers that choose experts: those beside experts, or in a module beside them, with an
+    output for each."""
     found: set[int] = set()
     for _, part in modules:
-        counts = {next(child.parameters()).shape[0] for child in part.children() if is_experts(child)}
-        layers = (child for child in part.children() if isinstance(child, nn.Linear))
+        stacks = (child for child in part.children() if is_experts(child) or grouped_experts(child) is not None)
+        counts = {next(child.parameters()).shape[0] for child in stacks}
+        beside = (each for child in part.children() for each in (child, *child.children()))
+        layers = (each for each in beside if isinstance(each, nn.Linear))
         found.update(id(layer) for layer in layers if layer.out_features in counts)
     return found

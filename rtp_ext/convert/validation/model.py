@@ -275,10 +275,12 @@ def _refuse_foreign(request: Request) -> None:
             )
         if ring is not None or id(part) in inside:
             continue
-        for key, parameter in own_parameters(part).items():
+        own = own_parameters(part)
+        divided = is_divided(part, place.column) and not any(id(each) in ignored for each in own.values())
+        for key, parameter in own.items():
             if id(parameter) in ignored:
                 continue
-            known = on_tensor_mesh(parameter, place.tensor_mesh) or is_divided(part, place.column)
+            known = divided or on_tensor_mesh(parameter, place.tensor_mesh)
             if isinstance(parameter, DTensor) and not known:
                 raise ValueError(
                     f"fully_rotate: expected plain parameters, which become DTensors on {place.words}; got "
