@@ -159,9 +159,11 @@ class RotationState(ForwardScope):
         model has such."""
         if self.ring.has_one_scale and self.began and self.root_depth == 1:
             layers = (part for part in root.modules() if isinstance(part, RotatedLinear) and part.ring is self.ring)
-            weights = [part._parameters["weight"] for part in layers if part.recipe and part.recipe.forward.whole]
+            weights: list[Any] = [
+                part._parameters["weight"] for part in layers if part.recipe and part.recipe.forward.whole
+            ]
             if weights:
-                exchange_amaxes(self.ring, [weight for weight in weights if weight is not None])
+                exchange_amaxes(self.ring, weights)
 
     def end(self, failed: bool = False) -> None:
         """Ends a forward of the whole model, and runs the postponed comparisons of its layers. After an exception the

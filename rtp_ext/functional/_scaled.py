@@ -41,7 +41,8 @@ def forget_codes(call: Call, shards: Sequence[torch.Tensor]) -> None:
             call.ring.communicator.executor.forget_codes(shard)
 
 
-# By parameter: a version of it, and the largest magnitude of this rank's shard then.
+# By the shard of a parameter: a version of the parameter, and the largest magnitude of the shard then. Parameters
+# themselves, referred to weakly, could not be swapped by nn.Module.to.
 _own: Any = WeakIdKeyDictionary()
 
 
@@ -53,7 +54,7 @@ def exchange_amaxes(ring: Ring, weights: Sequence[torch.Tensor]) -> None:
     """
     mine, unknown = [0.0] * len(weights), []
     for place, weight in enumerate(weights):
-        known = _own.get(weight) if isinstance(weight, DTensor) and not weight.is_inference() else None
+        known = _own.get(held(weight)) if isinstance(weight, DTensor) and not weight.is_inference() else None
         if known is not None and known[0] == weight._version:
             mine[place] = known[1]
         else:
@@ -67,7 +68,7 @@ def exchange_amaxes(ring: Ring, weights: Sequence[torch.Tensor]) -> None:
         for place, value in zip(unknown, found.flatten().tolist(), strict=True):
             mine[place] = value
             if isinstance(weights[place], DTensor) and not weights[place].is_inference():
-                _own[weights[place]] = weights[place]._version, value
+                _own[held(weights[place])] = weights[place]._version, value
     every = torch.tensor(ring.exchange(mine), dtype=torch.float32, device="cpu").amax(0)
     phase, executor = ring.agreement.forward_phase, ring.communicator.executor
     for weight, value in zip(weights, every.tolist(), strict=True):
@@ -77,10 +78,12 @@ def exchange_amaxes(ring: Ring, weights: Sequence[torch.Tensor]) -> None:
 
 def expect_amaxes(call: Call, shards: Sequence[torch.Tensor]) -> None:
     """Has the engine know the largest magnitudes of the whole weights of an operation: the forward of a converted model
-    has exchanged those of its layers. Collective elsewhere, but in a recomputation, which has those of its forward."""
+    has exchanged those of its layers. Collective elsewhere and for plain shards, but in a recomputation, which has those
+    of its forward."""
     matrices = [place for place, shard in enumerate(shards) if shard.dim() == 2]
+    plain = any(not isinstance(call.watched[place], DTensor) for place in matrices)
     phase, executor = call.ring.agreement.forward_phase, call.ring.communicator.executor
     if torch._C._current_graph_task_id() != -1:
         return
-    if phase == 0 or not all(executor.has_amax(shards[place], phase) for place in matrices):
+    if phase == 0 or plain or not all(executor.has_amax(shards[place], phase) for place in matrices):
         exchange_amaxes(call.ring, [call.watched[place] for place in matrices])

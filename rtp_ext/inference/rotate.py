@@ -102,11 +102,10 @@ def rotate_for_inference(
     """
     policy = CPUOffloadPolicy(pin_memory=False) if offload else None
     given = {"mesh": mesh, "gather": gather, "timeout": timeout, "offload_policy": policy}
-    given |= {"recipe" if weights in RECIPES else "frozen": weights}
-    options = Options.of(given)
     of_ring: dict[str, Any] = {"transport": transport, "timeout": timeout, "offload": offload}
     with refused_together(mesh, timeout=timeout):
         _check_arguments(model, transport, weights)
+        options = Options.of(given | {"recipe" if weights in RECIPES else "frozen": weights})
         request = dataclasses.replace(read_call(model, options), trains=False)
         planned = inspect_model(request)
         plan = _rotating(planned, model)

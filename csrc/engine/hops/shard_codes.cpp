@@ -31,7 +31,7 @@ void ShardCodes::refresh(std::optional<int64_t> version) {
   if (!shard.defined()) return;
   version_.reset();  // until all codes are made
   std::optional<at::Tensor> amax;
-  if (coding_.plane.whole && shard.dim() == 2) {  // matrices of a stack are whole
+  if (coding_.plane.whole && shard.dim() == 2 && shard.numel() > 0) {  // matrices of a stack are whole
     RTP_CHECK_VALUE(
         amax_.has_value(), "codes of a shard of shape ", shard.sizes(),
         ": expected the largest magnitude of the whole weight, which ranks exchange in a forward, got none");

@@ -140,6 +140,48 @@ def test_plain_shards(rank, ranks, ring, cases):
             assert_same(x.grad, dx, TOLERANCE[torch.float32], "dx")
 
 
+class Written(nn.Module):
+    """Multiplies by a plain shard beside its layer, twice, and writes to it in between where no counter shows it."""
+
+    def __init__(self, ring, shard):
+        super().__init__()
+        self.layer, self.others = nn.Linear(WIDTH, 5), (ring, shard)
+
+    def forward(self, x):
+        ring, shard = self.others
+        found = [self.layer(x)]
+        for scale in (50.0, 1.0):
+            found.append(rotated_linear(x, shard, ring=ring, recipe=NAME))
+            shard.data.mul_(scale)
+        return found
+
+
+@on_ranks(4)
+def test_empty_shards_moved_models_and_plain_shards_of_one(rank, ranks, ring, cases):
+    """The shards of 5 outputs have 2, 2, 1 and 0."""
+    torch.manual_seed(2)
+    whole = random(6, WIDTH, dtype=torch.float32, seed=5)
+    plain = Written(ring, chunk(whole, ranks, rank).clone())
+    weight = plain.layer.weight.detach().clone()
+    model = rtp_ext.fully_rotate(plain, mesh=ring, recipe=NAME)
+    x = random(3, WIDTH, dtype=torch.float32, seed=rank)
+    inputs = numbers(recipe(NAME).tokens, x)
+    for label in ("as converted", "moved"):
+        if label == "moved":
+            model.cpu()
+        with torch.no_grad():
+            y, before, after = model(x)
+        for what, found, wanted in (
+            ("layer", y - plain.layer.bias.full_tensor(), weight),
+            ("before", before, whole),
+            ("after", after, 50.0 * whole),
+        ):
+            with cases.case(f"{label}: {what}"):
+                wanted = inputs @ numbers(recipe(NAME).forward, wanted).t()
+                assert_same(found, wanted, TOLERANCE[torch.float32], what)
+        whole = 50.0 * whole
+
+
 def test_explain():
     plan = rtp_ext.explain(nn.Linear(64, 64), ranks=2, rank=0, device="cpu", recipe=NAME)
     own = rtp_ext.explain(nn.Linear(64, 64), ranks=2, rank=0, device="cpu", recipe="float8_tensorwise")

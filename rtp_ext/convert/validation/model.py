@@ -175,7 +175,8 @@ def _check_frozen(plan: RotationPlan, request: Request, modules: dict[str, nn.Mo
 def _check_recipe(plan: RotationPlan, request: Request, modules: dict[str, nn.Module]) -> None:
     """Raises ValueError where products in 8 bits cannot be combined with the other options, where there is none, and
     where a layer has another recipe already."""
-    what, given = f"recipe={request.options.recipe!r}", request.options.recipe
+    option, given = "recipe" if request.trains else "weights", request.options.recipe
+    what = f"{option}={given!r}"
     if given is not None and (other := conflict(request)) is not None:
         raise ValueError(f"fully_rotate: {what} cannot be combined with {other}")
     scaled = [module for module in plan.modules if module.is_new and module.recipe is not None]
@@ -183,7 +184,7 @@ def _check_recipe(plan: RotationPlan, request: Request, modules: dict[str, nn.Mo
         if given is not None and module.recipe != given:
             raise ValueError(
                 f"fully_rotate: {module.label}: expected {what}, got a {type(modules[module.name]).__name__}, which "
-                f"torchao computes by {module.recipe}: leave out recipe, or torchao's conversion"
+                f"torchao computes by {module.recipe}: leave out {option}, or torchao's conversion"
             )
     if not scaled and given is not None:
         raise ValueError(
