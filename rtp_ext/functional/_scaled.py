@@ -78,8 +78,8 @@ def exchange_amaxes(ring: Ring, weights: Sequence[torch.Tensor]) -> None:
 
 def expect_amaxes(call: Call, shards: Sequence[torch.Tensor]) -> None:
     """Has the engine know the largest magnitudes of the whole weights of an operation: the forward of a converted model
-    has exchanged those of its layers. Collective elsewhere and for plain shards, but in a recomputation, which has those
-    of its forward."""
+    has exchanged those of its layers. Collective elsewhere and for plain shards, but in a recomputation, which has
+    those of its forward."""
     matrices = [place for place, shard in enumerate(shards) if shard.dim() == 2]
     plain = any(not isinstance(call.watched[place], DTensor) for place in matrices)
     phase, executor = call.ring.agreement.forward_phase, call.ring.communicator.executor
