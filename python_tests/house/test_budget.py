@@ -41,7 +41,7 @@ BUDGET = {
     "python_tests/integrations": 796,
     "python_tests/kernels": 3089,
     "python_tests/measure": 2219,
-    "python_tests/meshes": 3196,
+    "python_tests/meshes": 3186,
     "python_tests/nn": 2007,
     "python_tests/observe": 1573,
     "python_tests/optim": 1409,

@@ -284,6 +284,25 @@ def same_as(model, plain, tolerance, of=lambda parameter: parameter):
         assert_same(of(parameter).full_tensor(), of(theirs[name]), tolerance, name)
 
 
+def moves(rank, model, plain, others):
+    """Checks that others load what DCP has saved of a model, and close their rings; that whole tensors are streamed.
+    Collective."""
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])
+    for other in others:
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        state = get_model_state_dict(other)
+        dcp.load(state, checkpoint_id=folder[0])
+        set_model_state_dict(other, state)
+        same_as(other, plain, 0)
+        rtp_ext.ring_of(other).close()
+    streamed = dict(rtp_ext.stream_weights(model))
+    assert all(torch.equal(streamed[name], value) for name, value in plain.state_dict().items())
+
+
 @on_ranks([4, 6, 8], timeout=300)
 def test_of_models(rank, ranks, cases):
     """Five steps with clipping: Mixtral on every mesh, the other families on the first of 4 ranks, in sweeps of 6."""
@@ -473,22 +492,8 @@ def test_of_other_features(rank, ranks, cases):
             rtp_ext.ring_of(again).close()
 
     with cases.case("DCP to other meshes, and whole tensors"):
-        folder = [tempfile.mkdtemp() if rank == 0 else None]
-        dist.broadcast_object_list(folder)
-        dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])
         others = [rotated(make("mixtral"), mesh) for mesh in meshes[1:]]
-        others.append(rtp_ext.fully_rotate(make("mixtral"), timeout=60))
-        for other in others:
-            with torch.no_grad():
-                for parameter in other.parameters():
-                    parameter.zero_()
-            state = get_model_state_dict(other)
-            dcp.load(state, checkpoint_id=folder[0])
-            set_model_state_dict(other, state)
-            same_as(other, plain, 0)
-            rtp_ext.ring_of(other).close()
-        streamed = dict(rtp_ext.stream_weights(model))
-        assert all(torch.equal(streamed[name], value) for name, value in plain.state_dict().items())
+        moves(rank, model, plain, [*others, rtp_ext.fully_rotate(make("mixtral"), timeout=60)])
 
     with cases.case("nn.RotatedMoE with a capacity and a balance loss"), Ring(meshes[1], dims=DIMS, timeout=60) as ring:
         layer = RotatedMoE(D, H, E, 2, 0.5, dtype=torch.float64, ring=ring)

@@ -3,12 +3,10 @@ process on the batches of all ranks."""
 
 import copy
 import dataclasses
-import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from harness import on_ranks
 from hf_models import check_parameters, fill
 from models import train
@@ -23,12 +21,12 @@ from test_divided_experts import (
     loss_of,
     make,
     mean_loss,
+    moves,
     same_as,
     sent_by,
     total,
     within,
 )
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import rtp_ext
@@ -256,20 +254,7 @@ def test_of_models(rank, ranks, cases):
         same_as(again, twin, 1e-5, lambda parameter: parameter.grad)
         rtp_ext.ring_of(again).close()
     with cases.case("DCP to another mesh, and whole tensors"):
-        folder = [tempfile.mkdtemp() if rank == 0 else None]
-        dist.broadcast_object_list(folder)
-        dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])
-        other = rtp_ext.fully_rotate(make("mixtral", **sizes), timeout=60)
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.zero_()
-        state = get_model_state_dict(other)
-        dcp.load(state, checkpoint_id=folder[0])
-        set_model_state_dict(other, state)
-        same_as(other, plain, 0)
-        rtp_ext.ring_of(other).close()
-        streamed = dict(rtp_ext.stream_weights(model))
-        assert all(torch.equal(streamed[name], value) for name, value in plain.state_dict().items())
+        moves(rank, model, plain, [rtp_ext.fully_rotate(make("mixtral", **sizes), timeout=60)])
     with cases.case("Muon"):
         optimizers = []
         for each in (model, plain):
