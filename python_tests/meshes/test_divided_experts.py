@@ -209,6 +209,9 @@ def test_with_fixed_numbers_of_rows(rank, ranks, cases):
         for wrong in (0, 1.5, True):
             with pytest.raises(ValueError, match="expected expert_capacity to be a positive integer, got"):
                 dataclasses.replace(DIMS, expert_capacity=wrong)
+        alone = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("expert", "ring"))
+        with pytest.raises(ValueError, match="expert_capacity=None where expert='expert' has one rank, got 3"):
+            Ring(alone, dims=dataclasses.replace(DIMS, expert_capacity=3), timeout=30)
         with pytest.raises(ValueError, match="expected expert with expert_capacity, got 3 and no expert"):
             RotationDims(expert_capacity=3)
 

@@ -399,6 +399,11 @@ def _places(mesh: DeviceMesh, dims: RotationDims) -> tuple[tuple[int, int], ...]
 
 def _divided(mesh: DeviceMesh, dims: RotationDims) -> ExpertMesh:
     ranks, hops = _flattened(mesh, dims.expert_names), _flattened(mesh, dims.ring_names)
+    if ranks.size() == 1 and dims.expert_capacity is not None:
+        raise ValueError(
+            f"Ring: expected expert_capacity=None where expert={dims.expert!r} has one rank, got "
+            f"{dims.expert_capacity}: there no tokens travel, and none are dropped"
+        )
     return ExpertMesh(ranks, hops, _places(mesh, dims), dims.expert_capacity)
 
 

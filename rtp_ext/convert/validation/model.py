@@ -102,10 +102,12 @@ def _check_experts(plan: RotationPlan, request: Request) -> None:
                 f"{module.reason}"
             )
     if not found and place.ring is None:
+        stacks = (module for module in plan.modules if is_experts(request.root.get_submodule(module.name)))
+        why = next((f"; {module.label} ({module.kind}): {module.reason}" for module in stacks), "")
         raise ValueError(
             "fully_rotate: dims have expert: expected a model with experts that rotate (stacked weights in a module of "
-            f"transformers, or nn.RotatedExperts), got none in a {type(request.root).__name__}; a part without any "
-            "takes mesh=Ring(mesh, dims=dims), as all parts of its model"
+            f"transformers, or nn.RotatedExperts), got none in a {type(request.root).__name__}{why}; a part without "
+            "any takes mesh=Ring(mesh, dims=dims), as all parts of its model"
         )
 
 
@@ -282,6 +284,11 @@ def _refuse_foreign(request: Request) -> None:
             if id(parameter) in ignored:
                 continue
             known = divided or on_tensor_mesh(parameter, place.tensor_mesh)
+            if not known and is_divided(part, place.column):
+                raise ValueError(
+                    f"fully_rotate: {label}, whose experts other code has divided: expected all of its parameters in "
+                    f"ignored_params, or none, got {key} outside of them"
+                )
             if isinstance(parameter, DTensor) and not known:
                 raise ValueError(
                     f"fully_rotate: expected plain parameters, which become DTensors on {place.words}; got "
