@@ -67,6 +67,14 @@ std::pair<ScaledMatrix, ScaledMatrix> operands(const Codes& a, const Codes& b) {
   return {{left, of_rows(a), Scales::outer}, {right, of_rows(b.t()).t(), Scales::outer}};
 }
 
+// Joins scales by bytes where they have one each: autocast has no rule for concatenated exponents.
+at::Tensor joined_scales(std::vector<at::Tensor> scales) {
+  const at::ScalarType dtype = scales.front().scalar_type();
+  if (c10::elementSize(dtype) > 1) return at::cat(scales);
+  for (at::Tensor& each : scales) each = each.view(at::kByte);
+  return at::cat(scales).view(dtype);
+}
+
 }  // namespace
 
 Codes Codes::columns(int64_t first, int64_t count) const {
@@ -98,7 +106,7 @@ Codes joined(const std::vector<Codes>& parts, bool summed) {
     scales.push_back(by_rows ? of_rows(each) : each.scales);
   }
   const Extents block{by_rows ? 1 : first.block[0], first.block[1]};
-  return {joined_rows(codes).view(first.codes.scalar_type()), at::cat(scales), block};
+  return {joined_rows(codes).view(first.codes.scalar_type()), joined_scales(scales), block};
 }
 
 Codes joined_columns(const std::vector<Codes>& parts) {
@@ -110,7 +118,7 @@ Codes joined_columns(const std::vector<Codes>& parts) {
     codes.push_back(each.codes.view(at::kByte));
     scales.push_back(each.scales.t());  // in the order of columns: see CodePlane::by_columns
   }
-  return {at::cat(codes, 1).view(first.codes.scalar_type()), at::cat(scales).t(), first.block};
+  return {at::cat(codes, 1).view(first.codes.scalar_type()), joined_scales(scales).t(), first.block};
 }
 
 at::ScalarType scale_dtype(const CodePlane& plane) { return has_exponents(plane.rule) ? at::kByte : at::kFloat; }

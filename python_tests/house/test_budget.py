@@ -8,7 +8,7 @@ SLACK = 60  # lines that a budget may exceed its folder by: code that goes takes
 
 BUDGET = {
     "csrc/base": 1011,
-    "csrc/compute": 2523,
+    "csrc/compute": 2531,
     "csrc/device": 1266,
     "csrc/engine": 4285,
     "csrc/kernels": 1757,
@@ -16,7 +16,7 @@ BUDGET = {
     "csrc/python": 1529,
     "csrc/schedule": 2258,
     "csrc/transport": 5902,
-    "rtp_ext/convert": 7556,
+    "rtp_ext/convert": 7558,
     "rtp_ext/families": 1178,
     "rtp_ext/functional": 4115,
     "rtp_ext/inference": 966,
@@ -29,7 +29,7 @@ BUDGET = {
     "rtp_ext/parameters": 2544,
     "rtp_ext/planner": 9422,
     "rtp_ext/ring": 5831,
-    "python_tests/convert": 8442,
+    "python_tests/convert": 8463,
     "python_tests/engine": 3240,
     "python_tests/examples": 750,
     "python_tests/families": 2962,

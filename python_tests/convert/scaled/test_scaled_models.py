@@ -6,6 +6,7 @@ import pytest
 import torch
 from code_reference import scaled
 from harness import on_ranks
+from hf_models import make, make_batch
 from reference import assert_same, differs, full, random
 from test_recipe import TOLERANCE
 from torch import nn
@@ -14,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B,
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rtp_ext
+from rtp_ext.recipes import RECIPES
 
 RECIPE = "float8_rowwise"
 
@@ -89,6 +91,25 @@ def test_adapters(rank, ranks, cases):
 
 
 WIDTH, MICRO, ROWS = 32, 4, 6
+
+
+@on_ranks(2, timeout=300.0)
+def test_autocast(rank, ranks, cases):
+    """Of layers that travel together: their operands are joined inside the region of autocast."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
+    batch, losses = make_batch("llama", rank, 0), {}
+    for name in (None, *RECIPES):
+        options = {} if name is None else {"recipe": name}
+        model = rtp_ext.fully_rotate(make("llama", **sizes), timeout=60.0, **options)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        losses[name] = loss.item()
+        with cases.case(str(name)):
+            assert all(parameter.grad.to_local().isfinite().all() for parameter in model.parameters())
+            assert abs(losses[name] / losses[None] - 1) < 0.05, losses
+            assert name is None or losses[name] != losses[None], "control: products are rounded"
+        rtp_ext.ring_of(model).close()
 
 
 class Part(nn.Module):

@@ -189,9 +189,11 @@ def _check_recipe(plan: RotationPlan, request: Request, modules: dict[str, nn.Mo
                 f"torchao computes by {module.recipe}: leave out {option}, or torchao's conversion"
             )
     if not scaled and given is not None:
+        wide = ((module.label, each) for module in plan.modules for each in module.parameters if each.wide is not None)
+        why = next((f"; {label}.{each.key}: {each.wide}" for label, each in wide), "")
         raise ValueError(
             f"fully_rotate: {what} expected linear layers whose sizes fit it, or experts, got none in a "
-            f"{type(request.root).__name__}: rtp_ext.explain without it shows the layers"
+            f"{type(request.root).__name__}{why}: rtp_ext.explain without it shows the layers"
         )
     for module in scaled:
         if module.compute_dtype == torch.float64:
