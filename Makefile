@@ -70,7 +70,8 @@ $(FRAMEWORKS)/.installed: $(VENV)/.built
 	touch $@
 
 frameworks: $(FRAMEWORKS)/.installed
-	$(FRAMEWORKS)/bin/python -m pytest -q python_tests/integrations python_tests/examples python_tests/optimizers/test_packages.py
+	$(FRAMEWORKS)/bin/python -m pytest -q python_tests/integrations python_tests/examples python_tests/optimizers/test_packages.py \
+		python_tests/convert/scaled/test_torchao_layers.py python_tests/convert/scaled/test_torchao_models.py
 	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py
 	$(FRAMEWORKS)/bin/python benchmarks/compatibility/frameworks.py --only transformers,grpo,lightning --ranks 4 --replicas 2
 	$(FRAMEWORKS)/bin/python benchmarks/report.py --write

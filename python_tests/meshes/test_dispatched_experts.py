@@ -272,6 +272,13 @@ def test_dispatched_experts(rank, ranks, cases):
         warnings = [text for level, text in lines if level == "WARNING" and "experts.w3" in text]
         assert len(warnings) == (rank == 0), lines
         rtp_ext.ring_of(model).close()
+        model = parallel(make(), meshes[0])
+        ignored = [*model.blocks[1].experts.parameters()]
+        with torch.no_grad():
+            ignored[0].to_local().add_(rank // 2)
+        _, lines = logged(rotated, model, meshes[0], ignored_params=ignored)
+        assert not any("experts.w1" in text for level, text in lines if level == "WARNING"), lines
+        rtp_ext.ring_of(model).close()
 
     other_mesh = {"dims": RotationDims(ring="expert", expert="ring")}
     refused = {

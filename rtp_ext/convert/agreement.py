@@ -21,7 +21,7 @@ from rtp_ext.convert.containers import leaves_of
 from rtp_ext.convert.modules.bundled import BundledMLP
 from rtp_ext.nn import RotatedEmbedding
 from rtp_ext.parameters.sharded_module import ShardedModule
-from rtp_ext.parameters.sharding import frozen_of, held
+from rtp_ext.parameters.sharding import frozen_of, held, over_ranks
 from rtp_ext.ring import Prepared, Ring
 from rtp_ext.ring.autograd import FROZEN, computes_plainly
 from rtp_ext.ring.links.agree import differing, expect_same
@@ -323,12 +323,14 @@ def checksums(module: nn.Module, ignored: Collection[str], ring: Ring) -> dict[s
         return {}
     sums, kinds = {}, {}
     for name, parameter in module.named_parameters():
+        if name in ignored:
+            continue
         if isinstance(parameter, DTensor) and parameter.device_mesh != ring.tensor_mesh:
-            if parameter.device_mesh.mesh.tolist() != list(ring.expert_ranks or ()):
+            if not over_ranks(parameter, ring.expert_ranks):
                 continue
             name += f" (of expert rank {0 if ring.experts is None else ring.experts.rank})"
         data = held(parameter).data
-        if name in ignored or type(data) is not torch.Tensor or data.is_meta or data.layout != torch.strided:
+        if type(data) is not torch.Tensor or data.is_meta or data.layout != torch.strided:
             continue
         kinds[name] = f"{list(data.shape)} {data.dtype}"
         sample = data[tuple(slice(None, None, -(-extent // _SAMPLES) or 1) for extent in data.shape)]

@@ -16,6 +16,7 @@ from rtp_ext.convert.scopes import is_inside, state_of
 from rtp_ext.families.same_forward import has_same_forward
 from rtp_ext.nn import RotatedEmbedding
 from rtp_ext.nn._tensor_parallel import COLWISE, ROWWISE, TensorParallelEmbedding, TensorParallelLinear
+from rtp_ext.parameters.sharding import over_ranks
 from rtp_ext.ring.mesh import RotationDims
 
 GATHERED = "replicated"  # the style of modules that are gathered while in use
@@ -58,13 +59,8 @@ def on_tensor_mesh(parameter: Any, mesh: DeviceMesh | None) -> bool:
 def is_divided(part: nn.Module, column: Sequence[int] | None) -> bool:
     """Returns whether other code has divided the experts of a module among the ranks that experts are divided among:
     all its parameters are DTensors Shard(0) over these ranks."""
-    own = [parameter for parameter in part._parameters.values() if parameter is not None]
-    return bool(own) and all(
-        isinstance(each, DTensor)
-        and each.placements == (Shard(0),)
-        and each.device_mesh.mesh.tolist() == list(column or ())
-        for each in own
-    )
+    own: list[Any] = [parameter for parameter in part._parameters.values() if parameter is not None]
+    return bool(own) and all(over_ranks(each, column) and each.placements == (Shard(0),) for each in own)
 
 
 def _cut(part: nn.Module, mesh: DeviceMesh | None, ignored: Collection[int]) -> dict[str, Any]:

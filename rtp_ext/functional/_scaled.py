@@ -49,13 +49,14 @@ _own: Any = WeakIdKeyDictionary()
 def exchange_amaxes(ring: Ring, weights: Sequence[torch.Tensor]) -> None:
     """Gives the engine the largest magnitude of each whole weight [outputs, inputs], for one scale of all its shards.
 
-    Collective, whatever a rank knows of its own shards: each rank sends its largest magnitudes in every forward.
+    Collective: in every forward each rank sends the largest magnitudes of all its shards, changed or not.
     weights: DTensors, whose largest magnitudes are found once for each version, or plain shards.
     """
+    versions = [None if weight.is_inference() else weight._version for weight in weights]
     mine, unknown = [0.0] * len(weights), []
-    for place, weight in enumerate(weights):
-        known = _own.get(held(weight)) if isinstance(weight, DTensor) and not weight.is_inference() else None
-        if known is not None and known[0] == weight._version:
+    for place, (weight, version) in enumerate(zip(weights, versions, strict=True)):
+        known = _own.get(held(weight)) if isinstance(weight, DTensor) else None
+        if known is not None and version is not None and known[0] == version:
             mine[place] = known[1]
         else:
             unknown.append(place)
@@ -67,12 +68,11 @@ def exchange_amaxes(ring: Ring, weights: Sequence[torch.Tensor]) -> None:
                 kernels.block_amax(largest, shard, tuple(shard.shape))
         for place, value in zip(unknown, found.flatten().tolist(), strict=True):
             mine[place] = value
-            if isinstance(weights[place], DTensor) and not weights[place].is_inference():
-                _own[held(weights[place])] = weights[place]._version, value
+            if isinstance(weights[place], DTensor):
+                _own[held(weights[place])] = versions[place], value
     every = torch.tensor(ring.exchange(mine), dtype=torch.float32, device="cpu").amax(0)
     phase, executor = ring.agreement.forward_phase, ring.communicator.executor
-    for weight, value in zip(weights, every.tolist(), strict=True):
-        version = None if weight.is_inference() else weight._version
+    for weight, version, value in zip(weights, versions, every.tolist(), strict=True):
         executor.set_amax(held(weight).detach(), value, version, phase)
 
 

@@ -135,6 +135,11 @@ def frozen_of(parameter: Any) -> Any:
 
 
 @unseen
+def over_ranks(parameter: Any, ranks: Sequence[int] | None) -> bool:
+    """Returns whether a parameter is a DTensor over these ranks, in one dimension."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh.tolist() == list(ranks or ())
+
+
 def make_contiguous(shard: torch.Tensor) -> None:
     """Makes a local shard in another memory format (channels_last) contiguous, in place.
 

@@ -61,7 +61,7 @@ class ExpertRing(Companion):
         group = mesh.ranks.get_group()
         super().__init__(ring, dist.get_rank(group), dist.get_process_group_ranks(group))
         self.inner, self.places, self.capacity = inner, mesh.places, mesh.capacity
-        self.in_order = list(mesh.places) == sorted(mesh.places)
+        self.in_order = in_order(mesh.places)
         self.calls = self.bytes_sent = self.slice_bytes_sent = 0
         self._divisions: dict[int, Division] = {}  # by the number of experts
         self.slicings: dict[Any, Any] = {}  # of functional/sliced.py, by the shapes of parameters
@@ -93,6 +93,11 @@ class ExpertRing(Companion):
                 found = torch.tensor([[*ranks, self.size], [*numbers, 0], [*places, experts]], device=self.device)
             self._divisions[experts] = Division(experts, tuple(known), sliced, *found)
         return self._divisions[experts]
+
+
+def in_order(places: Sequence[tuple[int, int]]) -> bool:
+    """Returns whether each part has experts in a row, in the order of ranks. places: see ExpertMesh."""
+    return list(places) == sorted(places)
 
 
 def part_sizes(experts: int, places: Sequence[tuple[int, int]], rank: int) -> list[int]:

@@ -46,8 +46,9 @@ class ScaledProducts:
     def _of_torchao(self, name: str) -> Recipe:
         """Returns the recipe of a layer that torchao has converted by one of this name; it may be asked for with one
         scale of all shards, which is torchao's."""
-        asked = self.recipe is not None and self.recipe.forward.whole and name == "float8_tensorwise"
-        return self.recipe if asked and self.recipe is not None else recipe_of(name)
+        if self.recipe is not None and self.recipe.forward.whole and name == "float8_tensorwise":
+            return self.recipe
+        return recipe_of(name)
 
     def stored(self, recipe: str, weight: Any, inputs_first: bool) -> CodedWeight:
         """Returns how a weight is stored that is multiplied in 8 bits in forwards only."""

@@ -35,6 +35,7 @@ from rtp_ext.outer import AllReduce, ZeroOuter
 from rtp_ext.parameters.extensions import is_extended, refusal
 from rtp_ext.parameters.sharded_module import ShardedModule
 from rtp_ext.parameters.sharding import type_name
+from rtp_ext.ring.expert_ring import in_order
 
 _MANAGERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
 
@@ -128,7 +129,7 @@ def _check_divided(plan: RotationPlan, request: Request) -> None:
             problem = f"expected a multiple of {ranks} experts, as many on every rank of the ring, got {experts}"
         elif problem is None and capacity:
             problem = f"expected no expert_capacity, since other code dispatches its tokens, got {capacity}"
-        elif problem is None and places is not None and list(places) != sorted(places) and not part._forward_pre_hooks:
+        elif problem is None and places is not None and not in_order(places) and not part._forward_pre_hooks:
             problem = (
                 "expected hooks that dispatch its tokens (ExpertParallel), or a mesh whose dimension of experts comes "
                 "before the ring, got no forward_pre_hook"
